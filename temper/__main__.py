@@ -1,0 +1,3 @@
+from temper.cli import main
+
+main()

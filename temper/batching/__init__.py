@@ -1,0 +1,15 @@
+"""Groups become rows with credit (samples), rows become microbatches (pack)."""
+
+from temper.batching.pack import pack, shard
+from temper.batching.samples import CreditRules, assign_credit, make_batch, rows_of, rows_of_groups, with_logprobs
+
+__all__ = [
+    "CreditRules",
+    "assign_credit",
+    "make_batch",
+    "pack",
+    "rows_of",
+    "rows_of_groups",
+    "shard",
+    "with_logprobs",
+]

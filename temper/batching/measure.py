@@ -1,0 +1,93 @@
+"""What a batch looked like, in numbers: rewards, lengths, groups without signal, staleness.
+
+Owns: definitions over whole batches. "Generated" is what this step rolled, trained and dropped groups together, so that
+filtering does not flatter the reward. Refuses: metrics of the policy (objectives/objective.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from temper.types import Group, Status, Trajectory
+
+_FAILED = (Status.TOOL_ERROR, Status.TIMEOUT, Status.ABORTED)
+
+
+def measure_groups(groups: Sequence[Group], dropped: Sequence[tuple[Group, str]], version: int) -> dict[str, float]:
+    """Metrics of rewards, generation, data and staleness. `version` is that of the weights to be trained."""
+    generated = [*groups, *(group for group, _ in dropped)]
+    trajectories = [trajectory for group in generated for trajectory in group.trajectories]
+    trained = [trajectory for group in groups for trajectory in group.trainable]
+    return {
+        **_reward_metrics([reward for group in generated for reward in group.rewards]),
+        **_generation_metrics([trajectory for trajectory in trajectories if trajectory.num_tokens]),
+        **_data_metrics(generated, num_accepted=len(groups)),
+        "data/unscorable": float(sum(not t.score.is_value for t in trajectories)),
+        "data/env_error": float(sum(t.status in _FAILED for t in trajectories)),
+        **_staleness_metrics(trained, version),
+    }
+
+
+def measure_advantages(advantages_N: Tensor, lengths_B: Tensor) -> dict[str, float]:
+    """Over trajectories; where credit differs inside one, its mean counts."""
+    if not len(lengths_B):
+        return {}
+    by_trajectory_B = torch.stack([part.mean() for part in torch.split(advantages_N, lengths_B.tolist())])
+    return {
+        "adv/mean": by_trajectory_B.mean().item(),
+        "adv/std": by_trajectory_B.std(unbiased=False).item(),
+        "adv/min": by_trajectory_B.amin().item(),
+        "adv/max": by_trajectory_B.amax().item(),
+        "adv/abs_mean": by_trajectory_B.abs().mean().item(),
+        "adv/frac_zero": (by_trajectory_B == 0).double().mean().item(),
+    }
+
+
+def _reward_metrics(rewards: list[float]) -> dict[str, float]:
+    if not rewards:
+        return {}
+    return {"reward/mean": statistics.fmean(rewards), "reward/std": statistics.pstdev(rewards)}
+
+
+def _generation_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    if not trajectories:
+        return {}
+    lengths = [trajectory.num_tokens for trajectory in trajectories]
+    return {
+        "gen/len_mean": statistics.fmean(lengths),
+        "gen/len_max": float(max(lengths)),
+        "gen/truncation_rate": statistics.fmean(t.status is Status.TRUNCATED_LENGTH for t in trajectories),
+        "gen/turns_mean": statistics.fmean(len(t.turns) for t in trajectories),
+    }
+
+
+def _data_metrics(generated: Sequence[Group], num_accepted: int) -> dict[str, float]:
+    """Shares of generated groups. A task score is 1 when solved and 0 when not; values between are neither."""
+    if not generated:
+        return {}
+    rewards = [group.rewards for group in generated]
+    return {
+        "data/degenerate": statistics.fmean(group.is_degenerate for group in generated),
+        "data/all_pass": statistics.fmean(bool(r) and min(r) >= 1.0 and max(r) - min(r) <= 1e-8 for r in rewards),
+        "data/all_fail": statistics.fmean(bool(r) and max(r) <= 0.0 and max(r) - min(r) <= 1e-8 for r in rewards),
+        "data/group_std_mean": statistics.fmean(statistics.stdev(r) if len(r) > 1 else 0.0 for r in rewards),
+        "data/effective_groups": float(num_accepted),
+        "data/gen_factor": len(generated) / max(1, num_accepted),
+    }
+
+
+def _staleness_metrics(trained: list[Trajectory], version: int) -> dict[str, float]:
+    if not trained:
+        return {}
+    ages = [version - trajectory.oldest_version for trajectory in trained]
+    newest = [max(v for turn in t.turns for v in turn.completion.versions) for t in trained]
+    is_mixed = [new > trajectory.oldest_version for new, trajectory in zip(newest, trained, strict=True)]
+    return {
+        "stale/mean": statistics.fmean(ages),
+        "stale/max": float(max(ages)),
+        "stale/mixed_version_frac": statistics.fmean(is_mixed),
+    }

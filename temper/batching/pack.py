@@ -1,0 +1,94 @@
+"""Rows share forward passes: laid end to end under a token budget, then spread over ranks.
+
+Owns: which rows go together. Refuses: any say in the gradient; weights were made before and do not depend on it.
+Shapes: everything in a Microbatch is [T], all tokens of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from temper.types import Microbatch, Sample, total_tokens
+
+Rollout = list[Sample]
+"""The rows of one trajectory. They stay together: sequence-level ratios sum over all of them."""
+
+
+def pack(samples: Sequence[Sample], tokens_per_microbatch: int, dtype: torch.dtype = torch.float32) -> list[Microbatch]:
+    """Microbatches of at most `tokens_per_microbatch` tokens, long rows first.
+
+    Rows of similar length meet, because attention pads to the longest row of a microbatch. A trajectory longer than the
+    budget gets a microbatch of its own. The result depends on the set of rows, not on their order.
+    """
+    rollouts = sorted(_rollouts(samples), key=_long_first)
+    packed: list[list[Rollout]] = []
+    room = 0
+    for rollout in rollouts:
+        size = total_tokens(rollout)
+        if not packed or size > room:
+            packed.append([])
+            room = tokens_per_microbatch
+        packed[-1].append(rollout)
+        room -= size
+    return [_microbatch(together, dtype) for together in packed]
+
+
+def shard(microbatches: Sequence[Microbatch], rank: int, world: int) -> list[Microbatch]:
+    """The share of one rank: most tokens first, each to the rank with the fewest so far. May be empty."""
+    loads = [0] * world
+    share = []
+    for place in sorted(range(len(microbatches)), key=lambda place: -sum(microbatches[place].lengths)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += sum(microbatches[place].lengths)
+        if lightest == rank:
+            share.append(place)
+    return [microbatches[place] for place in sorted(share)]
+
+
+def _rollouts(samples: Iterable[Sample]) -> list[Rollout]:
+    rollouts: dict[tuple[str, int], Rollout] = {}
+    for sample in samples:
+        rollouts.setdefault((sample.group_id, sample.index), []).append(sample)
+    return list(rollouts.values())
+
+
+def _long_first(rollout: Rollout) -> tuple[int, str, int]:
+    return -max(len(row.token_ids) for row in rollout), rollout[0].group_id, rollout[0].index
+
+
+def _microbatch(rollouts: Sequence[Rollout], dtype: torch.dtype) -> Microbatch:
+    rows = [row for rollout in rollouts for row in rollout]
+    lengths = torch.tensor([len(row.token_ids) for row in rows])
+    trajectory_of_row = [place for place, rollout in enumerate(rollouts) for _ in rollout]
+    return Microbatch(
+        token_ids=_integers(row.token_ids for row in rows),
+        positions=torch.cat([torch.arange(len(row.token_ids)) for row in rows]),
+        sequence_ids=torch.arange(len(rows)).repeat_interleave(lengths),
+        trajectory_ids=torch.tensor(trajectory_of_row).repeat_interleave(lengths),
+        loss_mask=_integers(row.loss_mask for row in rows),
+        behavior_logprobs=_floats((row.behavior_logprobs for row in rows), dtype),
+        advantages=_floats((row.advantages for row in rows), dtype),
+        weights=_floats((row.weights for row in rows), dtype),
+        versions=_integers(row.versions for row in rows),
+        lengths=tuple(lengths.tolist()),
+        proximal_logprobs=_optional([row.proximal_logprobs for row in rows], dtype),
+        reference_logprobs=_optional([row.reference_logprobs for row in rows], dtype),
+    )
+
+
+def _integers(columns: Iterable[list[int]]) -> Tensor:
+    return torch.tensor([value for column in columns for value in column], dtype=torch.int64)
+
+
+def _floats(columns: Iterable[list[float]], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([value for column in columns for value in column], dtype=dtype)
+
+
+def _optional(columns: Sequence[list[float] | None], dtype: torch.dtype) -> Tensor | None:
+    """One tensor, or None when no row has the column. Some rows with and some without would be a broken batch."""
+    present = [column for column in columns if column is not None]
+    assert len(present) in (0, len(columns)), "either all rows of a batch have these log-probabilities or none"
+    return _floats(present, dtype) if present else None

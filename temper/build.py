@@ -1,0 +1,307 @@
+"""From a configuration to objects: one stage, ready for the loop. The only file that may import everything.
+
+Owns: which parts are made and how they are wired. Refuses: training (loop.py) and checking data (data.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from temper import loop
+from temper.batching.pack import pack, shard
+from temper.batching.samples import CreditRules, make_batch
+from temper.config import RunConfig
+from temper.data import StageData, open_data
+from temper.engine.local.engine import EngineSettings, LocalEngine
+from temper.envs.env import make_env
+from temper.errors import UserError
+from temper.evals.evaluate import Evaluation, constant_answer_score, evaluate
+from temper.models.load import find_checkpoint, load_model
+from temper.models.tiny import make_tiny_model
+from temper.objectives import Objective, check_group_size, check_proximal, resolve
+from temper.protocols import BatchSource
+from temper.rollout.buffer import Buffer, Taken
+from temper.rollout.episode import EpisodeSetup
+from temper.rollout.gate import BUDGETS, Agreement, check_before_training, require_agreement
+from temper.rollout.roller import Roller, RollSettings
+from temper.stages.sft import Examples, supervised_objective
+from temper.trainer.checkpoint import read_checkpoint
+from temper.trainer.isolation import check_isolation
+from temper.trainer.optim import OptimizerSettings
+from temper.trainer.trainer import LocalTrainer, TrainerSettings
+from temper.types import Batch, EvaluationResult, SamplingParams, TrainResult, total_tokens
+
+GATE_PROMPTS = 8
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """The live parts of one stage."""
+
+    config: RunConfig
+    index: int
+    data: StageData
+    model: torch.nn.Module
+    trainer: LocalTrainer
+    sampler: LocalEngine
+    source: BatchSource
+    setup: EpisodeSetup
+    constant_score: float | None = None
+
+    async def evaluate(self, step: int) -> list[EvaluationResult]:
+        """Greedy and sampled held-out scores of the weights the sampler holds."""
+        tasks = self.data.heldout
+        if self.constant_score is None:
+            self.constant_score = await constant_answer_score(self.setup, tasks)
+        ways = (
+            Evaluation(name="greedy", temperature=0.0, samples=1),
+            Evaluation(
+                name="sampled", temperature=self.config.sampling.temperature, samples=self.config.evaluation.samples
+            ),
+        )
+        score = partial(evaluate, stage=self.index, step=step, constant_score=self.constant_score)
+        return [await score(self.setup, tasks, way) for way in ways]
+
+    async def close(self) -> None:
+        await self.sampler.close()
+        await self.data.rubric.close()
+
+
+def resolve_objective(config: RunConfig) -> Objective:
+    """The objective of a stage, with the rules that need no data."""
+    if config.stage == "sft":
+        return supervised_objective()
+    wanted = config.objective
+    kinds = ("shaping", "advantage", "ratio", "gate", "corrections", "weighting", "regularizers")
+    objective = resolve(wanted.preset, {kind: getattr(wanted, kind) for kind in kinds})
+    check_group_size(objective, config.rollout.group_size)
+    check_proximal(objective, wanted.proximal)
+    return objective
+
+
+def pick_device(name: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise UserError('model.device="cuda", but torch sees no GPU. Use model.device="auto" or "cpu"')
+    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+
+
+def first_model(config: RunConfig, run_folder: Path) -> Path:
+    """The directory a run starts from; a new model is made inside the run."""
+    if config.model.new is None:
+        return find_checkpoint(config.model.path)
+    folder, unfinished = run_folder / "model", run_folder / ".tmp-model"
+    if not folder.is_dir():  # made aside: a run killed here must not go on from half a model
+        shutil.rmtree(unfinished, ignore_errors=True)
+        make_tiny_model(unfinished, seed=config.seed, **config.model.new.model_dump())
+        unfinished.rename(folder)
+    return folder
+
+
+def build_stage(config: RunConfig, index: int, model_folder: Path, checkpoint: Path | None = None) -> Stage:
+    """Loads the model and wires trainer, sampler, data and reward of one stage; `checkpoint` is where it goes on."""
+    objective = resolve_objective(config)
+    data = open_data(config, model_folder)
+    device = pick_device(config.model.device)
+    dtype = getattr(torch, config.model.dtype)
+    model = load_model(model_folder, dtype, device)
+    reference = load_model(model_folder, dtype, device) if "reference" in objective.needs else None
+    trainer = LocalTrainer(
+        model,
+        data.tokenizer,
+        objective,
+        _trainer_settings(config),
+        pack=partial(pack, tokens_per_microbatch=config.trainer.tokens_per_microbatch),
+        shard=shard,
+        reference=reference,
+    )
+    if checkpoint is not None:
+        trainer.load(checkpoint)
+    # One copy of the weights when nothing is sampled while they change; otherwise the engine needs its own.
+    is_synchronous = config.rollout.max_staleness == 0 or config.stage == "sft"
+    sampler = LocalEngine(model if is_synchronous else copy.deepcopy(model), _engine_settings(config, data))
+    setup = _episode_setup(config, data, sampler)
+    source = _source(config, index, objective, data, trainer, setup)
+    if checkpoint is not None:
+        source.load_state(read_checkpoint(checkpoint)["source"])
+    return Stage(
+        config=config,
+        index=index,
+        data=data,
+        model=model,
+        trainer=trainer,
+        sampler=sampler,
+        source=source,
+        setup=setup,
+    )
+
+
+def make_plan(
+    stage: Stage, *, first_step: int, recorders: Sequence[loop.Recorder], checkpoint: Callable[[int], None]
+) -> loop.Plan:
+    config = stage.config
+    return loop.Plan(
+        stage=stage.index,
+        steps=config.steps,
+        first_step=first_step,
+        source=stage.source,
+        trainer=stage.trainer,
+        sampler=stage.sampler,
+        recorders=tuple(recorders),
+        evaluate=stage.evaluate if stage.data.heldout else None,
+        evaluate_every=config.evaluation.every,
+        checkpoint=checkpoint,
+        checkpoint_every=config.checkpoint.every,
+        gate=partial(_gate, stage, first_step),
+        verify=partial(_verify, stage),
+        measure_system=partial(_measure_system, stage),
+    )
+
+
+def _trainer_settings(config: RunConfig) -> TrainerSettings:
+    return TrainerSettings(
+        optimizer=OptimizerSettings(**config.optim.model_dump()),
+        temperature=config.sampling.temperature if config.stage == "rl" else 1.0,
+        total_steps=config.steps,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        proximal=config.objective.proximal,
+    )
+
+
+def _engine_settings(config: RunConfig, data: StageData) -> EngineSettings:
+    engine = config.engine
+    longest = data.longest_prompt + config.sampling.max_new_tokens
+    # A quarter more than the probed prompts need: a longer one than those is preempted, never refused.
+    tokens = engine.kv_tokens or max(engine.max_running * longest * 5 // 4, data.shape.max_context)
+    return EngineSettings(
+        seed=config.seed,
+        block_size=engine.block_size,
+        num_blocks=-(-tokens // engine.block_size) + engine.max_running + 2,
+        max_running=engine.max_running,
+        tokens_per_step=max(engine.tokens_per_step, engine.max_running + 1),
+        max_length=data.shape.max_context,
+        cuda_graphs=engine.cuda_graphs,
+    )
+
+
+def _episode_setup(config: RunConfig, data: StageData, sampler: LocalEngine) -> EpisodeSetup:
+    return EpisodeSetup(
+        sampler=sampler,
+        renderer=data.renderer,
+        scorer=data.rubric,
+        make_env=make_env,
+        params=SamplingParams(
+            temperature=config.sampling.temperature,
+            max_new_tokens=config.sampling.max_new_tokens,
+            stop_ids=data.renderer.stop_ids,
+        ),
+        max_turns=config.rollout.max_turns,
+        episode_seconds=config.rollout.episode_seconds,
+        seed=config.seed,
+    )
+
+
+def _source(
+    config: RunConfig, index: int, objective: Objective, data: StageData, trainer: LocalTrainer, setup: EpisodeSetup
+) -> BatchSource:
+    if config.stage == "sft":
+        return Examples(
+            data.stream,
+            data.renderer,
+            objective,
+            batch_size=config.trainer.examples_per_step,
+            max_length=data.shape.max_context,
+        )
+    rules = CreditRules(
+        objective=objective,
+        max_new_tokens=config.sampling.max_new_tokens,
+        updates=config.trainer.updates_per_batch,
+        train_truncated=config.objective.train_truncated,
+    )
+
+    def credit(taken: Taken) -> Batch:
+        return make_batch(
+            taken.groups, rules, logprobs=trainer.logprobs, version=trainer.version, dropped=taken.dropped
+        )
+
+    rollout = config.rollout
+    buffer = Buffer(
+        groups_per_step=rollout.groups_per_step,
+        max_staleness=rollout.max_staleness,
+        max_rounds=rollout.max_rounds,
+        version=trainer.version,
+    )
+    drop = rollout.drop_degenerate
+    settings = RollSettings(
+        group_size=rollout.group_size,
+        min_members=min(2, rollout.group_size),
+        drop_degenerate="dynamic_sampling" in objective.wants if drop is None else drop,
+        error_limit=rollout.error_limit,
+        step_seconds=rollout.step_seconds,
+        prefix=f"stage {index}",
+    )
+    return Roller(setup, data.stream, buffer, settings, credit)
+
+
+def _budget(config: RunConfig) -> float:
+    given = config.engine.max_logprob_gap
+    return BUDGETS[config.model.dtype] if given is None else given
+
+
+async def _gate(stage: Stage, first_step: int) -> None:
+    """Rows of a pack are apart, and sampler and trainer agree: both proven on this model before it is trained."""
+    await asyncio.to_thread(check_isolation, stage.model, stage.data.shape.vocab_size)
+    if stage.config.stage == "rl":
+        await check_before_training(
+            stage.setup,
+            stage.data.probe[:GATE_PROMPTS],
+            stage.trainer.logprobs,
+            budget=_budget(stage.config),
+            name=f"gate/{stage.index}/{first_step}",
+        )
+
+
+def _verify(stage: Stage, step: int, result: TrainResult) -> None:
+    """After every synchronous step the gap between sampled and recomputed log-probabilities stays within budget."""
+    gap = result.metrics.get("mismatch/logp_abs_mean")
+    config = stage.config
+    if gap is None or config.stage == "sft" or config.rollout.max_staleness or config.trainer.updates_per_batch > 1:
+        return
+    if config.objective.proximal == "behavior":
+        return
+    agreement = Agreement(
+        num_tokens=int(result.metrics.get("data/tokens", 0)),
+        mean_gap=gap,
+        max_gap=result.metrics.get("mismatch/logp_abs_max", gap),
+        first_token_gap=0.0,
+        slope=1.0,
+    )
+    require_agreement(agreement, budget=_budget(config), when=f"step {step}")
+
+
+def _measure_system(stage: Stage, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
+    stats = stage.sampler.stats()
+    trained = sum(total_tokens(update) for update in batch.updates)
+    drawn = sum(t.num_tokens for group in batch.groups for t in group.trajectories)
+    drawn += sum(t.num_tokens for group, _ in batch.dropped for t in group.trajectories)
+    training_seconds = sum(seconds.get(name, 0.0) for name in ("proximal", "forward_backward", "optimizer"))
+    system = {
+        "sys/train_tokens": float(trained),
+        "sys/rollout_tokens": float(drawn),
+        "sys/train_tok_s": trained / max(training_seconds, 1e-9),
+        "sys/peak_memory_bytes": float(stage.trainer.peak_memory_bytes()),
+        "sys/kv_use": stats["kv_use"],
+        "sys/preemptions": stats["preemptions"],
+    }
+    if "rollout" in seconds:
+        system["sys/rollout_tok_s"] = drawn / max(seconds["rollout"], 1e-9)
+    return system

@@ -1,0 +1,95 @@
+"""`temper train`: a recipe's stages in order, each from the last one's checkpoint, resumable at any step.
+
+Owns: the run directory and what a resume finds in it. Refuses: the steps themselves (loop.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from temper import loop
+from temper.build import Stage, build_stage, first_model, make_plan
+from temper.config import RunConfig, load_recipe, to_toml
+from temper.errors import UserError
+from temper.runs.display import Display
+from temper.runs.store import RunStore, open_run
+from temper.trainer.checkpoint import latest_checkpoint, prune, remove_unfinished, write_checkpoint
+
+RUNS = Path("runs")
+
+
+def train(recipe: Path, *, overrides: Sequence[str] = (), run: Path | None = None, resume: bool = False) -> Path:
+    """Trains a recipe and returns its run directory."""
+    stages = load_recipe(recipe, overrides)
+    folder = run or choose_folder(stages[0].name, resume=resume)
+    store = open_run(folder, config=to_toml(stages), resume=resume)
+    display = Display()
+    try:
+        display.start(folder)
+        asyncio.run(run_stages(stages, folder, store, display))
+        store.finish()
+    finally:
+        display.close()
+        store.close()
+    return folder
+
+
+def choose_folder(name: str, *, resume: bool) -> Path:
+    """runs/NAME, or with a number behind when that is taken; on resume the newest of them."""
+    taken = sorted(RUNS.glob(f"{name}-*[0-9]"), key=lambda path: int(path.name.rpartition("-")[2]))
+    taken = [path for path in (RUNS / name, *taken) if path.exists()]
+    if resume:
+        if not taken:
+            raise UserError(
+                f"--resume: there is no run {RUNS / name}. Start one without --resume, or name it with --run"
+            )
+        return taken[-1]
+    return RUNS / name if not taken else RUNS / f"{name}-{len(taken) + 1}"
+
+
+async def run_stages(stages: Sequence[RunConfig], folder: Path, store: RunStore, display: Display) -> None:
+    """Runs what is left of every stage."""
+    model = first_model(stages[0], folder)
+    for index, config in enumerate(stages):
+        checkpoints = checkpoints_of(folder, index, config)
+        remove_unfinished(checkpoints)
+        resumed = latest_checkpoint(checkpoints)
+        done = step_of(resumed) if resumed else 0
+        # What was recorded after the checkpoint is computed again; -1 also takes back the evaluation before step 1.
+        store.rewind(index, done if resumed else -1)
+        display.stage(f"{index + 1} of {len(stages)}: {config.stage}", steps=config.steps, done=done)
+        store.begin_stage(index, config.stage, config.steps)
+        if done < config.steps:
+            await _run_stage(build_stage(config, index, model, resumed), done + 1, checkpoints, store, display)
+        model = checkpoints / f"step-{config.steps}"
+
+
+async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, store: RunStore, display: Display) -> None:
+    plan = make_plan(
+        stage,
+        first_step=first_step,
+        recorders=(store, display),
+        checkpoint=partial(_checkpoint, stage, checkpoints, store),
+    )
+    try:
+        await loop.run(plan)
+    finally:
+        await stage.close()
+
+
+def _checkpoint(stage: Stage, checkpoints: Path, store: RunStore, step: int) -> None:
+    store.flush()  # first: a checkpoint must never be ahead of the records that a resume keeps
+    state = {"stage": stage.index, "step": step, "source": stage.source.state()}
+    write_checkpoint(checkpoints, f"step-{step}", {"trainer": stage.trainer.save}, state)
+    prune(checkpoints, stage.config.checkpoint.keep)
+
+
+def checkpoints_of(folder: Path, index: int, config: RunConfig) -> Path:
+    return folder / "checkpoints" / f"{index}-{config.stage}"
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))

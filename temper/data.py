@@ -1,0 +1,98 @@
+"""Everything a stage reads that is not weights: tasks, held-out set, renderer, reward. Shared by training and dry runs.
+
+Owns: turning the data part of a configuration into objects, and every check that data allows. No weights are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from temper.config import RunConfig, SourceConfig
+from temper.envs.adapters.reasoning_gym import ReasoningGymReward, reasoning_gym
+from temper.errors import UserError
+from temper.models.load import ModelShape, end_ids, load_tokenizer, read_shape
+from temper.rewards.registry import REWARDS, make_reward
+from temper.rewards.rubric import Rubric
+from temper.rewards.workers import WorkerPool
+from temper.tasks.dataset import Stream, TaskSource, fingerprint, read_file, take_all
+from temper.tasks.generators import GENERATORS, make_source
+from temper.tasks.render import Renderer
+from temper.types import Task
+
+PROBE_TASKS = 256
+"""Training tasks looked at before a run: their prompts are rendered and measured, their answers checked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageData:
+    """What a stage reads."""
+
+    shape: ModelShape
+    tokenizer: Any
+    renderer: Renderer
+    rubric: Rubric
+    stream: Stream
+    heldout: tuple[Task, ...]
+    probe: tuple[Task, ...]
+    """The first training tasks, for checks; drawing them does not advance the stream."""
+    longest_prompt: int
+    """In tokens, over probe and held-out tasks."""
+
+
+def open_data(config: RunConfig, model_folder: Path) -> StageData:
+    """Reads and checks all data of a stage. Raises UserError for anything that would fail later."""
+    tokenizer = load_tokenizer(model_folder)
+    shape = read_shape(model_folder)
+    renderer = Renderer(
+        tokenizer,
+        system=config.prompt.system,
+        template=config.prompt.template,
+        eos_ids=end_ids(model_folder, tokenizer),
+    )
+    rewards = {**REWARDS, "reasoning_gym": partial(ReasoningGymReward, WorkerPool)}
+    rubric = Rubric([(make_reward(part.kind, part.options, rewards), part.weight) for part in config.reward])
+    heldout = take_all(_source(config.heldout)) if config.heldout else ()
+    stream = _open_stream(config, heldout)
+    probe = _peek(_open_stream(config, heldout), PROBE_TASKS)
+    for task in (*probe, *heldout) if config.reward else ():
+        if (reason := rubric.check(task)) is not None:
+            raise UserError(reason)
+    longest = max(len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in (*probe, *heldout))
+    if longest + config.sampling.max_new_tokens > shape.max_context:
+        raise UserError(
+            f"the longest prompt has {longest} tokens; with sampling.max_new_tokens={config.sampling.max_new_tokens} "
+            f"that is more than the model's context of {shape.max_context}. Use at most "
+            f"max_new_tokens={max(1, shape.max_context - longest)}, shorter prompts, or a model with a longer context"
+        )
+    return StageData(
+        shape=shape,
+        tokenizer=tokenizer,
+        renderer=renderer,
+        rubric=rubric,
+        stream=stream,
+        heldout=heldout,
+        probe=probe,
+        longest_prompt=longest,
+    )
+
+
+def _open_stream(config: RunConfig, heldout: Sequence[Task]) -> Stream:
+    sources = [_source(part) for part in config.train]
+    excluded = frozenset(fingerprint(task) for task in heldout)
+    return Stream(sources, [part.weight for part in config.train], seed=config.seed, excluded=excluded)
+
+
+def _source(config: SourceConfig) -> TaskSource:
+    if config.path:
+        path = Path(config.path).expanduser()
+        return read_file(path, config.prompt_field, config.answer_field, config.answer_pattern, config.size)
+    generators = {**GENERATORS, "reasoning_gym": reasoning_gym}
+    return make_source(config.generator, config.options, seed=config.seed, size=config.size, generators=generators)
+
+
+def _peek(stream: Stream, count: int) -> tuple[Task, ...]:
+    return tuple(stream.next()[1] for _ in range(count))

@@ -1,0 +1,61 @@
+"""A sampler without a model: scripted tokens, deterministic, instant or slow. For tests of everything above the seam.
+
+Owns: the Sampler protocol's behaviour where no weights are needed. Refuses: pretending to be a language model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from temper.types import Completion, Finish, Publication, Request
+
+Script = Callable[[Request], list[int]]
+
+
+async def _at_once(request: Request) -> None:
+    """No delay."""
+
+
+class FakeSampler:
+    """Implements protocols.Sampler. `script` decides the tokens, `delay` when they are ready."""
+
+    def __init__(self, script: Script, *, delay: Callable[[Request], Awaitable[None]] = _at_once) -> None:
+        self._script = script
+        self._delay = delay
+        self._version = 0
+        self._aborted: set[str] = set()
+        self.requests: list[Request] = []
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: Request) -> Completion:
+        self.requests.append(request)
+        version = self._version
+        await self._delay(request)
+        await asyncio.sleep(0)
+        tokens = self._script(request)[: request.params.max_new_tokens]
+        is_stopped = bool(tokens) and tokens[-1] in request.params.stop_ids
+        finish = Finish.STOP if is_stopped else Finish.LENGTH
+        return Completion(
+            prompt_ids=request.prompt_ids,
+            token_ids=tokens,
+            logprobs=[-1.0] * len(tokens),
+            # The first token by the weights of the start, the rest by those of the end: as in a real engine.
+            versions=[version] + [self._version] * (len(tokens) - 1) if tokens else [],
+            finish=Finish.ABORT if request.id in self._aborted else finish,
+        )
+
+    async def abort(self, request_id: str) -> None:
+        self._aborted.add(request_id)
+
+    async def load(self, publication: Publication) -> None:
+        self._version = publication.version
+
+    def stats(self) -> Mapping[str, float]:
+        return {"kv_use": 0.0, "preemptions": 0.0, "prefill_tokens": 0.0, "decode_tokens": 0.0, "steps": 0.0}
+
+    async def close(self) -> None:
+        """Nothing to close."""

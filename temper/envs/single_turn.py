@@ -1,0 +1,19 @@
+"""The simplest environment: a question, one reply, done."""
+
+from __future__ import annotations
+
+from temper.protocols import EnvReply
+from temper.types import Message, Task
+
+
+class SingleTurn:
+    """Shows the task's messages and ends with the first reply."""
+
+    async def start(self, task: Task, seed: int) -> tuple[Message, ...]:
+        return task.messages
+
+    async def step(self, message: Message) -> EnvReply:
+        return EnvReply(is_done=True)
+
+    async def close(self) -> None:
+        pass

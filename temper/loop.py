@@ -1,0 +1,112 @@
+"""THE loop: take a batch, train, publish, record, go on. The same for every stage and every staleness bound.
+
+Owns: the order of things in a step. Refuses: knowing where batches come from or where weights go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from temper.protocols import BatchSource, Sampler, Trainer
+from temper.types import Batch, EvaluationResult, StepReport, TrainResult
+
+
+class Recorder(Protocol):
+    """Whoever wants to know what happened: the run store, the display."""
+
+    def append(self, report: StepReport, batch: Batch) -> None: ...
+    def evaluation(self, result: EvaluationResult) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One stage, ready to run."""
+
+    stage: int
+    steps: int
+    """Last step of the stage, counted from 1."""
+    first_step: int
+    """1, or one after the step that was resumed."""
+    source: BatchSource
+    trainer: Trainer
+    sampler: Sampler
+    recorders: tuple[Recorder, ...]
+    evaluate: Callable[[int], Awaitable[list[EvaluationResult]]] | None
+    """Held-out scores of the weights the sampler holds; None without a held-out set."""
+    evaluate_every: int
+    """0: only at both ends of the stage."""
+    checkpoint: Callable[[int], None]
+    checkpoint_every: int
+    gate: Callable[[], Awaitable[None]]
+    """Refuses to start when sampler and trainer disagree."""
+    verify: Callable[[int, TrainResult], None]
+    """Refuses to go on when they disagree after a step."""
+    measure_system: Callable[[Batch, Mapping[str, float]], dict[str, float]]
+    """Throughput and memory of a step, from its batch and its seconds."""
+
+
+async def run(plan: Plan) -> None:
+    """Runs one stage to its last step.
+
+    Waits for: the source's next batch. Unblocked by: the source, within its own deadline. Ends: at plan.steps, or when
+    a part breaks; the last checkpoint is then where a resume goes on.
+    """
+    await plan.sampler.load(plan.trainer.publish())
+    await plan.gate()
+    if plan.first_step == 1:
+        await _evaluate(plan, step=0)
+    await plan.source.start()
+    try:
+        for step in range(plan.first_step, plan.steps + 1):
+            started = time.monotonic()
+            batch = await plan.source.take(step)
+            taken = time.monotonic()
+            result = await asyncio.to_thread(plan.trainer.step, batch)
+            plan.verify(step, result)
+            trained = time.monotonic()
+            await plan.sampler.load(plan.trainer.publish())
+            published = time.monotonic()
+            seconds = {
+                **(batch.seconds or {"data": taken - started}),
+                **result.seconds,
+                "train_other": trained - taken - sum(result.seconds.values()),
+                "publish": published - trained,
+            }
+            report = _report(plan, step, batch, result, seconds)
+            for recorder in plan.recorders:
+                recorder.append(report, batch)
+            if step == plan.steps or (plan.evaluate_every and step % plan.evaluate_every == 0):
+                await _evaluate(plan, step)
+            # Before the release: a resumed run finds the source exactly as it was when this step ended.
+            if step == plan.steps or step % plan.checkpoint_every == 0:
+                await asyncio.to_thread(plan.checkpoint, step)
+            await plan.source.release(plan.trainer.version)
+    finally:
+        await plan.source.close()
+
+
+async def _evaluate(plan: Plan, step: int) -> None:
+    if plan.evaluate is None:
+        return
+    for result in await plan.evaluate(step):
+        for recorder in plan.recorders:
+            recorder.evaluation(result)
+
+
+def _report(plan: Plan, step: int, batch: Batch, result: TrainResult, seconds: dict[str, float]) -> StepReport:
+    return StepReport(
+        stage=plan.stage,
+        step=step,
+        version=plan.trainer.version,
+        loss=result.loss,
+        metrics={**batch.metrics, **result.metrics},
+        seconds=seconds,
+        system=plan.measure_system(batch, seconds),
+        groups_trained=len(batch.groups),
+        groups_dropped=len(batch.dropped),
+        max_staleness=int(batch.metrics.get("stale/max", 0)),
+    )

@@ -1,0 +1,151 @@
+"""Hugging Face checkpoints in and out, and the float32 head that engine and trainer share.
+
+Owns: reading and writing model directories, end-of-turn ids, the shape facts others need. Refuses: downloading.
+Shapes: _T tokens, _V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from temper.errors import UserError
+from temper.models.attention import ATTENTION_NAME
+
+UNSUPPORTED_HEAD_SCALES = ("logits_scaling", "logit_scale")
+"""Configuration keys by which Granite and Cohere models scale logits in their own way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What batching, memory planning and error messages need to know, without loading weights."""
+
+    family: str
+    """model_type of the configuration, e.g. "llama"."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int
+
+
+def find_checkpoint(path: str) -> Path:
+    """The directory of a checkpoint, or a UserError that says what is missing."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise UserError(
+            f'model.path "{path}" is not a directory. Give a Hugging Face checkpoint directory, or make one with '
+            f'"temper model fetch smollm2-135m --out {path}"'
+        )
+    if not (folder / "config.json").is_file():
+        raise UserError(f'model.path "{path}" has no config.json, so it is not a Hugging Face checkpoint')
+    return folder
+
+
+def read_shape(folder: Path) -> ModelShape:
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return shape_of(config)
+
+
+def shape_of(config: Any) -> ModelShape:
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return ModelShape(
+        family=text.model_type,
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=head_dim,
+        vocab_size=text.vocab_size,
+        max_context=text.max_position_embeddings,
+    )
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The causal language model with Temper's attention, in evaluation mode, dropout off for good."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{folder}: the model cannot be loaded: {error}") from error
+    return prepare(model).to(device)
+
+
+def prepare(model: Any) -> nn.Module:
+    """Puts Temper's attention into a model. Dropout would make sampler and trainer disagree, so it is off."""
+    for name in UNSUPPORTED_HEAD_SCALES:
+        if getattr(model.config.get_text_config(), name, None) not in (None, 1, 1.0):
+            raise UserError(f'{type(model).__name__} scales logits by "{name}", which Temper does not implement yet')
+    model.set_attn_implementation(ATTENTION_NAME)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    model.eval()
+    return model
+
+
+def load_tokenizer(folder: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+
+
+def end_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends a turn: the tokenizer's and generation_config.json's (several for some chat models)."""
+    ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        listed = json.loads(generation.read_text()).get("eos_token_id")
+        ids |= set(listed if isinstance(listed, list) else [listed]) - {None}
+    if not ids:
+        raise UserError(f"{folder}: neither the tokenizer nor generation_config.json names an end-of-sequence token")
+    return tuple(sorted(ids))
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes an ordinary Hugging Face directory: weights, configuration, tokenizer, chat template."""
+    implementation = model.config._attn_implementation
+    model.config._attn_implementation = None  # a reader without Temper must not be asked for our attention
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.config._attn_implementation = implementation
+    tokenizer.save_pretrained(folder)
+
+
+def hidden_states(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Any) -> Tensor:
+    """Last hidden states [T, width] of packed tokens, without the head."""
+    output = model.get_decoder()(
+        input_ids=token_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, attend=attend
+    )
+    return output.last_hidden_state[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The language-model head in float32 (float64 stays float64): bf16 logits 20.03 and 19.97 are the same number."""
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+
+    @staticmethod
+    def of(model: Any) -> Head:
+        linear = model.get_output_embeddings()
+        dtype = torch.promote_types(linear.weight.dtype, torch.float32)
+        bias = getattr(linear, "bias", None)
+        softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        return Head(linear.weight.to(dtype), None if bias is None else bias.to(dtype), softcap)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        logits_TV = nn.functional.linear(hidden_TD.to(self.weight.dtype), self.weight, self.bias)
+        if self.softcap is not None:
+            logits_TV = self.softcap * torch.tanh(logits_TV / self.softcap)
+        return logits_TV

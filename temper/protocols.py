@@ -1,0 +1,136 @@
+"""The seams. A new backend is a new file behind one of these, never an `if` in the loop.
+
+Owns: what the loop may ask of a sampler, a trainer, a source of batches, an environment, a reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from temper.types import (
+    Batch,
+    Completion,
+    Message,
+    Publication,
+    Request,
+    Sample,
+    Scalar,
+    Score,
+    Task,
+    TrainResult,
+    Trajectory,
+)
+
+
+class Sampler(Protocol):
+    """Token ids in; tokens, log-probabilities and versions out."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that draw the next token."""
+        ...
+
+    async def generate(self, request: Request) -> Completion:
+        """Draws one completion. Concurrent calls are batched together; equal prompts are prefilled once."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its generate() returns what was drawn so far with finish ABORT. Unknown ids are ignored."""
+        ...
+
+    async def load(self, publication: Publication) -> None:
+        """Takes over the weights, all or none. Returns when the next token will be drawn by them."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters since the last call: prefill_tokens, decode_tokens, steps, preemptions, kv_use (a share) ..."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Trainer(Protocol):
+    """Batch in, report out."""
+
+    @property
+    def version(self) -> int:
+        """Optimiser steps published so far."""
+        ...
+
+    def logprobs(self, samples: Sequence[Sample], policy: Literal["policy", "reference"]) -> list[list[float]]:
+        """Log-probability of each drawn token of each row (0.0 elsewhere), without gradient."""
+        ...
+
+    def step(self, batch: Batch) -> TrainResult:
+        """One optimiser step per entry of batch.updates. Raises BackendError on a non-finite gradient."""
+        ...
+
+    def publish(self) -> Publication: ...
+
+    def save(self, folder: Path) -> None:
+        """Writes all of its state into an existing, empty folder."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class BatchSource(Protocol):
+    """Where the loop gets its batches: rollouts for RL, examples for SFT."""
+
+    async def start(self) -> None: ...
+
+    async def take(self, step: int) -> Batch:
+        """The batch of this step. Waits for at most the configured deadline, then raises BackendError."""
+        ...
+
+    async def release(self, version: int) -> None:
+        """The new weights are live. Not earlier: a slot freed before admits work that is stale at birth."""
+        ...
+
+    def state(self) -> dict[str, Scalar | list[Scalar]]:
+        """What a checkpoint needs to go on at exactly this point."""
+        ...
+
+    def load_state(self, state: Mapping[str, Scalar | list[Scalar]]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvReply:
+    """What an environment answers to one message of the policy."""
+
+    messages: tuple[Message, ...] = ()
+    """Shown to the policy next; never trained on."""
+    reward: float | None = None
+    """Reward of this turn; None when only the end is scored."""
+    is_done: bool = False
+
+
+class Env(Protocol):
+    """One episode of one task. Single-use: started once, closed always."""
+
+    async def start(self, task: Task, seed: int) -> tuple[Message, ...]:
+        """The messages the policy sees first."""
+        ...
+
+    async def step(self, message: Message) -> EnvReply: ...
+
+    async def close(self) -> None: ...
+
+
+class RewardFn(Protocol):
+    """Scores a finished trajectory. Failures are Score.error(reason), never a number."""
+
+    name: str
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score: ...
+
+    def check(self, task: Task) -> str | None:
+        """Why this task can never be scored (an unparsable gold answer), or None. Called when data is loaded."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,105 @@
+"""The program a worker process runs: import one function, then answer calls until the pool hangs up.
+
+Owns: the child's side of the pipe. Refuses: importing Temper or torch; a worker must start fast and stay small.
+Frames are a 4-byte length and JSON, both ways: the parent never unpickles what a poisoned worker wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+MAX_FRAME_BYTES = 64 * 2**20
+
+
+def send(connection: socket.socket, value: Any) -> None:
+    """Writes one frame. Respects the socket's own timeout."""
+    payload = json.dumps(value).encode()
+    connection.sendall(struct.pack("!I", len(payload)) + payload)
+
+
+def receive(connection: socket.socket, deadline: float | None = None) -> Any:
+    """Reads one frame before the time.monotonic() instant `deadline`. Workers give none: they end with their pool."""
+    (size,) = struct.unpack("!I", _read(connection, 4, deadline))
+    if size > MAX_FRAME_BYTES:
+        raise EOFError(f"a frame of {size} bytes")
+    return json.loads(_read(connection, size, deadline))
+
+
+def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes:
+    chunks, missing = [], size
+    while missing:
+        if deadline is not None:
+            # Per chunk, or a worker that dribbles one byte a second would never be late.
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        chunk = connection.recv(min(missing, 2**16))
+        if not chunk:
+            raise EOFError("the other end hung up")
+        chunks.append(chunk)
+        missing -= len(chunk)
+    return b"".join(chunks)
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process with its parent, also while it is stuck in C code that holds the GIL.
+
+    Elsewhere than on Linux an idle worker ends when its pipe closes, a busy one after the call at hand.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)
+
+
+def take_over_stdin() -> socket.socket:
+    """The pool's socket arrives as standard input; move it out of reach of code that reads or closes stdin."""
+    connection = socket.socket(fileno=os.dup(0))
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
+    return connection
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[1]))
+    connection = take_over_stdin()
+    try:
+        hello = receive(connection)
+        sys.path[:] = hello["path"]
+        try:
+            module, _, name = hello["target"].partition(":")
+            function = getattr(importlib.import_module(module), name)
+        except Exception as error:
+            send(connection, {"error": f"{type(error).__name__}: {error}"})
+            return
+        send(connection, {"value": "ready"})
+        while True:
+            arguments = receive(connection)
+            send(connection, answer(function, arguments))
+    except (EOFError, ConnectionError):
+        return
+
+
+def answer(function: Any, arguments: list[Any]) -> dict[str, Any]:
+    """The result of one call, or the exception as text."""
+    try:
+        value = function(*arguments)
+        json.dumps(value)
+    except (Exception, SystemExit) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"value": value}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""One task, one attempt: ask the sampler, step the environment, until done. Then score.
+
+Owns: the turn loop and the rim where a failure becomes a recorded status. Refuses: turning a failure into a number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from temper.errors import BackendError, TemperError
+from temper.protocols import Env, Sampler
+from temper.types import (
+    TRAINABLE_STATUSES,
+    Completion,
+    Finish,
+    Message,
+    Request,
+    SamplingParams,
+    Score,
+    Status,
+    Task,
+    Trajectory,
+    Turn,
+)
+
+
+class Renderer(Protocol):
+    """Messages to ids and back; tasks/render.py implements it."""
+
+    def prompt_messages(self, task: Task) -> tuple[Message, ...]: ...
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
+    def extend_ids(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        replies: Sequence[Message],
+        history: Sequence[Message],
+    ) -> tuple[int, ...]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Scorer(Protocol):
+    """The reward; rewards/rubric.py implements it."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSetup:
+    """What every episode of a stage shares."""
+
+    sampler: Sampler
+    renderer: Renderer
+    scorer: Scorer
+    make_env: Callable[[str], Env]
+    params: SamplingParams
+    max_turns: int
+    episode_seconds: float
+    seed: int
+
+
+async def run_episode(setup: EpisodeSetup, task: Task, *, group_id: str, index: int, request_id: str) -> Trajectory:
+    """Plays and scores one attempt. Only a broken backend raises; everything else is a status."""
+    started = time.monotonic()
+    turns: list[Turn] = []
+    error = None
+    try:
+        async with asyncio.timeout(setup.episode_seconds):
+            status = await _play(setup, task, turns, request_id)
+    except TimeoutError:
+        status, error = Status.TIMEOUT, f"the episode took longer than {setup.episode_seconds:g} s"
+    except BackendError:
+        raise
+    except TemperError as problem:
+        status, error = Status.TOOL_ERROR, str(problem)
+    except Exception as problem:  # the rim: environments are user code, and one of them must not end the run
+        status, error = Status.TOOL_ERROR, f"{type(problem).__name__}: {problem}"
+    trajectory = Trajectory(
+        task_id=task.id,
+        group_id=group_id,
+        index=index,
+        turns=tuple(turns),
+        status=status,
+        score=Score.unscorable("not scored yet"),
+        error=error,
+        seconds=time.monotonic() - started,
+    )
+    return await _scored(setup.scorer, task, trajectory)
+
+
+async def _play(setup: EpisodeSetup, task: Task, turns: list[Turn], request_id: str) -> Status:
+    env = setup.make_env(task.env)
+    try:
+        opening = await env.start(task, setup.seed)
+        history = setup.renderer.prompt_messages(dataclasses.replace(task, messages=opening))
+        prompt_ids = setup.renderer.prompt_ids(history)
+        for number in range(setup.max_turns):
+            request = Request(id=f"{request_id}/{number}", prompt_ids=prompt_ids, params=setup.params)
+            completion = await setup.sampler.generate(request)
+            message = Message(role="assistant", content=setup.renderer.decode(completion.token_ids))
+            if (cut := _cut_status(completion)) is not None:
+                turns.append(Turn(completion=completion, message=message))
+                return cut
+            reply = await env.step(message)
+            turns.append(Turn(completion=completion, message=message, replies=reply.messages, reward=reply.reward))
+            if reply.is_done:
+                return Status.COMPLETED
+            history = (*history, message)
+            prompt_ids = setup.renderer.extend_ids(prompt_ids, completion.token_ids, reply.messages, history)
+            history = (*history, *reply.messages)
+        return Status.TRUNCATED_TURNS
+    finally:
+        await env.close()
+
+
+def _cut_status(completion: Completion) -> Status | None:
+    if completion.finish is Finish.LENGTH:
+        return Status.TRUNCATED_LENGTH
+    if completion.finish in (Finish.ABORT, Finish.INTERRUPT):
+        return Status.ABORTED
+    return None
+
+
+async def _scored(scorer: Scorer, task: Task, trajectory: Trajectory) -> Trajectory:
+    if trajectory.status not in TRAINABLE_STATUSES:
+        return dataclasses.replace(trajectory, score=Score.error(f"{trajectory.status}: {trajectory.error}"))
+    score, parts = await scorer.score(task, trajectory)
+    return dataclasses.replace(trajectory, score=score, score_parts=parts)

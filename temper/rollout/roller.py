@@ -1,0 +1,143 @@
+"""The reinforcement-learning source of batches: feeds tasks, rolls groups, hands finished steps to the loop.
+
+Owns: the feeder task, the failure limit, the metrics of generation. Refuses: training and publishing (loop.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from temper.errors import BackendError
+from temper.rollout.buffer import Buffer, Taken
+from temper.rollout.episode import EpisodeSetup
+from temper.rollout.group import reason_to_drop, run_group
+from temper.types import Batch, Scalar, ScoreKind, Task
+
+LONGEST_STEP_SECONDS = 7 * 24 * 3600.0
+"""The feeder sleeps through training and evaluation; a run that stands still longer than this is dead."""
+
+State = Mapping[str, Scalar | list[Scalar]]
+
+
+class TaskStream(Protocol):
+    """A resumable order of tasks; tasks/dataset.py implements it."""
+
+    def next(self) -> tuple[int, Task]: ...
+    def state(self) -> dict[str, Scalar | list[Scalar]]: ...
+    def load_state(self, state: State) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollSettings:
+    group_size: int
+    min_members: int
+    drop_degenerate: bool
+    error_limit: float
+    step_seconds: float
+    prefix: str
+    """Start of every request id: the stage, so that two stages never draw the same numbers."""
+
+
+class Roller:
+    """Implements protocols.BatchSource."""
+
+    def __init__(
+        self, setup: EpisodeSetup, stream: TaskStream, buffer: Buffer, settings: RollSettings,
+        make_batch: Callable[[Taken], Batch],
+    ) -> None:  # fmt: skip
+        self._setup = setup
+        self._stream = stream
+        self._buffer = buffer
+        self._settings = settings
+        self._make_batch = make_batch
+        self._stream_states: dict[int, dict[str, Scalar | list[Scalar]]] = {}
+        self._feeder: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._feeder = asyncio.create_task(self._feed(), name="roller")
+
+    async def take(self, step: int) -> Batch:
+        started = time.monotonic()
+        taken = await self._or_failure(self._buffer.take(self._settings.step_seconds))
+        rolled = time.monotonic()
+        self._check_failures(taken, step)
+        batch = await asyncio.to_thread(self._make_batch, taken)
+        seconds = {"rollout": rolled - started, "credit": time.monotonic() - rolled, **batch.seconds}
+        first_open = self._buffer.first_open()
+        self._stream_states = {
+            d: s for d, s in self._stream_states.items() if first_open is not None and d >= first_open
+        }
+        return Batch(
+            updates=batch.updates, groups=batch.groups, dropped=taken.dropped, metrics=batch.metrics, seconds=seconds
+        )
+
+    async def release(self, version: int) -> None:
+        await self._buffer.release(version)
+
+    def state(self) -> dict[str, Scalar | list[Scalar]]:
+        """The task stream as it was before the first draw that is not consumed yet."""
+        first_open = self._buffer.first_open()
+        return self._stream.state() if first_open is None else self._stream_states[first_open]
+
+    def load_state(self, state: State) -> None:
+        self._stream.load_state(state)
+
+    async def close(self) -> None:
+        if self._feeder is not None:
+            self._feeder.cancel()
+            await asyncio.wait([self._feeder], timeout=30.0)
+
+    async def _feed(self) -> None:
+        """Starts groups as long as the buffer has room. Ends with the run, or with the first broken backend."""
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                for _ in range(await self._buffer.wait_for_room(LONGEST_STEP_SECONDS)):
+                    before = self._stream.state()
+                    draw, task = self._stream.next()
+                    self._stream_states[draw] = before
+                    await self._buffer.start(draw)
+                    groups.create_task(self._roll(draw, task), name=f"group {draw}")
+
+    async def _roll(self, draw: int, task: Task) -> None:
+        settings = self._settings
+        group = await run_group(self._setup, task, draw=draw, group_size=settings.group_size, prefix=settings.prefix)
+        reason = reason_to_drop(group, min_members=settings.min_members, drop_degenerate=settings.drop_degenerate)
+        await self._buffer.finish(group, reason)
+
+    async def _or_failure(self, waiting: Coroutine[None, None, Taken]) -> Taken:
+        """Waits for the buffer, or for the feeder to break, whichever comes first."""
+        assert self._feeder is not None, "start() comes first"
+        taking = asyncio.create_task(waiting)
+        await asyncio.wait(
+            {taking, self._feeder}, return_when=asyncio.FIRST_COMPLETED, timeout=self._settings.step_seconds + 60
+        )
+        if self._feeder.done() and not taking.done():
+            taking.cancel()
+            error = self._feeder.exception()
+            raise _first_cause(error) from error
+        return taking.result()
+
+    def _check_failures(self, taken: Taken, step: int) -> None:
+        """Stops the run when too many episodes could not be scored: a broken verifier must not pass for a hard task."""
+        groups = [*taken.groups, *(group for group, _ in taken.dropped)]
+        trajectories = [t for group in groups for t in group.trajectories]
+        failed = [t for t in trajectories if t.score.kind is ScoreKind.ERROR]
+        if len(failed) > self._settings.error_limit * len(trajectories):
+            reasons = Counter(str(t.score.reason) for t in failed).most_common(3)
+            listed = "; ".join(f"{count} x {reason}" for reason, count in reasons)
+            raise BackendError(
+                f"step {step}: {len(failed)} of {len(trajectories)} episodes failed, more than "
+                f"rollout.error_limit={self._settings.error_limit:g}. {listed}. First: task {failed[0].task_id}"
+            )
+
+
+def _first_cause(error: BaseException | None) -> BaseException:
+    """The error inside nested task groups that a user should read."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error or BackendError("the roller ended before the run")

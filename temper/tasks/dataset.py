@@ -1,0 +1,281 @@
+"""Where tasks come from, and in which order: files, and the seeded stream that a resumed run continues exactly.
+
+Owns: reading rows, mixtures, permutations, keeping held-out prompts out. Refuses: tokens (render.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import unicodedata
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from temper.errors import UserError, did_you_mean
+from temper.types import Message, Scalar, Task
+
+ROLES = ("system", "user", "assistant", "tool")
+MAX_SKIPS = 10_000
+"""Held-out tasks in a row after which an unbounded generator is taken to make nothing else."""
+
+State = Mapping[str, Scalar | list[Scalar]]
+
+
+class TaskSource(Protocol):
+    """Numbered tasks. The same index is the same task, always."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int | None:
+        """How many tasks there are; None: an unbounded generator."""
+        ...
+
+    def task(self, index: int) -> Task: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """The rows of a file, all in memory."""
+
+    name: str
+    tasks: tuple[Task, ...]
+
+    @property
+    def size(self) -> int | None:
+        return len(self.tasks)
+
+    def task(self, index: int) -> Task:
+        return self.tasks[index]
+
+
+def read_file(
+    path: Path, prompt_field: str = "prompt", answer_field: str = "answer", answer_pattern: str = "", size: int = 0
+) -> FileSource:
+    """Reads a .jsonl or .parquet file. Every row is checked now, so that row 40,000 cannot end a run on its second day.
+
+    answer_field "" means that there are no gold answers. size 0 means every row.
+    """
+    pattern = _compile(answer_pattern, path) if answer_pattern else None
+    tasks: list[Task] = []
+    for number, row in _rows(path):
+        if size and len(tasks) == size:
+            break
+        try:
+            tasks.append(_task(f"{path.name}:{number}", row, prompt_field, answer_field, pattern))
+        except _BadRow as error:
+            raise UserError(f"{path}, line {number}: {error}") from error
+    if not tasks:
+        raise UserError(f"{path}: the file has no rows. Give a file with at least one task.")
+    if len(tasks) < size:
+        raise UserError(
+            f"{path}: size={size} is more than its {len(tasks)} tasks. Use size = {len(tasks)}, or 0 for all."
+        )
+    return FileSource(path.name, tuple(tasks))
+
+
+class _BadRow(Exception):
+    """What is wrong with one row, and what to do."""
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Rows with their line numbers, from 1."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file. Give the path of a .jsonl or .parquet file.")
+    if path.suffix in (".parquet", ".pq"):
+        yield from _parquet_rows(path)
+        return
+    if path.suffix not in (".jsonl", ".ndjson"):
+        raise UserError(
+            f'{path}: "{path.suffix}" files cannot be read. Use .jsonl (one JSON object per line) or .parquet.'
+        )
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line)
+            except ValueError as error:  # bad JSON or bad UTF-8
+                raise UserError(
+                    f"{path}, line {number}: not valid JSON ({error}). Write one JSON object per line."
+                ) from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f'{path}: Parquet needs the package pyarrow. Run: pip install "temper-rl[parquet]"') from error
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path}: not a readable Parquet file ({error}).") from error
+    number = 0
+    for batch in table.to_batches():
+        for row in batch.to_pylist():
+            number += 1
+            yield number, row
+
+
+def _task(task_id: str, row: Any, prompt_field: str, answer_field: str, pattern: re.Pattern[str] | None) -> Task:
+    if not isinstance(row, dict):
+        raise _BadRow(f'the row is {row!r:.60}, not an object. Write {{"{prompt_field}": ..., "{answer_field}": ...}}.')
+    messages = _messages(_column(row, prompt_field, "prompt_field"), prompt_field)
+    answer = None
+    if answer_field:
+        answer = _answer(_column(row, answer_field, "answer_field"), answer_field, pattern)
+    rest = {
+        key: value
+        for key, value in row.items()
+        if key not in (prompt_field, answer_field) and isinstance(value, (str, int, float, bool))
+    }
+    return Task(id=task_id, messages=messages, answer=answer, extra=rest)
+
+
+def _column(row: dict[str, Any], name: str, setting: str) -> Any:
+    if name in row:
+        return row[name]
+    hint = ' or to "" when there are no gold answers' if setting == "answer_field" else ""
+    raise _BadRow(
+        f'there is no column "{name}".{did_you_mean(name, row)} Columns: {", ".join(row) or "none"}. '
+        f"Set {setting} to one of them{hint}."
+    )
+
+
+def _messages(prompt: Any, field: str) -> tuple[Message, ...]:
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise _BadRow(f'"{field}" is empty. Remove the row or give it a prompt.')
+        return (Message(role="user", content=prompt),)
+    if not isinstance(prompt, list) or not prompt:
+        raise _BadRow(f'"{field}" is {prompt!r:.60}; it must be text or a list of {{role, content}}.')
+    for message in prompt:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise _BadRow(f'"{field}" holds {message!r:.60}; each message must be {{"role": ..., "content": text}}.')
+        if message.get("role") not in ROLES:
+            raise _BadRow(f'"{field}" has role {message.get("role")!r}; allowed: {", ".join(ROLES)}.')
+    if prompt[-1]["role"] == "assistant":
+        raise _BadRow(f'"{field}" ends with an assistant message; it must end with one the model is to answer.')
+    return tuple(Message(role=message["role"], content=message["content"]) for message in prompt)
+
+
+def _answer(value: Any, field: str, pattern: re.Pattern[str] | None) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, int, float)):
+        raise _BadRow(f'"{field}" is {value!r:.60}; it must be text or a number.')
+    text = str(value)
+    if pattern is None:
+        return text.strip()
+    found = pattern.search(text)
+    if found is None or found.group(1) is None:
+        raise _BadRow(f'"{field}" does not match answer_pattern {pattern.pattern!r}: it ends in {text[-60:]!r}.')
+    return found.group(1).strip()
+
+
+def _compile(pattern: str, path: Path) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"{path}: answer_pattern {pattern!r} is not a regular expression: {error}.") from error
+    if compiled.groups < 1:
+        raise UserError(
+            f'{path}: answer_pattern {pattern!r} has no group. Put the answer in parentheses, e.g. "#### (.+)".'
+        )
+    return compiled
+
+
+def fingerprint(task: Task) -> str:
+    """Equal for tasks that ask the same thing, whatever their id, spacing or Unicode form."""
+    parts = [
+        [message.role, " ".join(unicodedata.normalize("NFC", message.content).split())] for message in task.messages
+    ]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def take_all(source: TaskSource) -> tuple[Task, ...]:
+    """Every task of a bounded source without repeated prompts, e.g. the held-out set."""
+    assert source.size is not None, "an unbounded source cannot be read to its end"
+    unique: dict[str, Task] = {}
+    for index in range(source.size):
+        task = source.task(index)
+        unique.setdefault(fingerprint(task), task)
+    return tuple(unique.values())
+
+
+class Stream:
+    """An endless mixture of sources. What draw k is depends on the seed and k alone, never on when it is asked for.
+
+    Each draw picks a source by weight, from a hash of (seed, k), and takes that source's next task. A bounded source is
+    walked in a new seeded permutation per epoch, an unbounded one in order. The state is one number per source.
+    """
+
+    def __init__(
+        self, sources: Sequence[TaskSource], weights: Sequence[float], seed: int, excluded: Collection[str] = ()
+    ) -> None:
+        assert len(sources) == len(weights) > 0, "a stream needs sources, each with a weight"
+        self._sources = tuple(sources)
+        self._bounds = [bound / sum(weights) for bound in accumulate(weights)]
+        self._seed = seed
+        self._excluded = frozenset(excluded)
+        self._draws = 0
+        self._positions = [0] * len(sources)
+        self._orders: dict[int, tuple[int, list[int]]] = {}
+
+    def next(self) -> tuple[int, Task]:
+        """The number of this draw, from 0, and its task."""
+        draw = self._draws
+        share = random.Random(f"{self._seed}/draw/{draw}").random()
+        chosen = next((i for i, bound in enumerate(self._bounds) if share < bound), len(self._bounds) - 1)
+        task = self._take(chosen)
+        self._draws += 1
+        return draw, task
+
+    def state(self) -> dict[str, Scalar | list[Scalar]]:
+        return {"draws": self._draws, "positions": [*self._positions], "sources": [*self._names()]}
+
+    def load_state(self, state: State) -> None:
+        """Continues where state() was taken. Other data than it was taken from is an error, not a silent restart."""
+        if state["sources"] != self._names():
+            raise UserError(
+                f"the checkpoint was trained on {state['sources']}, the recipe now gives {self._names()}. "
+                "Resume with the same training sources, or start a new run."
+            )
+        self._draws = cast(int, state["draws"])
+        self._positions = [int(position) for position in cast(list[Scalar], state["positions"])]
+
+    def _names(self) -> list[str]:
+        return [f"{source.name} ({'unbounded' if source.size is None else source.size})" for source in self._sources]
+
+    def _take(self, chosen: int) -> Task:
+        """The source's next task that is not held out; the skipped ones stay skipped after a resume."""
+        source = self._sources[chosen]
+        # Two epochs: the walk may begin near the end of one whose remaining tasks are all held out.
+        limit = MAX_SKIPS if source.size is None else 2 * source.size
+        for _ in range(limit):
+            task = source.task(self._index(chosen))
+            self._positions[chosen] += 1
+            if not self._excluded or fingerprint(task) not in self._excluded:
+                return task
+        raise UserError(
+            f"{source.name}: every prompt is also in the held-out set, so nothing is left to train on. "
+            "Use another file or seed for heldout, or a smaller heldout.size."
+        )
+
+    def _index(self, chosen: int) -> int:
+        position, size = self._positions[chosen], self._sources[chosen].size
+        if size is None:
+            return position
+        epoch, offset = divmod(position, size)
+        if chosen not in self._orders or self._orders[chosen][0] != epoch:
+            order = list(range(size))
+            random.Random(f"{self._seed}/source/{chosen}/epoch/{epoch}").shuffle(order)
+            self._orders[chosen] = (epoch, order)
+        return self._orders[chosen][1][offset]

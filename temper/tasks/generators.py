@@ -1,0 +1,123 @@
+"""Tasks made in code: a generator is a pure function (index, seed, **options) -> Task.
+
+Owns: the generators that need nothing but Python, loading users' own, the check of options. Refuses: generators that
+live elsewhere; build.py passes them in.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import random
+import string
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from temper.errors import TemperError, UserError, did_you_mean
+from temper.types import Message, Scalar, Task
+
+Generator = Callable[..., Task]
+"""(index, seed, **options). Equal arguments give equal tasks in any process: use random.Random(f"{seed}/{index}")."""
+Option = Scalar | list[Scalar]
+
+
+def spell_backward(index: int, seed: int, *, min_letters: int = 6, max_letters: int = 10) -> Task:
+    """A random word; the answer is its letters in reverse order."""
+    if not 1 <= min_letters <= max_letters:
+        raise UserError(f"min_letters={min_letters} and max_letters={max_letters} must satisfy 1 <= min <= max.")
+    draw = random.Random(f"spell_backward/{seed}/{index}")
+    word = "".join(draw.choices(string.ascii_lowercase, k=draw.randint(min_letters, max_letters)))
+    return Task(id=f"spell_backward:{seed}:{index}", messages=(Message(role="user", content=word),), answer=word[::-1])
+
+
+def chain_sum(index: int, seed: int, *, terms: int = 2, digits: int = 2) -> Task:
+    """Numbers of exactly `digits` digits, added and subtracted: "37+12-45="."""
+    if terms < 1 or digits < 1:
+        raise UserError(f"terms={terms} and digits={digits} must be at least 1.")
+    draw = random.Random(f"chain_sum/{seed}/{index}")
+    low = 10 ** (digits - 1) if digits > 1 else 0
+    numbers = [draw.randint(low, 10**digits - 1) for _ in range(terms)]
+    signs = [1, *(draw.choice((1, -1)) for _ in range(terms - 1))]
+    text = "".join(f"{'+' if sign > 0 else '-'}{number}" for sign, number in zip(signs, numbers, strict=True))[1:]
+    total = sum(sign * number for sign, number in zip(signs, numbers, strict=True))
+    return Task(id=f"chain_sum:{seed}:{index}", messages=(Message(role="user", content=f"{text}="),), answer=str(total))
+
+
+GENERATORS: dict[str, Generator] = {"chain_sum": chain_sum, "spell_backward": spell_backward}
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorSource:
+    """A generator with its seed and options. size None: unbounded."""
+
+    name: str
+    generator: Generator
+    seed: int
+    size: int | None
+    options: Mapping[str, Option]
+
+    def task(self, index: int) -> Task:
+        return self.generator(index, self.seed, **self.options)
+
+
+def make_source(
+    name: str, options: Mapping[str, Option], *, seed: int, size: int, generators: Mapping[str, Generator] = GENERATORS
+) -> GeneratorSource:
+    """The source of that name; "package.module:function" is a generator of the user's own. size 0: unbounded.
+
+    One task is made at once, so that a bad option is an error now and not at the first step.
+    """
+    where = f'generator "{name}"'
+    generator = load_generator(name) if ":" in name else generators.get(name)
+    if generator is None:
+        known = ", ".join(sorted(generators))
+        raise UserError(
+            f'{where} is unknown.{did_you_mean(name, generators)} Known: {known}, or "package.module:function".'
+        )
+    _require_options(where, generator, options)
+    source = GeneratorSource(f"{name}, seed {seed}", generator, seed, size or None, dict(options))
+    try:
+        first = source.task(0)
+    except TemperError as error:
+        raise UserError(f"{where}: {error}") from error
+    except Exception as error:
+        raise UserError(f"{where} failed with options {dict(options)}: {type(error).__name__}: {error}") from error
+    if not isinstance(first, Task):
+        raise UserError(f"{where} returned {first!r:.60}; it must return a temper.types.Task.")
+    return source
+
+
+def load_generator(name: str) -> Generator:
+    """The function that "package.module:function" names."""
+    module_name, _, function_name = name.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # last: a file beside the recipe can be named, and shadows nothing
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UserError(f'generator "{name}": cannot import {module_name} ({type(error).__name__}: {error})') from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value)]
+        raise UserError(
+            f'generator "{name}": {module_name} has no function "{function_name}".{did_you_mean(function_name, known)}'
+        )
+    return function
+
+
+def _require_options(where: str, generator: Generator, options: Mapping[str, Option]) -> None:
+    """Options that the signature does not name, or lacks. A generator with **options checks its own."""
+    parameters = list(inspect.signature(generator).parameters.values())[2:]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = {parameter.name: parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+    for name in options:
+        if name not in named and not takes_any:
+            known = ", ".join(named) or "none"
+            raise UserError(f'{where}: option "{name}" is unknown.{did_you_mean(name, named)} Known: {known}.')
+    missing = [
+        name for name, parameter in named.items() if parameter.default is parameter.empty and name not in options
+    ]
+    if missing:
+        raise UserError(f"{where}: option {missing[0]} is missing. Add options.{missing[0]} to this source.")

@@ -1,0 +1,142 @@
+"""Messages to token ids and back, through the tokenizer's own chat template.
+
+Owns: what the model sees. Refuses: encoding again what the policy drew; the next prompt is the drawn ids and new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from temper.errors import UserError
+from temper.types import Message, Task
+
+# A template that edits what assistants said, e.g. drops their reasoning, shows it on this text.
+PROBE = "<think>\nprobe one\n</think>\n\nprobe two"
+
+
+class Renderer:
+    """One tokenizer with the recipe's system message and prompt template."""
+
+    def __init__(
+        self, tokenizer: Any, system: str = "", template: str = "{prompt}", eos_ids: Sequence[int] = ()
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError(
+                "the tokenizer has no chat template. Put a chat_template.jinja into the model directory, or use an "
+                "instruction-tuned checkpoint."
+            )
+        self._tokenizer = tokenizer
+        self._system = system
+        self._template = template
+        own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+        self.stop_ids = tuple(dict.fromkeys((*own, *(int(eos) for eos in eos_ids))))
+        """Every id that ends a completion: the tokenizer's own, and those of generation_config.json."""
+        if not self.stop_ids:
+            raise UserError("the tokenizer has no end-of-sequence token, so no completion could end. Set eos_token.")
+
+    def prompt_messages(self, task: Task) -> tuple[Message, ...]:
+        """What is said to the model: the system message, and a lone user message put into the template."""
+        messages = task.messages
+        if len(messages) == 1 and messages[0].role == "user":
+            # Not str.format: a template such as "... in \boxed{}. {prompt}" has braces of its own.
+            text = self._template.replace("{prompt}", messages[0].content)
+            messages = (Message(role="user", content=text),)
+        if not self._system:
+            return messages
+        if messages[0].role == "system":
+            raise UserError(
+                f"task {task.id} brings its own system message and prompt.system is set. Remove one of them."
+            )
+        return (Message(role="system", content=self._system), *messages)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The ids up to where the model begins to speak."""
+        return tuple(self._encode(self._render(messages, for_generation=True)))
+
+    def completion_ids(self, text: str) -> list[int]:
+        """The ids a model should draw to say this text: the text and the end of its turn."""
+        return [*self._encode(text), self.end_of_turn_id]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, special tokens left out."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def end_of_turn_id(self) -> int:
+        """The stop id that the template writes after an assistant's message, or the tokenizer's when it writes none."""
+        glue = self._encode(self._after_probe(()))
+        return next((token for token in glue if token in self.stop_ids), self.stop_ids[0])
+
+    @cached_property
+    def is_append_only(self) -> bool:
+        """Whether a further message leaves the text before it as it was."""
+        asked = (Message(role="user", content="probe zero"),)
+        begun = self._render(asked, for_generation=True) + PROBE
+        continued = (*asked, Message(role="assistant", content=PROBE), *asked)
+        return self._render(continued, for_generation=True).startswith(begun)
+
+    def extend_ids(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        replies: Sequence[Message],
+        history: Sequence[Message] = (),
+    ) -> tuple[int, ...]:
+        """The next turn's prompt: what was seen and drawn, untouched, then the template's glue and the replies.
+
+        A template that rewrites history cannot be appended to. Then the whole `history`, all messages before the
+        replies, is rendered anew; the result does not begin with the earlier ids, and the caller starts a new row.
+        """
+        if not self.is_append_only:
+            assert history, "a template that rewrites history needs the whole conversation"
+            return self.prompt_ids((*history, *replies))
+        glue = self._encode(self._after_probe(replies))
+        if completion_ids and completion_ids[-1] in self.stop_ids and glue and glue[0] in self.stop_ids:
+            glue = glue[1:]  # the model has drawn the end of its turn already
+        return (*prompt_ids, *completion_ids, *glue)
+
+    def _after_probe(self, replies: Sequence[Message]) -> str:
+        """What the template writes after an assistant's message: end of turn, replies, start of the next turn."""
+        said = (Message(role="user", content="probe zero"), Message(role="assistant", content=PROBE))
+        return self._render((*said, *replies), for_generation=bool(replies)).rpartition("probe two")[2]
+
+    def _render(self, messages: Sequence[Message], *, for_generation: bool) -> str:
+        conversation = [message.as_dict() for message in messages]
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=for_generation)
+            )
+        except Exception as error:  # jinja's TemplateError: the template refuses these roles or their order
+            roles = ", ".join(message.role for message in messages)
+            raise UserError(f"the chat template refuses messages with roles {roles}: {error}") from error
+
+    def _encode(self, text: str) -> list[int]:
+        # Without special tokens: the template writes its own, and a tokenizer that adds BOS would write a second one.
+        ids = self._raw_ids(text)
+        unknown = self._tokenizer.unk_token_id
+        if unknown is None:
+            is_lossy = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text
+        else:
+            is_lossy = ids.count(unknown) > text.count(self._tokenizer.unk_token)
+        if is_lossy:
+            self._require_known(text)
+        return ids
+
+    def _require_known(self, text: str) -> None:
+        """Names the characters that the tokenizer replaces or drops: the model would answer another question."""
+        unknown = self._tokenizer.unk_token_id
+        for added in self._tokenizer.get_added_vocab():  # one id each, whatever characters their names have
+            text = text.replace(added, "")
+        lost = [c for c in sorted(set(text)) if (ids := self._raw_ids(c)) == [] or unknown in ids]
+        if unknown is None:
+            lost = [c for c in lost if not c.isspace()]  # some tokenizers drop space by design
+        if lost:
+            raise UserError(
+                f"the tokenizer cannot encode {' '.join(map(repr, lost))} in {text!r:.80}. "
+                "Remove these characters, or use a model that knows them."
+            )
+
+    def _raw_ids(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]

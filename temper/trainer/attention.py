@@ -1,0 +1,81 @@
+"""The trainer's attention: packed rows that cannot see each other.
+
+Rows lie end to end everywhere else; only here they are padded, on the right, so that plain causal attention keeps rows
+apart without a mask and the fast kernels apply. Rows of like length are padded together, so padding at most doubles T.
+Owns: row layout, sliding windows. Refuses: caches (the engine has its own attend).
+Shapes: _T packed tokens, _P padded slots, _S rows, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from temper.trainer.rows import place_rows, take_rows
+
+
+class PackedAttention:
+    """`attend` for the rows of one microbatch. Index tensors are made once and serve every layer."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self._buckets, slots = lay_out(lengths)
+        self._num_slots = sum(rows * longest for rows, longest in self._buckets)
+        is_dense = torch.equal(slots, torch.arange(self._num_slots))
+        self._slots_T = None if is_dense else slots.to(device)
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        queries, keys, values = (self._pad(tensor) for tensor in (query, key, value))
+        outputs, start = [], 0
+        for rows, longest in self._buckets:
+            stop = start + rows * longest
+            # [P, H, D] -> [S, H, L, D]: a view, the kernels take any stride.
+            q, k, v = (t[start:stop].view(rows, longest, *t.shape[1:]).transpose(1, 2) for t in (queries, keys, values))
+            mask = self._window_mask(longest, sliding_window, query.device)
+            output = scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            outputs.append(output.transpose(1, 2).flatten(0, 1))
+            start = stop
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return joined if self._slots_T is None else take_rows(joined, self._slots_T)
+
+    def _pad(self, tensor_T: Tensor) -> Tensor:
+        return tensor_T if self._slots_T is None else place_rows(tensor_T, self._slots_T, self._num_slots)
+
+    def _window_mask(self, longest: int, window: int | None, device: torch.device) -> Tensor | None:
+        """True where a token sees another: itself and the window - 1 before it. None: plain causal is the same."""
+        if window is None or window >= longest:
+            return None
+        if (longest, window) not in self._masks:
+            ones = torch.ones(longest, longest, dtype=torch.bool, device=device)
+            self._masks[longest, window] = ones.tril().triu(1 - window)
+        return self._masks[longest, window]
+
+
+def lay_out(lengths: Sequence[int]) -> tuple[list[tuple[int, int]], Tensor]:
+    """Buckets of (rows, padded length), and the padded slot of each packed token.
+
+    A bucket holds rows longer than half its longest: one row of 4,096 tokens among two hundred of 20 would
+    otherwise be padded to a hundred times their size.
+    """
+    lengths_S = torch.tensor(lengths, dtype=torch.long)
+    order = torch.argsort(lengths_S, descending=True, stable=True)
+    sorted_lengths = lengths_S[order]
+    buckets: list[tuple[int, int]] = []
+    row_starts_S = torch.empty_like(lengths_S)
+    first = slot = 0
+    while first < len(lengths):
+        longest = int(sorted_lengths[first])
+        rows = int((sorted_lengths[first:] * 2 > longest).sum())
+        row_starts_S[order[first : first + rows]] = slot + torch.arange(rows) * longest
+        buckets.append((rows, longest))
+        first, slot = first + rows, slot + rows * longest
+    packed_starts_S = lengths_S.cumsum(0) - lengths_S
+    shifts_T = torch.repeat_interleave(row_starts_S - packed_starts_S, lengths_S)
+    return buckets, torch.arange(len(shifts_T)) + shifts_T

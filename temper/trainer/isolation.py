@@ -1,0 +1,93 @@
+"""Proof, on the very model that will be trained, that rows of a pack cannot see each other.
+
+Owns: the start-up check. Refuses: to guess; a model that leaks is not trained.
+Shapes: _T packed tokens, _A drawn tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from temper.errors import BackendError
+from temper.trainer.attention import PackedAttention
+from temper.trainer.forward import MakeAttention, score_drawn
+from temper.types import Microbatch
+
+LOGPROB_BUDGET = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+"""How far kernels that see other shapes may move a log-probability. A leak between rows moves it by about 1."""
+
+ROW_LENGTHS = (11, 7, 12, 3)
+"""Two buckets of padded lengths, and a row that is not at the start of either."""
+
+
+def check_isolation(
+    model: nn.Module,
+    vocab_size: int,
+    *,
+    temperature: float = 1.0,
+    row_lengths: Sequence[int] = ROW_LENGTHS,
+    make_attention: MakeAttention = PackedAttention,
+) -> float:
+    """Changes one row at a time: the others must keep every bit. Then scores rows alone: within the dtype's budget.
+
+    Raises BackendError that names the rows. Returns the largest difference between packed and single rows.
+    """
+    rows = _random_rows(vocab_size, row_lengths)
+
+    def score(some: Sequence[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            logprobs_A, _ = score_drawn(model, _pack(some), temperature, make_attention)
+        return list(torch.split(logprobs_A.cpu(), [len(row) - 1 for row in some]))
+
+    packed = score(rows)
+    for changed in range(len(rows)):
+        other = (rows[changed] + 1) % vocab_size
+        perturbed = score([other if number == changed else row for number, row in enumerate(rows)])
+        for number in range(len(rows)):
+            if number != changed and not torch.equal(packed[number], perturbed[number]):
+                gap = (packed[number] - perturbed[number]).abs().max().item()
+                raise BackendError(
+                    f"packed rows leak in {type(model).__name__}: other tokens in row {changed} moved "
+                    f"log-probabilities of row {number} by up to {gap:.3g}. Its layers mix rows outside of "
+                    f"attention or ignore Temper's; this model cannot be trained packed"
+                )
+    return _check_single_rows(model, packed, [score([row])[0] for row in rows])
+
+
+def _check_single_rows(model: nn.Module, packed: Sequence[Tensor], single: Sequence[Tensor]) -> float:
+    budget = LOGPROB_BUDGET[next(model.parameters()).dtype]
+    gaps = [(together - alone).abs().max().item() for together, alone in zip(packed, single, strict=True)]
+    worst = max(range(len(gaps)), key=gaps.__getitem__)
+    if not gaps[worst] <= budget:
+        raise BackendError(
+            f"{type(model).__name__} scores row {worst} differently in a pack and alone: log-probabilities differ by "
+            f"up to {gaps[worst]:.3g}, allowed is {budget:g}. Positions or row boundaries are lost in the packed pass"
+        )
+    return gaps[worst]
+
+
+def _random_rows(vocab_size: int, row_lengths: Sequence[int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (length,), generator=generator) for length in row_lengths]
+
+
+def _pack(rows: Sequence[Tensor]) -> Microbatch:
+    """Rows end to end, every token but the first of a row drawn."""
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    row_ids = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(row) for row in rows]))
+    zeros = torch.zeros(len(positions))
+    return Microbatch(
+        token_ids=torch.cat(list(rows)),
+        positions=positions,
+        sequence_ids=row_ids,
+        trajectory_ids=row_ids,
+        loss_mask=(positions > 0).long(),
+        behavior_logprobs=zeros,
+        advantages=zeros,
+        weights=zeros,
+        versions=torch.zeros_like(positions),
+        lengths=tuple(len(row) for row in rows),
+    )

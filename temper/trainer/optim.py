@@ -1,0 +1,166 @@
+"""AdamW on float32 master weights, learning-rate schedules, clipping.
+
+Owns: gradients summed over microbatches, master weights, moments. Refuses: deciding whether a gradient is fit to apply.
+A bfloat16 parameter has 8 significant bits: an update of 1e-6 of its size would vanish, so it is applied to a float32
+master that the parameter is rounded from. Parameters in float32 or float64 are their own masters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from temper.errors import UserError
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    learning_rate: float
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    """Of matrices; norms and biases are never decayed."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+
+
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+
+def learning_rate_at(settings: OptimizerSettings, step: int, total_steps: int) -> float:
+    """Learning rate of a step, counted from 1. A function of nothing else, so a resumed run cannot get it wrong.
+
+    Rises linearly and is full at step warmup_steps; linear and cosine then fall towards 0, which they would reach one
+    step after the last: a step at rate 0 would be wasted.
+    """
+    if step < settings.warmup_steps:
+        return settings.learning_rate * step / settings.warmup_steps
+    steps_after_warmup = max(1, total_steps - settings.warmup_steps)
+    progress = min(1.0, max(0, step - 1 - settings.warmup_steps) / steps_after_warmup)
+    return settings.learning_rate * _SHAPES[settings.schedule](progress)
+
+
+class MasterAdamW:
+    """The optimiser of one model. Gradients appear by themselves with every backward pass and add up until step()."""
+
+    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
+        self._settings = settings
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._masters = {name: _master_of(parameter) for name, parameter in self._parameters.items()}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(_move_gradient, self._masters[name])
+            )
+            for name, parameter in self._parameters.items()
+            if self._masters[name] is not parameter
+        ]
+        masters = list(self._masters.values())
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": [p for p in masters if p.ndim >= 2], "weight_decay": settings.weight_decay},
+                {"params": [p for p in masters if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.epsilon,
+            fused=True,
+        )
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By parameter name, in the master's precision. Zeros where nothing arrived: all ranks have them all."""
+        gradients = {}
+        for name, master in self._masters.items():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            gradients[name] = master.grad
+        return gradients
+
+    def discard_gradients(self) -> None:
+        self._adamw.zero_grad(set_to_none=True)
+
+    def step(self, learning_rate: float, grad_norm: Tensor) -> None:
+        """Clips by the given norm, updates the masters, rounds the parameters from them, drops the gradients."""
+        masters = list(self._masters.values())
+        nn.utils.clip_grads_with_norm_(masters, self._settings.max_grad_norm, grad_norm)
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+        self._round_parameters()
+        self.discard_gradients()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Moments, and masters where they differ from the parameters. Empty before the first step, but for masters."""
+        own = {f"master.{name}": m.detach() for name, m in self._masters.items() if m is not self._parameters[name]}
+        for name, master in self._masters.items():
+            state = self._adamw.state.get(master, {})
+            own |= {f"{moment}.{name}": state[moment] for moment in _MOMENTS if moment in state}
+        return own
+
+    @property
+    def num_steps(self) -> int:
+        return max((int(state["step"]) for state in self._adamw.state.values()), default=0)
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
+        """Takes over what tensors() gave. Raises UserError, before anything changes, when a tensor is missing."""
+        expected = {f"{moment}.{name}": p for name, p in self._masters.items() for moment in _MOMENTS if num_steps}
+        expected |= {f"master.{n}": m for n, m in self._masters.items() if m is not self._parameters[n]}
+        require_same_tensors(expected, tensors, "the optimiser state")
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                if master is not self._parameters[name]:
+                    master.copy_(tensors[f"master.{name}"])
+                if num_steps:
+                    moments = {moment: tensors[f"{moment}.{name}"].to(master.device).clone() for moment in _MOMENTS}
+                    step = torch.tensor(float(num_steps), device=master.device)
+                    self._adamw.state[master] = {"step": step, **moments}
+        if not num_steps:
+            self._adamw.state.clear()
+        self._round_parameters()
+        self.discard_gradients()
+
+    def _round_parameters(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if self._masters[name] is not parameter:
+                    parameter.copy_(self._masters[name])
+
+
+def require_same_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> None:
+    """Raises UserError that names the first tensor whose presence or shape differs."""
+    for name in sorted({*expected, *found}):
+        wanted, given = (tuple(tensors[name].shape) if name in tensors else "absent" for tensors in (expected, found))
+        if wanted != given:
+            raise UserError(
+                f'{what} is of another model: tensor "{name}" is {given} there and {wanted} in the model '
+                f"being trained. Use a checkpoint of this run, or start a new run from that model with model.path"
+            )
+
+
+def _master_of(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.dtype in (torch.float32, torch.float64):
+        return parameter
+    return nn.Parameter(parameter.detach().float())
+
+
+def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
+    """Adds a microbatch's gradient to the float32 sum: summed in bfloat16, small microbatches would be rounded away."""
+    assert parameter.grad is not None
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad.add_(parameter.grad)
+    parameter.grad = None

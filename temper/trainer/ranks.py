@@ -1,0 +1,67 @@
+"""Trainer ranks that each hold the whole model and train a share of every batch.
+
+Owns: adding up gradients and metrics over ranks. Refuses: averaging; token weights hold the whole batch's denominator,
+so a sum is the gradient. In a single process everything here is the identity. Waits end with the group's own timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from temper.objectives import MetricSums
+
+BUCKET_BYTES = 64 << 20
+"""Gradients sent together: hundreds of small tensors one by one would wait for the network hundreds of times."""
+
+_FIELDS = ("totals", "sums", "counts", "maxima", "minima")
+
+
+def rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
+    """In place. Every rank calls it with tensors of the same shapes in the same order, also one with an empty share."""
+    if rank_and_world()[1] == 1:
+        return
+    for bucket in _buckets(tensors):
+        together = torch.cat([tensor.flatten() for tensor in bucket])
+        dist.all_reduce(together)
+        for tensor, part in zip(bucket, torch.split(together, [t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def merge_over_ranks(metrics: MetricSums) -> MetricSums:
+    """Merged in rank order, so that every rank gets the same numbers."""
+    world = rank_and_world()[1]
+    if world == 1:
+        return metrics
+    plain = {field: {name: float(value) for name, value in getattr(metrics, field).items()} for field in _FIELDS}
+    gathered: list[dict[str, dict[str, float]]] = [{} for _ in range(world)]
+    dist.all_gather_object(gathered, plain)
+    merged = MetricSums()
+    for part in gathered:
+        merged = merged.merge(MetricSums(**{field: _tensors(part[field]) for field in _FIELDS}))
+    return merged
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, up to BUCKET_BYTES together, or one larger tensor alone."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size + tensor.nbytes > BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _tensors(values: dict[str, float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}

@@ -1,0 +1,102 @@
+"""Packing: every row once, trajectories whole, order irrelevant."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from temper.batching import pack, shard
+from temper.types import Sample
+
+
+def row(group_id: str, index: int, length: int) -> Sample:
+    rng = random.Random(f"{group_id} {index} {length}")
+    mask = [0] + [rng.randint(0, 1) for _ in range(length - 1)]
+    return Sample(
+        group_id=group_id,
+        index=index,
+        token_ids=[rng.randint(0, 99) for _ in mask],
+        loss_mask=mask,
+        behavior_logprobs=[-rng.random() * m for m in mask],
+        versions=[m - 1 for m in mask],
+        advantages=[rng.gauss(0, 1) * m for m in mask],
+        weights=[rng.random() * m for m in mask],
+    )
+
+
+ROWS = [row(f"g{place // 3}", place % 3, length) for place, length in enumerate([5, 12, 3, 8, 8, 2, 30, 4, 6, 9])]
+ROWS.append(row("g0", 1, 7))  # a forked second row of the trajectory with 12 tokens
+
+
+def unpacked(microbatch) -> list[tuple]:
+    parts = [torch.split(getattr(microbatch, name), list(microbatch.lengths)) for name in ("token_ids", "advantages")]
+    return [(tokens.tolist(), advantages.tolist()) for tokens, advantages in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("budget", [1, 8, 16, 40, 1000])
+def test_every_row_is_packed_once_and_under_the_budget(budget) -> None:
+    microbatches = pack(ROWS, budget, torch.float64)
+    assert sorted(r for m in microbatches for r in unpacked(m)) == sorted((r.token_ids, r.advantages) for r in ROWS)
+    for microbatch in microbatches:
+        is_alone = len(set(microbatch.trajectory_ids.tolist())) == 1
+        assert sum(microbatch.lengths) <= budget or is_alone
+
+
+@pytest.mark.parametrize("budget", [1, 16, 40])
+def test_rows_of_one_trajectory_stay_together(budget) -> None:
+    homes = [place for place, m in enumerate(pack(ROWS, budget)) for length in m.lengths if length in (12, 7)]
+    assert len(homes) == 2
+    assert homes[0] == homes[1]
+    microbatch = pack(ROWS, budget)[homes[0]]
+    ids = [int(part[0]) for part in torch.split(microbatch.trajectory_ids, list(microbatch.lengths))]
+    assert ids[microbatch.lengths.index(12)] == ids[microbatch.lengths.index(7)]
+
+
+def test_packing_does_not_depend_on_order() -> None:
+    # Rows of one trajectory keep their own order, so only whole trajectories are shuffled.
+    forked = [r for r in ROWS if (r.group_id, r.index) == ("g0", 1)]
+    others = [r for r in ROWS if r not in forked]
+    random.Random(0).shuffle(others)
+    first, second = pack(ROWS, 20), pack([*others[:3], *forked, *others[3:]], 20)
+    assert [unpacked(m) for m in first] == [unpacked(m) for m in second]
+
+
+def test_long_rows_come_first_so_that_similar_lengths_meet() -> None:
+    lengths = [max(m.lengths) for m in pack(ROWS, 16)]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_positions_restart_and_ids_name_rows_and_trajectories() -> None:
+    (microbatch,) = pack([row("a", 0, 3), row("b", 0, 2)], 100)
+    assert microbatch.positions.tolist() == [0, 1, 2, 0, 1]
+    assert microbatch.sequence_ids.tolist() == [0, 0, 0, 1, 1]
+    assert microbatch.trajectory_ids.tolist() == [0, 0, 0, 1, 1]
+    assert microbatch.lengths == (3, 2)
+    assert microbatch.weights.dtype == torch.float32
+
+
+def test_other_policies_are_packed_for_all_rows_or_for_none() -> None:
+    rows = [row("a", 0, 3), row("b", 0, 2)]
+    full = [dataclasses.replace(r, reference_logprobs=[-1.0] * len(r.token_ids)) for r in rows]
+    (microbatch,) = pack(full, 100)
+    assert microbatch.proximal_logprobs is None
+    assert microbatch.reference_logprobs.tolist() == [-1.0] * 5
+    with pytest.raises(AssertionError, match="either all rows"):
+        pack([full[0], rows[1]], 100)
+
+
+def test_nothing_packs_to_nothing() -> None:
+    assert pack([], 16) == []
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 20])
+def test_shards_are_disjoint_complete_and_balanced(world) -> None:
+    microbatches = pack(ROWS, 12)
+    shares = [shard(microbatches, rank, world) for rank in range(world)]
+    assert sorted(id(m) for share in shares for m in share) == sorted(id(m) for m in microbatches)
+    loads = [sum(sum(m.lengths) for m in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sum(m.lengths) for m in microbatches)
+    assert world < 20 or [] in shares

@@ -1,0 +1,49 @@
+"""math-verify, and the fast path for plain numbers against it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from temper.rewards.answers import equal_plain, plain_number
+
+pytest.importorskip("math_verify")
+
+from temper.rewards.math_worker import verify
+
+PLAIN = [
+    "0", "3", "-3", "+3", "- 3", "7", "007", "1000", "1,000", "1,000.0", "1000.00", "12,345,678", "0.5", ".5", "-.5",
+    "1/2", "2/4", "-1/2", "1 / 2", "\\frac{1}{2}", "-\\frac{1}{2}", "\\dfrac{3}{6}", "1/3", "0.333333", "0.33333",
+    "0.3333333", "0.333334", "2.5", "5/2", "$5", "\\$5", "$5$", "5", "5.0", "\u22123", "0.1", "0.10", "0.100001", "100",
+    "99999", "123456789012", "0.000001", "0.0000001",
+]  # fmt: skip
+
+
+def test_every_number_of_the_grid_takes_the_fast_path() -> None:
+    assert [text for text in PLAIN if plain_number(text) is None] == []
+
+
+def test_the_fast_path_agrees_with_math_verify_on_the_whole_grid() -> None:
+    verdicts = {pair: equal_plain(*pair) for pair in itertools.product(PLAIN, repeat=2)}
+    wrong = [(pair, fast) for pair, fast in verdicts.items() if fast is not None and fast != verify(*pair)]
+    assert wrong == []
+    # The check can fail: most pairs are decided here, and both ways.
+    assert sum(fast is not None for fast in verdicts.values()) > 0.9 * len(verdicts)
+    assert sum(fast is True for fast in verdicts.values()) > len(PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "expected"),
+    [
+        (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2", True),
+        ("x^2+2x+1", "(x+1)^2", True),
+        (r"\{1,2\}", r"\{2,1\}", True),
+        ("(1,2)", "(1,2]", False),
+        (r"5\text{ cm}", "5", True),
+        ("", "5", None),
+        ("{", "5", None),
+    ],
+)
+def test_verify_is_math_verify(gold: str, answer: str, expected: bool | None) -> None:
+    assert verify(gold, answer) is expected

@@ -1,0 +1,81 @@
+"""Guarantee: a verifier that fails in any way is an error with its reason, counted, and never a number."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import psutil
+
+from temper.rewards.rubric import Rubric
+from temper.rewards.text import TextReward
+from temper.rewards.user import UserReward
+from temper.types import Message, Score, ScoreKind, Task, Trajectory
+
+TASK = Task(id="train.jsonl:3", messages=(Message(role="user", content="p"),), answer="right")
+Say = Callable[[str], Trajectory]
+
+
+class Broken:
+    """A reward whose own code is wrong, and whose number is none."""
+
+    name = "broken"
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        if trajectory.text == "nan":
+            return Score.of(float("nan"))
+        raise KeyError("missing column")
+
+    def check(self, task: Task) -> str | None:
+        return "it is broken"
+
+    async def close(self) -> None:
+        pass
+
+
+def test_every_failure_is_excluded_counted_by_reason_and_leaves_no_process(misbehaving: str, say: Say) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    rubric = Rubric([(UserReward(f"{misbehaving}:reward", workers=2, deadline_seconds=1.0), 1.0)])
+    poisons = ["raise", "sleep", "spin", "bomb", "tower", "crash", "text", "nan"]
+
+    async def go() -> list[Score]:
+        responses = [text for poison in poisons for text in (poison, "right", "wrong")]
+        scored = await asyncio.gather(*(rubric.score(TASK, say(text)) for text in responses))
+        await rubric.close()
+        return [total for total, _ in scored]
+
+    scores = asyncio.run(go())
+    failures = scores[::3]
+    assert all(score.kind is ScoreKind.ERROR and score.value is None for score in failures)
+    assert Counter(score.reason for score in failures) == {
+        "reward: ValueError: verifier bug": 1,
+        "reward: timeout after 1 s": 4,
+        "reward: worker died (exit code 3)": 1,
+        "reward: the function returned 'good', not a number or None": 1,
+        "reward: the reward is nan": 1,
+    }
+    assert {score.value for score in scores[1::3]} == {1.0}
+    assert {score.value for score in scores[2::3]} == {0.0}
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_reward_whose_own_code_raises_is_an_error(say: Say) -> None:
+    rubric = Rubric([(TextReward("exact"), 1.0), (Broken(), 1.0)])
+    for text, reason in (("right", "broken: KeyError: 'missing column'"), ("nan", "broken: the reward is nan")):
+        total, parts = asyncio.run(rubric.score(TASK, say(text)))
+        assert total == Score.error(reason)
+        assert parts["exact"].is_value
+
+
+def test_parts_are_kept_before_weighting_and_told_apart(say: Say) -> None:
+    rubric = Rubric([(TextReward("exact"), 2.0), (TextReward("exact", ignore_case=True), 0.5)])
+    total, parts = asyncio.run(rubric.score(TASK, say("RIGHT")))
+    assert total == Score.of(0.5)
+    assert parts == {"exact": Score.of(0.0), "exact_2": Score.of(1.0)}
+
+
+def test_check_names_the_reward_and_the_task() -> None:
+    assert Rubric([(TextReward("exact"), 1.0)]).check(TASK) is None
+    reason = Rubric([(Broken(), 1.0)]).check(TASK)
+    assert reason == 'reward "broken" cannot score task train.jsonl:3: it is broken'

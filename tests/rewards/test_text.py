@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from temper.errors import UserError
+from temper.rewards.text import FormatReward, TextReward, edit_distance
+from temper.types import Score, Task, Trajectory
+
+Say = Callable[[str], Trajectory]
+
+
+def task(answer: str | None) -> Task:
+    return Task(id="t:1", messages=(), answer=answer)
+
+
+def slow_edit_distance(left: str, right: str) -> int:
+    row = list(range(len(right) + 1))
+    for i, a in enumerate(left, 1):
+        before, row = row, [i]
+        for j, b in enumerate(right, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (a != b)))
+    return row[-1]
+
+
+@given(st.text(alphabet="abc", max_size=12), st.text(alphabet="abc", max_size=12))
+def test_edit_distance_equals_the_textbook_table(left: str, right: str) -> None:
+    assert edit_distance(left, right) == slow_edit_distance(left, right)
+
+
+@pytest.mark.parametrize(
+    ("kind", "response", "answer", "value"),
+    [
+        ("exact", " olleh\n", "olleh", 1.0),
+        ("exact", "Olleh", "olleh", 0.0),
+        ("contains", "it is olleh!", "olleh", 1.0),
+        ("contains", "it is ole", "olleh", 0.0),
+        ("edit", "olleh", "olleh", 1.0),
+        ("edit", "kitten", "sitting", 1 - 3 / 7),
+        ("edit", "", "ab", 0.0),
+        ("edit", "abcd", "efgh", 0.0),
+    ],
+)
+def test_text_rewards(say: Say, kind: str, response: str, answer: str, value: float) -> None:
+    scored = asyncio.run(TextReward(kind).score(task(answer), say(response)))
+    assert scored.value == pytest.approx(value, abs=1e-12)
+
+
+def test_ignore_case(say: Say) -> None:
+    assert asyncio.run(TextReward("exact", ignore_case=True).score(task("olleh"), say("OLLEH"))) == Score.of(1.0)
+
+
+@pytest.mark.parametrize("answer", [None, "", "  "])
+def test_a_task_without_an_answer_is_refused_when_data_is_loaded(answer: str | None) -> None:
+    assert TextReward("contains").check(task(answer)) is not None
+    assert TextReward("contains").check(task("x")) is None
+
+
+def test_format_matches_the_whole_response_over_lines(say: Say) -> None:
+    reward = FormatReward(pattern="<think>.*</think>\\s*<answer>.*</answer>")
+
+    async def go() -> list[float | None]:
+        texts = ["<think>a\nb</think>\n<answer>5</answer>\n", "x <think></think><answer></answer>"]
+        values = [(await reward.score(task(None), say(text))).value for text in texts]
+        await reward.close()
+        return values
+
+    assert asyncio.run(go()) == [1.0, 0.0]
+
+
+def test_a_regex_bomb_is_an_error_and_the_next_response_is_scored(say: Say) -> None:
+    reward = FormatReward(pattern="(a+)+b", deadline_seconds=1.0)
+
+    async def go() -> list[Score]:
+        scores = [await reward.score(task(None), say(text)) for text in ("a" * 64, "aab")]
+        await reward.close()
+        return scores
+
+    assert asyncio.run(go()) == [Score.error("timeout after 1 s"), Score.of(1.0)]
+
+
+def test_a_pattern_that_does_not_compile_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="not a regular expression"):
+        FormatReward(pattern="(")

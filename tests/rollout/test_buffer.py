@@ -1,0 +1,162 @@
+"""The staleness bound holds on every schedule, and no prompt is favoured."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from temper.errors import BackendError
+from temper.rollout.buffer import Buffer, Taken
+from temper.types import Completion, Finish, Group, Message, Score, Status, Task, Trajectory, Turn
+
+
+def group(draw: int, version: int) -> Group:
+    task = Task(id=f"t{draw}", messages=(Message(role="user", content="?"),))
+    completion = Completion(prompt_ids=(1,), token_ids=[2], logprobs=[0.0], versions=[version], finish=Finish.STOP)
+    turn = Turn(completion=completion, message=Message(role="assistant", content="!"))
+    members = tuple(
+        Trajectory(
+            task_id=task.id, group_id=f"g{draw}", index=k, turns=(turn,), status=Status.COMPLETED, score=Score.of(k)
+        )
+        for k in range(2)
+    )
+    return Group(id=f"g{draw}", draw=draw, task=task, trajectories=members)
+
+
+@dataclass
+class Simulation:
+    """Groups finish after random waits; the trainer takes, trains for a while, releases."""
+
+    seed: int
+    staleness: int
+    groups_per_step: int
+    drop_share: float
+    steps: int = 12
+    trained: list[Taken] = field(default_factory=list)
+    ages: list[int] = field(default_factory=list)
+    most_admitted_at_version: dict[int, int] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        random_ = random.Random(self.seed)
+        buffer = Buffer(groups_per_step=self.groups_per_step, max_staleness=self.staleness, max_rounds=1000)
+        version, running, next_draw, training = 0, {}, 0, None
+        while len(self.trained) < self.steps or training is not None:
+            for _ in range(max(0, buffer.room)):
+                await buffer.start(next_draw)
+                running[next_draw] = version
+                next_draw += 1
+            choices = [*running, *(["train"] if training is None or training == version else [])]
+            choice = random_.choice(choices)
+            if choice != "train":
+                reason = "degenerate" if random_.random() < self.drop_share else None
+                await buffer.finish(group(choice, running.pop(choice)), reason)
+            elif training is not None:
+                version += 1
+                training = None
+                await buffer.release(version)
+            elif buffer._prefix() is not None:
+                taken = await buffer.take(1.0)
+                self.ages += [version - g.oldest_version for g in taken.groups]
+                self.trained.append(taken)
+                training = version
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 4), st.integers(1, 5), st.sampled_from([0.0, 0.3, 0.7]))
+def test_no_trained_group_is_older_than_the_bound_and_order_is_draw_order(
+    seed: int, staleness: int, groups_per_step: int, drop_share: float
+) -> None:
+    simulation = Simulation(seed=seed, staleness=staleness, groups_per_step=groups_per_step, drop_share=drop_share)
+    asyncio.run(simulation.run())
+    assert max(simulation.ages) <= staleness
+    draws = [g.draw for taken in simulation.trained for g in taken.groups]
+    assert draws == sorted(draws)
+    seen = sorted(draws + [g.draw for taken in simulation.trained for g, _ in taken.dropped])
+    assert seen == list(range(len(seen))), "every draw is trained or dropped, exactly once, none overtaken"
+
+
+def test_asynchrony_really_happens_within_the_bound() -> None:
+    simulation = Simulation(seed=1, staleness=3, groups_per_step=2, drop_share=0.0, steps=200)
+    asyncio.run(simulation.run())
+    assert max(simulation.ages) == 3, "the bound must be reached, or the simulation proves nothing"
+
+
+def test_admission_follows_the_worked_example() -> None:
+    # Specification 4.4: staleness 2, four groups a step, version 3, 18 accepted, 3 running -> room for 3.
+    async def run() -> int:
+        buffer = Buffer(groups_per_step=4, max_staleness=2, max_rounds=10, version=3)
+        buffer._num_accepted = 18
+        for draw in range(3):
+            await buffer.start(draw)
+        return buffer.room
+
+    assert asyncio.run(run()) == 3
+
+
+def test_a_restart_does_not_admit_a_burst() -> None:
+    assert Buffer(groups_per_step=4, max_staleness=1, max_rounds=10, version=7).room == 8
+
+
+def test_a_slot_is_free_only_after_release() -> None:
+    async def run() -> tuple[int, int]:
+        buffer = Buffer(groups_per_step=1, max_staleness=0, max_rounds=10)
+        await buffer.start(0)
+        await buffer.finish(group(0, 0), None)
+        await buffer.take(1.0)
+        before = buffer.room
+        await buffer.release(1)
+        return before, buffer.room
+
+    assert asyncio.run(run()) == (0, 1)
+
+
+def test_synchronous_refills_start_together() -> None:
+    async def run() -> list[int]:
+        buffer = Buffer(groups_per_step=3, max_staleness=0, max_rounds=10)
+        for draw in range(3):
+            await buffer.start(draw)
+        rooms = []
+        for draw in range(3):
+            await buffer.finish(group(draw, 0), "degenerate" if draw < 2 else None)
+            rooms.append(buffer.room)
+        return rooms
+
+    assert asyncio.run(run()) == [0, 0, 2]
+
+
+def test_a_stale_group_is_caught_at_consumption_too() -> None:
+    async def run() -> None:
+        buffer = Buffer(groups_per_step=1, max_staleness=1, max_rounds=10, version=5)
+        await buffer.start(0)
+        await buffer.finish(group(0, version=3), None)
+        await buffer.take(1.0)
+
+    with pytest.raises(BackendError, match="2 versions old"):
+        asyncio.run(run())
+
+
+def test_nothing_but_degenerate_groups_ends_with_the_reasons() -> None:
+    async def run() -> None:
+        buffer = Buffer(groups_per_step=2, max_staleness=0, max_rounds=2)
+        for draw in range(5):
+            await buffer.start(draw)
+            await buffer.finish(group(draw, 0), "degenerate")
+        await buffer.take(1.0)
+
+    with pytest.raises(BackendError, match="5 degenerate"):
+        asyncio.run(run())
+
+
+def test_waiting_has_a_deadline_that_says_what_is_missing() -> None:
+    async def run() -> None:
+        buffer = Buffer(groups_per_step=1, max_staleness=0, max_rounds=2)
+        await buffer.start(0)
+        await buffer.take(0.05)
+
+    with pytest.raises(BackendError, match="1 groups running"):
+        asyncio.run(run())

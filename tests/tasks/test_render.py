@@ -1,0 +1,201 @@
+"""What the model sees: no second BOS, nothing the policy drew is ever encoded again, nothing is lost in silence."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from temper.errors import UserError
+from temper.tasks.render import Renderer
+from temper.types import Message, Task
+
+MODELS = (
+    Path(os.environ.get("TEMPER_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data")).parent / "models"
+)
+
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Reasoning models drop earlier reasoning from the history.
+FORGETFUL = CHATML.replace(
+    "m['content']", "(m['content'].split('</think>')[-1] if m['role'] == 'assistant' else m['content'])"
+)
+
+
+def characters(template: str | None = CHATML, *, adds_bos: bool = True) -> Any:
+    """A character tokenizer that puts BOS before whatever it encodes, as Llama's does."""
+    special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    alphabet = "abcdefghijklmnopqrstuvwxyz0123456789<>/?+= \n"
+    vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=special[3:],
+    )
+    fast.chat_template = template
+    return fast
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def task(*messages: Message) -> Task:
+    return Task(id="t:1", messages=messages)
+
+
+def test_a_tokenizer_that_adds_bos_gets_exactly_one() -> None:
+    tokenizer = characters()
+    assert tokenizer("ab")["input_ids"][0] == 1, "the fixture must add BOS by itself, or this test proves nothing"
+    ids = Renderer(tokenizer).prompt_ids([user("ab")])
+    assert ids.count(1) == 1
+    assert ids[0] == 1
+    assert tokenizer.decode(ids) == "<s><|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_supervised_targets_end_with_the_templates_end_of_turn_and_have_no_bos() -> None:
+    tokenizer = characters()
+    end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
+    with_both = Renderer(tokenizer, eos_ids=[end, eos])
+    assert with_both.stop_ids == (eos, end)
+    assert with_both.completion_ids("ba") == [*tokenizer.convert_tokens_to_ids(["b", "a"]), end]
+    # A template whose end of turn does not stop the sampler: the tokenizer's own end is trained.
+    assert Renderer(tokenizer).completion_ids("ba")[-1] == eos
+
+
+def test_prompt_plus_completion_is_what_the_template_would_render() -> None:
+    tokenizer = characters()
+    renderer = Renderer(tokenizer, eos_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    both = [*renderer.prompt_ids([user("ab")]), *renderer.completion_ids("ba")]
+    conversation = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
+    assert tokenizer.decode(both) + "\n" == tokenizer.apply_chat_template(conversation, tokenize=False)
+
+
+def test_system_and_template_are_applied_to_text_prompts() -> None:
+    renderer = Renderer(characters(), system="be brief", template="{prompt} in \\boxed{}. {x}")
+    messages = renderer.prompt_messages(task(user("ab")))
+    assert messages == (Message(role="system", content="be brief"), user("ab in \\boxed{}. {x}"))
+
+
+def test_conversations_keep_their_words_and_two_system_messages_are_refused() -> None:
+    system = Message(role="system", content="s")
+    conversation = (user("a"), Message(role="assistant", content="b"), user("c"))
+    assert Renderer(characters(), template="Q: {prompt}").prompt_messages(task(*conversation)) == conversation
+    assert Renderer(characters()).prompt_messages(task(system, user("a"))) == (system, user("a"))
+    with pytest.raises(UserError, match=r"t:1 brings its own system message and prompt\.system is set"):
+        Renderer(characters(), system="other").prompt_messages(task(system, user("a")))
+
+
+def test_the_next_prompt_is_the_drawn_ids_with_only_new_ids_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = characters()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    renderer = Renderer(tokenizer, eos_ids=[end])
+    prompt = renderer.prompt_ids([user("ab")])
+    drawn = [*tokenizer.convert_tokens_to_ids(list("secret")), end]
+    encode = type(tokenizer).encode
+
+    def guarded(self: Any, text: str, **options: Any) -> Any:
+        assert "secret" not in text, "policy text was encoded again"
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(type(tokenizer), "encode", guarded)
+    following = renderer.extend_ids(prompt, drawn, [user("cd")])
+    assert following[: len(prompt) + len(drawn)] == (*prompt, *drawn)
+    assert (
+        tokenizer.decode(following[len(prompt) + len(drawn) :])
+        == "\n<|im_start|>user\ncd<|im_end|>\n<|im_start|>assistant\n"
+    )
+    # A completion that was cut has no end of turn; the template's is appended, as glue that is not trained.
+    cut = renderer.extend_ids(prompt, drawn[:-1], [user("cd")])
+    assert cut == following
+
+
+def test_ambiguous_ids_of_the_policy_survive() -> None:
+    # Ids that no encoder would choose for their text: <unk> amid words, and a stop id of another kind at the end.
+    tokenizer = characters()
+    end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
+    renderer = Renderer(tokenizer, eos_ids=[end])
+    drawn = [0, 9, 0, eos]
+    following = renderer.extend_ids((1, 5), drawn, [user("a")])
+    assert following[:6] == (1, 5, *drawn)
+    assert following[6] != end
+
+
+def test_a_template_that_rewrites_history_is_rendered_whole() -> None:
+    tokenizer = characters(FORGETFUL)
+    renderer = Renderer(tokenizer)
+    assert Renderer(characters()).is_append_only
+    assert not renderer.is_append_only
+    history = (user("ab"), Message(role="assistant", content="<think>x</think>y"))
+    prompt = renderer.prompt_ids(history[:1])
+    drawn = renderer.completion_ids(history[1].content)
+    following = renderer.extend_ids(prompt, drawn, [user("cd")], history)
+    assert following[: len(prompt) + len(drawn)] != (*prompt, *drawn)
+    assert following == renderer.prompt_ids((*history, user("cd")))
+    assert "think" not in tokenizer.decode(following)
+
+
+def test_decoding_skips_special_tokens_only() -> None:
+    tokenizer = characters()
+    renderer = Renderer(tokenizer)
+    assert renderer.decode(renderer.completion_ids("a ? b")) == "a ? b"
+
+
+def test_characters_the_tokenizer_does_not_know_are_named() -> None:
+    with pytest.raises(UserError, match="cannot encode 'A' 'é' in"):
+        Renderer(characters()).prompt_ids([user("abAé")])
+
+
+def test_characters_a_tokenizer_without_unk_would_drop_are_named() -> None:
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate("abcd<>|_imserantu\n")}, []))
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    fast.chat_template = CHATML.replace("{{ bos_token }}", "")
+    assert fast.unk_token_id is None
+    Renderer(fast).prompt_ids([user("abcd")])
+    with pytest.raises(UserError, match="cannot encode 'Z' in"):
+        Renderer(fast).prompt_ids([user("aZb")])
+
+
+def test_tokenizers_without_template_or_end_are_refused() -> None:
+    with pytest.raises(UserError, match="no chat template"):
+        Renderer(characters(template=None))
+    endless = characters()
+    endless.eos_token = None
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        Renderer(endless)
+
+
+def test_a_template_that_refuses_the_roles_is_the_users_error() -> None:
+    strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+    with pytest.raises(UserError, match=r"refuses messages with roles system, user.*no system role"):
+        Renderer(characters(strict)).prompt_ids([Message(role="system", content="s"), user("a")])
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
+def test_real_chat_templates_append_and_end_turns(name: str) -> None:
+    folder = MODELS / name
+    if not folder.exists():
+        pytest.skip(f"{folder} is not here; set TEMPER_TEST_DATA to the data folder that lies beside models/")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    renderer = Renderer(tokenizer)
+    first = (user("What is 2 + 2? Café, 数学, 🙂"), Message(role="assistant", content="It is 4."))
+    prompt, drawn = renderer.prompt_ids(first[:1]), renderer.completion_ids(first[1].content)
+    assert renderer.is_append_only
+    assert tokenizer.convert_ids_to_tokens(drawn[-1]) == "<|im_end|>"
+    following = renderer.extend_ids(prompt, drawn, [user("And 3 + 3?")])
+    assert following == renderer.prompt_ids((*first, user("And 3 + 3?")))
+    assert renderer.decode(drawn) == "It is 4."

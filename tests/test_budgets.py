@@ -1,0 +1,120 @@
+"""Sizes that keep the code readable. Raising a number here is a one-line change with a reason beside it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from temper.config import RunConfig, _section_of
+
+ROOT = Path(__file__).parent.parent
+FILE_LINES, CLASS_LINES, FUNCTION_LINES, P90_FUNCTION_LINES, PARAMETERS, CONFIG_FIELDS = 400, 250, 60, 35, 7, 100
+LONGER_FUNCTIONS = {"loop.py:run": 120}
+RECIPE_LINES, ONE_FILE_LINES = 45, 280  # a recipe with two stages needs more than 25
+MORE_PARAMETERS = {
+    "models/tiny.py:make_tiny_model": 9,  # a model shape: all keyword-only, all numbers of one table
+}
+UNBOUNDED = {"get", "join", "wait", "result", "acquire", "recv", "communicate"}
+
+
+def definitions() -> Iterator[tuple[str, ast.AST]]:
+    for path in sorted((ROOT / "temper").rglob("*.py")):
+        name = str(path.relative_to(ROOT / "temper"))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield f"{name}:{node.name}", node
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for name, node in definitions():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield name, node
+
+
+def length(node: ast.AST) -> int:
+    return node.end_lineno - node.lineno + 1  # type: ignore[attr-defined]
+
+
+def test_files_stay_short() -> None:
+    lines = {path: path.read_text().count("\n") for path in (ROOT / "temper").rglob("*.py")}
+    assert {str(path): count for path, count in lines.items() if count > FILE_LINES} == {}
+
+
+def test_classes_stay_short() -> None:
+    sizes = {name: length(node) for name, node in definitions() if isinstance(node, ast.ClassDef)}
+    assert {name: size for name, size in sizes.items() if size > CLASS_LINES} == {}
+
+
+def test_functions_stay_short() -> None:
+    sizes = {name: length(node) for name, node in functions()}
+    assert {n: s for n, s in sizes.items() if s > LONGER_FUNCTIONS.get(n, FUNCTION_LINES)} == {}
+    ordered = sorted(sizes.values())
+    assert ordered[int(0.9 * len(ordered))] <= P90_FUNCTION_LINES
+
+
+def test_functions_take_few_parameters() -> None:
+    counts = {}
+    for name, node in functions():
+        arguments = node.args
+        every = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        counts[name] = len([a for a in every if a not in ("self", "cls", "ctx")])
+    too_many = {n: c for n, c in counts.items() if c > MORE_PARAMETERS.get(n, PARAMETERS)}
+    assert too_many == {}
+
+
+def test_the_configuration_stays_small() -> None:
+    def count(section: type[BaseModel]) -> int:
+        inner = [_section_of(field.annotation) for field in section.model_fields.values()]
+        return sum(count(part) if part else 1 for part in inner)
+
+    assert count(RunConfig) <= CONFIG_FIELDS
+
+
+def test_recipes_stay_short() -> None:
+    for path in (ROOT / "recipes").glob("*.toml"):
+        assert path.read_text().count("\n") <= RECIPE_LINES, path
+    assert (ROOT / "recipes" / "grpo_in_one_file.py").read_text().count("\n") <= ONE_FILE_LINES
+
+
+def unbounded_waits(source: str) -> list[int]:
+    """Lines with a blocking call and no arguments at all: .get(), .join(), .wait() ..., or timeout=None."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        names_timeout = any(
+            k.arg == "timeout" and isinstance(k.value, ast.Constant) and k.value.value is None for k in node.keywords
+        )
+        is_blocking = isinstance(node.func, ast.Attribute) and node.func.attr in UNBOUNDED
+        if names_timeout or (is_blocking and not node.args and not node.keywords):
+            lines.append(node.lineno)
+    return lines
+
+
+DONE_ALREADY = {
+    # Reads of finished asyncio tasks and futures: they return at once or raise.
+    ("rollout/group.py", "member.result()"),
+    ("rollout/roller.py", "taking.result()"),
+    ("evals/evaluate.py", "member.result()"),
+    ("engine/local/engine.py", "future.result()"),
+}
+
+
+def test_no_wait_is_without_a_deadline() -> None:
+    found = []
+    for path in sorted((ROOT / "temper").rglob("*.py")):
+        text, name = path.read_text(), str(path.relative_to(ROOT / "temper"))
+        for line in unbounded_waits(text):
+            code = text.splitlines()[line - 1]
+            if not any(name == file and call in code for file, call in DONE_ALREADY):
+                found.append(f"{name}:{line}: {code.strip()}")
+    assert found == []
+
+
+def test_an_unbounded_wait_would_be_found() -> None:
+    assert unbounded_waits("queue.get()") == [1]
+    assert unbounded_waits("process.wait(timeout=None)") == [1]
+    assert unbounded_waits("queue.get(timeout=3)\nqueue.get(True, 3)") == []

@@ -1,0 +1,101 @@
+"""Who may import whom. The picture: docs/walk.md. To mend a failure, move the shared piece down a layer."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "temper"
+LAYERS: dict[str, int] = {
+    **dict.fromkeys(("types", "protocols", "errors", "__init__"), 0),
+    **dict.fromkeys(("config", "objectives", "rewards", "tasks", "envs", "runs", "models"), 1),
+    **dict.fromkeys(("engine", "trainer", "batching"), 2),
+    **dict.fromkeys(("rollout", "cluster"), 3),
+    **dict.fromkeys(("stages", "evals", "dashboard", "data"), 4),
+    "loop": 5,
+    "build": 6,
+    "commands": 7,
+    "cli": 8,
+    "__main__": 9,
+}
+HEAVY = {"vllm", "sglang", "ray", "trl"}
+FORBIDDEN_NAMES = {"utils", "helpers", "common", "base", "misc", "manager"}
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+def package_of(module: str) -> str:
+    """The layer-bearing part of a dotted name: temper.engine.local.rows -> engine."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+
+
+def imports_of(path: Path) -> list[tuple[str, int, bool]]:
+    """(module, line, is it at the top of the file)."""
+    tree = ast.parse(path.read_text())
+    top = set(map(id, tree.body))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "temper" else [node.module]
+            )
+            found += [(name, node.lineno, id(node) in top) for name in names]
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_import_only_lower_layers_and_their_own_package(path: Path) -> None:
+    own = package_of(dotted(path))
+    assert own in LAYERS, f"{own} has no layer: add it to LAYERS and to docs/walk.md"
+    for module, line, _ in imports_of(path):
+        if module.split(".")[0] != "temper":
+            continue
+        other = package_of(module)
+        assert other == own or LAYERS[other] < LAYERS[own] or LAYERS[own] == 0, (
+            f"{path}:{line} (layer {LAYERS[own]}) imports {module} (layer {LAYERS[other]}). "
+            f"Pass the object in from build.py, or move what both need to a lower layer"
+        )
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_heavy_third_parties_are_imported_inside_functions(path: Path) -> None:
+    for module, line, is_top in imports_of(path):
+        assert not (is_top and module.split(".")[0] in HEAVY), f"{path}:{line}: import {module} inside its function"
+
+
+def test_no_drawer_is_called_miscellaneous() -> None:
+    assert not [path for path in ROOT.rglob("*") if path.stem in FORBIDDEN_NAMES]
+
+
+def test_there_is_no_import_cycle() -> None:
+    known = {dotted(path) for path in MODULES}
+    edges = {dotted(path): {m for m, _, is_top in imports_of(path) if is_top and m in known} for path in MODULES}
+    state: dict[str, int] = {}
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert state.get(module) != 1, f"import cycle: {' -> '.join((*trail, module))}"
+        if state.get(module) == 2:
+            return
+        state[module] = 1
+        for other in sorted(edges[module]):
+            if not module.startswith(f"{other}."):
+                visit(other, (*trail, module))
+        state[module] = 2
+
+    for module in sorted(known):
+        visit(module, ())
+
+
+def test_a_sideways_import_would_be_seen() -> None:
+    assert LAYERS["engine"] == LAYERS["trainer"], "engine and trainer must not import each other"
+    assert package_of("temper.engine.local.rows") == "engine"

@@ -1,0 +1,67 @@
+"""One trainer rank, run by test_ranks.py: python rank_program.py RANK WORLD FOLDER. Trains every case in turn."""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+import sys
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from temper.batching.pack import pack, shard
+from temper.objectives import resolve
+from temper.trainer import ranks
+from temper.trainer.optim import OptimizerSettings
+from temper.trainer.trainer import LocalTrainer, TrainerSettings
+from temper.types import Batch, Sample
+
+
+def train(model: Any, rows: list[Sample], preset: str, budget: int) -> dict[str, Any]:
+    trainer = LocalTrainer(
+        model,
+        None,
+        resolve(preset),
+        TrainerSettings(optimizer=OptimizerSettings(learning_rate=0.01), temperature=1.0, total_steps=4),
+        pack=partial(pack, tokens_per_microbatch=budget, dtype=torch.float64),
+        shard=shard,
+    )
+    results = [trainer.step(Batch(updates=(tuple(rows),))) for _ in range(2)]
+    moments = {name: t for name, t in trainer._optimizer.tensors().items() if name.startswith("exp_avg.")}
+    return {"share": len(trainer._share(rows)), "metrics": [dict(r.metrics) for r in results], "moments": moments}
+
+
+def average(tensor: torch.Tensor) -> None:
+    """What data-parallel wrappers do with gradients by default."""
+    dist.all_reduce(tensor)
+    tensor /= dist.get_world_size()
+
+
+class Averaging:
+    """torch.distributed with the planted fault."""
+
+    def __getattr__(self, name: str) -> Any:
+        return average if name == "all_reduce" else getattr(dist, name)
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    if world > 1:
+        store, limit = dist.FileStore(str(folder / "store"), world), datetime.timedelta(seconds=100)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    model, rows, cases = pickle.loads((folder / "inputs.pkl").read_bytes())
+    reports = {}
+    for preset, budget, fault in cases:
+        ranks.dist = Averaging() if fault == "average" else dist  # type: ignore[attr-defined, assignment]
+        reports[preset, budget, fault] = train(deepcopy(model), rows, preset, budget)
+    torch.save(reports, folder / f"{rank}of{world}.pt")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

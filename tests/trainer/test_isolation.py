@@ -1,0 +1,44 @@
+"""The start-up proof passes on every family and names what leaks when something does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from temper.errors import BackendError
+from temper.models.attention import Attend
+from temper.trainer.attention import PackedAttention
+from temper.trainer.isolation import check_isolation
+
+
+def test_every_family_keeps_packed_rows_apart(make_model: Callable[..., Any], family: str) -> None:
+    assert check_isolation(make_model(family), 40, temperature=0.7) < 1e-9
+    assert check_isolation(make_model(family, dtype=torch.float32), 40) < 1e-3
+
+
+def test_bfloat16_stays_within_its_budget(make_model: Callable[..., Any]) -> None:
+    assert check_isolation(make_model(dtype=torch.bfloat16), 40) < 0.25
+
+
+def test_attention_that_loses_row_boundaries_is_named(make_model: Callable[..., Any]) -> None:
+    def leaky(lengths: Sequence[int], device: torch.device) -> Attend:
+        return PackedAttention([sum(lengths)], device)
+
+    with pytest.raises(BackendError, match=r"packed rows leak in LlamaForCausalLM: other tokens in row 0 .* of row 1"):
+        check_isolation(make_model(), 40, make_attention=leaky)
+
+
+def test_rows_that_are_kept_apart_but_scored_differently_are_named(make_model: Callable[..., Any]) -> None:
+    def packed_only(lengths: Sequence[int], device: torch.device) -> Attend:
+        plain = PackedAttention(lengths, device)
+
+        def attend(*args: Any, scaling: float, sliding_window: int | None) -> torch.Tensor:
+            return plain(*args, scaling=scaling * len(lengths), sliding_window=sliding_window)
+
+        return attend
+
+    with pytest.raises(BackendError, match="differently in a pack and alone"):
+        check_isolation(make_model(), 40, make_attention=packed_only)

@@ -1,0 +1,118 @@
+"""Chunked log-probabilities and entropy equal log_softmax, in value and gradient, and never hold all logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from temper.models.load import Head
+from temper.trainer.logprobs import drawn_logprobs
+
+NUM_TOKENS, WIDTH, VOCABULARY = 23, 6, 31
+
+
+def make_inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in ((NUM_TOKENS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
+    )
+    return hidden, weight, bias, torch.randint(VOCABULARY, (NUM_TOKENS,), generator=generator)
+
+
+def plain(head: Head, hidden: torch.Tensor, ids: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs = torch.log_softmax(head.logits(hidden) / temperature, -1)
+    return logprobs.gather(1, ids[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 5, 23, 100])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("terms", [(1, 0), (0, 1), (1, 1)])
+def test_equals_log_softmax_in_value_and_gradient(
+    chunk_rows: int, softcap: float | None, temperature: float, terms: tuple[int, int]
+) -> None:
+    results = []
+    for is_plain in (True, False):
+        hidden, weight, bias, ids = make_inputs()
+        head = Head(weight, bias, softcap)
+        if is_plain:
+            logprobs, entropy = plain(head, hidden, ids, temperature)
+        else:
+            chunk_bytes = chunk_rows * VOCABULARY * 8
+            logprobs, entropy = drawn_logprobs(head, hidden, ids, temperature=temperature, chunk_bytes=chunk_bytes)
+        scale = torch.linspace(-1, 2, NUM_TOKENS, dtype=torch.float64)
+        loss = sum(
+            wanted * (scale * part).sum() for wanted, part in zip(terms, (logprobs, entropy), strict=True) if wanted
+        )
+        results.append((logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_temperature_divides_inside_the_softmax() -> None:
+    # Logits (2, 1, 0) at temperature 0.7.
+    head = Head(torch.tensor([[2.0], [1.0], [0.0]]), None, None)
+    logprobs, _ = drawn_logprobs(head, torch.ones(3, 1), torch.arange(3), temperature=0.7)
+    torch.testing.assert_close(logprobs, torch.tensor([-0.260118, -1.688690, -3.117261]), atol=1e-6, rtol=0)
+
+
+def test_entropy_of_equal_logits_is_the_log_of_their_number() -> None:
+    _, entropy = drawn_logprobs(
+        Head(torch.zeros(8, 2), None, None), torch.ones(1, 2), torch.tensor([3]), temperature=1.0
+    )
+    assert entropy.item() == pytest.approx(math.log(8))
+
+
+def test_bfloat16_states_are_scored_in_float32_and_get_bfloat16_gradients() -> None:
+    hidden, weight, _, ids = make_inputs(torch.bfloat16)
+    head = Head(weight.float(), None, None)
+    logprobs, _ = drawn_logprobs(head, hidden, ids, temperature=1.0)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, plain(head, hidden, ids, 1.0)[0], rtol=1e-6, atol=1e-6)
+    logprobs.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+def test_no_drawn_tokens_give_empty_results_and_a_zero_gradient() -> None:
+    hidden, weight, _, ids = make_inputs()
+    logprobs, entropy = drawn_logprobs(Head(weight, None, None), hidden[:0], ids[:0], temperature=1.0)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest tensor any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+def test_logits_of_all_tokens_are_never_held() -> None:
+    num_tokens, width, vocabulary, chunk_rows = 256, 4, 1000, 16
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, width, generator=generator, requires_grad=True)
+    weight = torch.randn(vocabulary, width, generator=generator, requires_grad=True)
+    ids = torch.randint(vocabulary, (num_tokens,), generator=generator)
+    head = Head(weight, None, None)
+    with LargestTensor() as chunked:
+        logprobs, entropy = drawn_logprobs(head, hidden, ids, temperature=0.9, chunk_bytes=chunk_rows * vocabulary * 4)
+        (logprobs.sum() + entropy.sum()).backward()
+    assert chunked.numel <= chunk_rows * vocabulary
+    with LargestTensor() as whole:  # the measure itself sees what it should
+        plain(head, hidden, ids, 0.9)[0].sum().backward()
+    assert whole.numel == num_tokens * vocabulary

@@ -1,0 +1,88 @@
+"""Two ranks give the gradient and metrics of one, with uneven and with empty shares."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from temper.objectives import PRESETS
+from temper.types import Sample
+
+PROGRAM = Path(__file__).with_name("rank_program.py")
+UNEVEN, WHOLE = 54, 10_000
+"""Token budgets: of several microbatches, and of a single one, which leaves the second rank nothing."""
+CASES = [*((name, budget, "none") for name in PRESETS for budget in (UNEVEN, WHOLE)), ("grpo", UNEVEN, "average")]
+
+Reports = dict[tuple[str, int, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def reports(
+    make_model: Callable[..., Any],
+    make_rows: Callable[..., list[Sample]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Reports, list[Reports]]:
+    """What a single process and what each of two ranks report of every case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    rows = [replace(row, reference_logprobs=row.behavior_logprobs) for row in make_rows()]
+    (folder / "inputs.pkl").write_bytes(pickle.dumps((make_model(), rows, CASES)))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(rank), str(world), str(folder)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, world in ((0, 1), (0, 2), (1, 2))
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=240)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
+    alone, *together = (torch.load(folder / name) for name in ("0of1.pt", "0of2.pt", "1of2.pt"))
+    return alone, together
+
+
+def largest_difference(first: dict[str, Any], second: dict[str, Any]) -> float:
+    """Of moments after two steps, which are linear in both gradients, relative to the largest; and of metrics."""
+    scale = max(moment.abs().max().item() for moment in first["moments"].values())
+    by_moment = max(
+        (first["moments"][name] - second["moments"][name]).abs().max().item() / scale for name in first["moments"]
+    )
+    by_metric = [
+        abs(ours[name] - theirs[name]) / max(1.0, abs(ours[name]))
+        for ours, theirs in zip(first["metrics"], second["metrics"], strict=True)
+        for name in ours.keys() | theirs.keys()
+    ]
+    return max(by_moment, *by_metric)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("budget", [UNEVEN, WHOLE])
+def test_two_ranks_equal_one(reports: tuple[Reports, list[Reports]], preset: str, budget: int) -> None:
+    case = (preset, budget, "none")
+    alone, together = reports
+    shares = [report[case]["share"] for report in together]
+    assert sum(shares) == alone[case]["share"]
+    assert shares == [1, 0] if budget == WHOLE else shares[0] != shares[1]
+    for report in together:
+        assert largest_difference(alone[case], report[case]) < 1e-10
+
+
+def test_the_check_sees_ranks_that_average_instead_of_adding(reports: tuple[Reports, list[Reports]]) -> None:
+    case = ("grpo", UNEVEN, "average")
+    alone, together = reports
+    for report in together:
+        assert largest_difference(alone[case], report[case]) > 1e-3
