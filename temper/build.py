@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -109,6 +108,7 @@ def first_model(config: RunConfig, run_folder: Path) -> Path:
 
 def build_stage(config: RunConfig, index: int, model_folder: Path, checkpoint: Path | None = None) -> Stage:
     """Loads the model and wires trainer, sampler, data and reward of one stage; `checkpoint` is where it goes on."""
+    resumed = read_checkpoint(checkpoint) if checkpoint is not None else None  # first: it verifies every part
     objective = resolve_objective(config)
     data = open_data(config, model_folder)
     device = pick_device(config.model.device)
@@ -131,8 +131,8 @@ def build_stage(config: RunConfig, index: int, model_folder: Path, checkpoint: P
     sampler = LocalEngine(model if is_synchronous else copy.deepcopy(model), _engine_settings(config, data))
     setup = _episode_setup(config, data, sampler)
     source = _source(config, index, objective, data, trainer, setup)
-    if checkpoint is not None:
-        source.load_state(read_checkpoint(checkpoint)["source"])
+    if resumed is not None:
+        source.load_state(resumed["source"])
     return Stage(
         config=config,
         index=index,

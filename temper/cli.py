@@ -64,8 +64,8 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable")] = False,
 ) -> None:
     """What a run did: held-out scores with intervals, steps, tokens, time split, sha256 of the weights."""
-    from temper.runs.report import make_report, render
     from temper.runs.report import as_json as report_json
+    from temper.runs.report import make_report, render
 
     result = make_report(run)
     out.print_json(report_json(result)) if as_json else out.print(render(result), markup=False)
@@ -138,9 +138,8 @@ def presets(
     compare: Annotated[str | None, typer.Option(help="Show only what differs from this one")] = None,
 ) -> None:
     """List the objectives, explain one, or compare two."""
-    from temper.objectives import PRESETS
+    from temper.objectives import PRESETS, describe
     from temper.objectives import compare as differences
-    from temper.objectives import describe
 
     if name is None:
         table = Table("preset", "", "source")

@@ -363,19 +363,25 @@ def to_toml(stages: Iterable[RunConfig]) -> str:
 
 
 def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
-    is_tables = lambda v: isinstance(v, list) and bool(v) and all(isinstance(item, dict) for item in v)  # noqa: E731
-    lines = [f"{key} = {_toml_value(v)}" for key, v in table.items() if not isinstance(v, dict) and not is_tables(v)]
+    plain = {key: value for key, value in table.items() if not isinstance(value, dict) and not _is_tables(value)}
+    lines = [f"{key} = {_toml_value(value)}" for key, value in plain.items()]
     for key, value in table.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             lines += ["", f"[{name}]", *_toml_lines(value, prefix=f"{name}.")]
-        elif is_tables(value):
+        elif _is_tables(value):
             for item in value:
                 lines += ["", f"[[{name}]]", *_toml_lines(item, prefix=f"{name}.")]
     return lines
 
 
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
 def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

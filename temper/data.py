@@ -5,9 +5,10 @@ Owns: turning the data part of a configuration into objects, and every check tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from temper.config import RunConfig, SourceConfig
 from temper.envs.adapters.reasoning_gym import ReasoningGymReward, reasoning_gym
 from temper.errors import UserError
 from temper.models.load import ModelShape, end_ids, load_tokenizer, read_shape
-from temper.rewards.registry import REWARDS, make_reward
+from temper.rewards.registry import REWARDS, RewardFactory, make_reward
 from temper.rewards.rubric import Rubric
 from temper.rewards.workers import WorkerPool
 from temper.tasks.dataset import Stream, TaskSource, fingerprint, read_file, take_all
@@ -53,14 +54,17 @@ def open_data(config: RunConfig, model_folder: Path) -> StageData:
         template=config.prompt.template,
         eos_ids=end_ids(model_folder, tokenizer),
     )
-    rewards = {**REWARDS, "reasoning_gym": partial(ReasoningGymReward, WorkerPool)}
+    rewards: dict[str, RewardFactory] = {**REWARDS, "reasoning_gym": partial(ReasoningGymReward, WorkerPool)}
     rubric = Rubric([(make_reward(part.kind, part.options, rewards), part.weight) for part in config.reward])
     heldout = take_all(_source(config.heldout)) if config.heldout else ()
-    stream = _open_stream(config, heldout)
-    probe = _peek(_open_stream(config, heldout), PROBE_TASKS)
-    for task in (*probe, *heldout) if config.reward else ():
-        if (reason := rubric.check(task)) is not None:
-            raise UserError(reason)
+    sources = [_source(part) for part in config.train]
+    stream = _open_stream(config, sources, heldout)
+    probe = _peek(_open_stream(config, sources, heldout), PROBE_TASKS)
+    _require_scorable(rubric, heldout)
+    if config.stage == "rl":
+        # Every row of a file, not only the probed ones: an answer that cannot be parsed must not end day two.
+        rows = (take_all(source) for source in sources if source.size is not None)
+        _require_scorable(rubric, chain(probe, *rows))
     longest = max(len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in (*probe, *heldout))
     if longest + config.sampling.max_new_tokens > shape.max_context:
         raise UserError(
@@ -80,8 +84,13 @@ def open_data(config: RunConfig, model_folder: Path) -> StageData:
     )
 
 
-def _open_stream(config: RunConfig, heldout: Sequence[Task]) -> Stream:
-    sources = [_source(part) for part in config.train]
+def _require_scorable(rubric: Rubric, tasks: Iterable[Task]) -> None:
+    for task in tasks:
+        if (reason := rubric.check(task)) is not None:
+            raise UserError(reason)
+
+
+def _open_stream(config: RunConfig, sources: Sequence[TaskSource], heldout: Sequence[Task]) -> Stream:
     excluded = frozenset(fingerprint(task) for task in heldout)
     return Stream(sources, [part.weight for part in config.train], seed=config.seed, excluded=excluded)
 

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from temper.errors import UserError
 from temper.models.attention import ATTENTION_NAME
+
+transformers_logging.disable_progress_bar()  # its bars would tear the live panel
 
 UNSUPPORTED_HEAD_SCALES = ("logits_scaling", "logit_scale")
 """Configuration keys by which Granite and Cohere models scale logits in their own way."""

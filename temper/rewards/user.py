@@ -5,12 +5,10 @@ Owns: its contract (prompt, response, answer) -> float | None. Refuses: guessing
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 
-from temper.errors import UserError, did_you_mean
+from temper.errors import UserError
+from temper.named import load_function
 from temper.rewards.workers import WorkerFailed, WorkerPool
 from temper.types import Score, Task, Trajectory
 
@@ -45,17 +43,7 @@ class UserReward:
 def require_reward_function(target: str) -> None:
     """Fails now, with the user's own words, rather than at the first score of a run."""
     where = f'reward "{target}"'
-    module_name, _, name = target.partition(":")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # last: a file beside the recipe can be named, and shadows nothing
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise UserError(f"{where}: cannot import {module_name} ({type(error).__name__}: {error})") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = [key for key, value in vars(module).items() if callable(value)]
-        raise UserError(f'{where}: {module_name} has no function "{name}".{did_you_mean(name, known)}')
+    function = load_function(target, where=where)
     try:
         inspect.signature(function).bind("prompt", "response", None)
     except TypeError as error:

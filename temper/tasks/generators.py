@@ -6,16 +6,13 @@ live elsewhere; build.py passes them in.
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import os
 import random
 import string
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from temper.errors import TemperError, UserError, did_you_mean
+from temper.named import load_function, require_options
 from temper.types import Message, Scalar, Task
 
 Generator = Callable[..., Task]
@@ -70,13 +67,13 @@ def make_source(
     One task is made at once, so that a bad option is an error now and not at the first step.
     """
     where = f'generator "{name}"'
-    generator = load_generator(name) if ":" in name else generators.get(name)
+    generator = load_function(name, where=where) if ":" in name else generators.get(name)
     if generator is None:
         known = ", ".join(sorted(generators))
         raise UserError(
             f'{where} is unknown.{did_you_mean(name, generators)} Known: {known}, or "package.module:function".'
         )
-    _require_options(where, generator, options)
+    require_options(generator, options, where=where, skip=2)
     source = GeneratorSource(f"{name}, seed {seed}", generator, seed, size or None, dict(options))
     try:
         first = source.task(0)
@@ -87,37 +84,3 @@ def make_source(
     if not isinstance(first, Task):
         raise UserError(f"{where} returned {first!r:.60}; it must return a temper.types.Task.")
     return source
-
-
-def load_generator(name: str) -> Generator:
-    """The function that "package.module:function" names."""
-    module_name, _, function_name = name.partition(":")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # last: a file beside the recipe can be named, and shadows nothing
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise UserError(f'generator "{name}": cannot import {module_name} ({type(error).__name__}: {error})') from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        known = [key for key, value in vars(module).items() if callable(value)]
-        raise UserError(
-            f'generator "{name}": {module_name} has no function "{function_name}".{did_you_mean(function_name, known)}'
-        )
-    return function
-
-
-def _require_options(where: str, generator: Generator, options: Mapping[str, Option]) -> None:
-    """Options that the signature does not name, or lacks. A generator with **options checks its own."""
-    parameters = list(inspect.signature(generator).parameters.values())[2:]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    named = {parameter.name: parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
-    for name in options:
-        if name not in named and not takes_any:
-            known = ", ".join(named) or "none"
-            raise UserError(f'{where}: option "{name}" is unknown.{did_you_mean(name, named)} Known: {known}.')
-    missing = [
-        name for name, parameter in named.items() if parameter.default is parameter.empty and name not in options
-    ]
-    if missing:
-        raise UserError(f"{where}: option {missing[0]} is missing. Add options.{missing[0]} to this source.")

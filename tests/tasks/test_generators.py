@@ -56,7 +56,7 @@ def test_ids_name_generator_seed_and_index_and_seeds_differ(name: str) -> None:
         ("spell_backwards", {}, 'is unknown. Did you mean "spell_backward"'),
         ("spell_backward", {"min_letter": 3}, 'option "min_letter" is unknown. Did you mean "min_letters"'),
         ("spell_backward", {"min_letters": 9, "max_letters": 3}, "min_letters=9 and max_letters=3"),
-        ("spell_backward", {"min_letters": "six"}, "failed with options"),
+        ("spell_backward", {"min_letters": "six"}, "must be of type int"),
         ("chain_sum", {"terms": 0}, "terms=0"),
         ("no_such_module_here:f", {}, "cannot import no_such_module_here"),
         ("temper.tasks.generators:chain_summ", {}, 'Did you mean "chain_sum"'),

@@ -33,6 +33,18 @@ class DecodeInputs:
     blocks_NM: Tensor
     lengths_N: Tensor
 
+    @staticmethod
+    def empty(num_rows: int, width: int, device: torch.device) -> DecodeInputs:
+        """Rows that read and write the scratch block only."""
+        scratch = torch.full((num_rows, width), SCRATCH_BLOCK, dtype=torch.int64, device=device)
+        return DecodeInputs(
+            tokens_N=scratch[:, 0].clone(),
+            positions_N=scratch[:, 0].clone(),
+            slots_N=scratch[:, 0].clone(),
+            blocks_NM=scratch,
+            lengths_N=torch.ones_like(scratch[:, 0]),
+        )
+
     def copy_(self, other: DecodeInputs) -> None:
         """Fills the first rows with another step's inputs; rows beyond write to the scratch block."""
         count = len(other.tokens_N)
@@ -116,10 +128,7 @@ class Runner:
         """The graph for this many rows and blocks per row, recorded the first time it is needed."""
         if (captured := self._captured.get((num_rows, width))) is not None:
             return captured
-        zeros = lambda *shape: torch.zeros(shape, dtype=torch.int64, device=self._device)  # noqa: E731
-        inputs = DecodeInputs(
-            zeros(num_rows), zeros(num_rows), zeros(num_rows), zeros(num_rows, width), zeros(num_rows) + 1
-        )
+        inputs = DecodeInputs.empty(num_rows, width, self._device)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # libraries allocate their workspaces on first use, which a capture forbids

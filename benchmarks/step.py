@@ -1,0 +1,193 @@
+"""One GRPO step of Temper and of TRL 1.16.0: same random model, prompts, lengths and machine, in one run. One table.
+
+    python benchmarks/step.py                        # tiny model, CPU
+    python benchmarks/step.py --shape smollm2-135m   # a GPU
+Needs `pip install "temper-rl[bench]"` for the TRL column; --only temper leaves it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from temper import loop
+from temper.build import build_stage, make_plan
+from temper.config import resolve
+from temper.models.tiny import character_tokenizer
+from temper.types import Batch, EvaluationResult, StepReport
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ?.,"
+SHAPES = {
+    "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 4096},
+    "smollm2-135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+                     "num_key_value_heads": 3, "vocab_size": 49152},
+}  # fmt: skip
+
+
+def make_model(folder: Path, shape: str) -> None:
+    """Random weights: shapes matter, not quality. The end token is one of thousands, so almost nothing stops early."""
+    tokenizer = character_tokenizer(ALPHABET)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **SHAPES[shape], max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def prompts(count: int) -> list[str]:
+    return [f"What is the sum of {i} and {i + 3}? Think step by step." for i in range(count)]
+
+
+class Steps:
+    """Keeps the reports of the steps."""
+
+    def __init__(self) -> None:
+        self.reports: list[StepReport] = []
+
+    def append(self, report: StepReport, batch: Batch) -> None:
+        self.reports.append(report)
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        """None are made."""
+
+
+def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
+    rows = folder / "prompts.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": p, "answer": "x"}) + "\n" for p in prompts(512)))
+    completions = options.prompts * options.group
+    recipe = {
+        "steps": options.steps,
+        "model": {"path": str(folder), "dtype": dtype},
+        "train": [{"path": str(rows)}],
+        "reward": [{"kind": "edit"}],
+        "sampling": {"max_new_tokens": options.new},
+        "rollout": {"groups_per_step": options.prompts, "group_size": options.group},
+        "engine": {"max_running": completions},
+        "trainer": {"tokens_per_microbatch": options.microbatch},
+        "checkpoint": {"every": 10**6},
+    }
+    (config,) = resolve(recipe, [], where="benchmark")
+    stage = build_stage(config, 0, folder)
+    steps = Steps()
+    plan = make_plan(stage, first_step=1, recorders=(steps,), checkpoint=lambda step: None)
+    asyncio.run(_run(plan, stage.close))
+    warm = steps.reports[1:]
+    median: Callable[[Callable[[StepReport], float]], float] = lambda f: statistics.median(map(f, warm))  # noqa: E731
+    return {
+        "step seconds": median(lambda r: sum(r.seconds.values())),
+        "generate tokens/s": median(lambda r: r.system["sys/rollout_tok_s"]),
+        "train tokens/s": median(lambda r: r.system["sys/train_tok_s"]),
+        "completion tokens": median(lambda r: r.system["sys/rollout_tokens"]),
+        "peak memory GiB": warm[-1].system["sys/peak_memory_bytes"] / 2**30,
+        "logprob gap": median(lambda r: r.metrics["mismatch/logp_abs_mean"]),
+    }
+
+
+async def _run(plan: loop.Plan, close: Callable[[], Any]) -> None:
+    await loop.run(plan)
+    await close()
+
+
+def measure_trl(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    completions, on_cpu = options.prompts * options.group, not torch.cuda.is_available()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model.generation_config.eos_token_id = None
+    per_device = min(options.trl_batch, completions)
+    arguments = GRPOConfig(
+        output_dir=str(folder / "trl"), per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=completions // per_device, num_generations=options.group,
+        max_completion_length=options.new, max_steps=options.steps, logging_steps=1, bf16=not on_cpu, use_cpu=on_cpu,
+        report_to=[], save_strategy="no", beta=0.0, learning_rate=1e-6, temperature=1.0, gradient_checkpointing=False,
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": prompts(512)}),
+        reward_funcs=lambda completions, **_: [float(len(c) % 7) for c in completions],
+        args=arguments,
+    )
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    seconds = [row["step_time"] for row in trainer.state.log_history if "step_time" in row]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
+    return {"step seconds": statistics.median(seconds[1:]), "peak memory GiB": peak}
+
+
+def measure_generate(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
+    """Hugging Face generate alone, which is what TRL samples with when it has no vLLM."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    texts = [text for text in prompts(options.prompts) for _ in range(options.group)]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False).to(device)
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    with torch.inference_mode():
+        model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, **sampling)
+        start = time.perf_counter()
+        model.generate(**inputs, max_new_tokens=options.new, min_new_tokens=options.new, **sampling)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    return {"generate tokens/s": len(texts) * options.new / (time.perf_counter() - start)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=4, help="the first is warm-up")
+    parser.add_argument("--microbatch", type=int, default=16384, help="Temper: packed tokens per forward pass")
+    parser.add_argument("--trl-batch", type=int, default=64, help="TRL: sequences per forward pass")
+    parser.add_argument("--only", choices=["temper", "trl"])
+    options = parser.parse_args()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    columns: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder, options.shape)
+        if options.only != "trl":
+            columns["temper"] = measure_temper(folder, options, dtype)
+        if options.only != "temper":
+            columns["trl"] = measure_trl(folder, options, dtype)
+            columns["trl"] |= measure_generate(folder, options, dtype)
+    where = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    title = f"{options.shape}, {dtype}, {options.prompts} x {options.group} x {options.new} tokens, {where}"
+    table = Table("", *columns, *(["ratio"] if len(columns) == 2 else []), title=title)
+    for row in dict.fromkeys(name for column in columns.values() for name in column):
+        values = [column.get(row, float("nan")) for column in columns.values()]
+        ratio = [f"{values[0] / values[1]:.2f}"] if len(columns) == 2 else []
+        table.add_row(row, *(f"{value:,.4g}" for value in values), *ratio)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""A recipe says what it means, every key is read, and a typo is never ignored."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+import string
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from temper.commands.train import run_stages
+from temper.config import RunConfig, Section, _section_of, load_recipe, parse_override, resolve, to_toml
+from temper.errors import UserError
+from temper.runs.display import Display
+from temper.runs.store import open_run
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
+
+
+def resolve_one(table: dict[str, Any], *overrides: str) -> list[RunConfig]:
+    return resolve(table, overrides, where="recipe.toml")
+
+
+def key_paths(section: type[Section], prefix: str = "") -> list[str]:
+    paths = []
+    for name, field in section.model_fields.items():
+        inner = _section_of(field.annotation)
+        paths += key_paths(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]  # type: ignore[arg-type]
+    return paths
+
+
+def test_a_stage_overrides_the_shared_keys_and_nothing_else(tiny_recipe: dict[str, Any]) -> None:
+    supervised, rl = resolve_one(tiny_recipe)
+    assert (supervised.stage, supervised.steps, supervised.optim.learning_rate) == ("sft", 6, 3e-3)
+    assert (rl.stage, rl.steps, rl.rollout.group_size) == ("rl", 8, 4)
+    assert supervised.sampling == rl.sampling
+
+
+def test_overrides_reach_every_stage_and_are_read_as_toml(tiny_recipe: dict[str, Any]) -> None:
+    stages = resolve_one(tiny_recipe, "seed=3", "optim.schedule=cosine", "sampling.temperature=0.5")
+    assert {(s.seed, s.optim.schedule, s.sampling.temperature) for s in stages} == {(3, "cosine", 0.5)}
+    assert parse_override("a.b=[1, 2]") == {"a": {"b": [1, 2]}}
+    with pytest.raises(UserError, match="key=value"):
+        parse_override("optim.learning_rate")
+
+
+def test_the_resolved_recipe_reads_back_to_itself(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    tiny_recipe["prompt"] = {"template": 'quote " backslash \\ newline \n {prompt}'}
+    tiny_recipe["stage"][1]["objective"] = {"gate": {"name": "clip", "high": 0.28}, "regularizers": []}
+    stages = resolve_one(tiny_recipe)
+    (tmp_path / "config.toml").write_text(to_toml(stages))
+    assert load_recipe(tmp_path / "config.toml") == stages
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_shipped_recipes_are_valid(path: Path) -> None:
+    assert load_recipe(path)
+
+
+@pytest.mark.parametrize("key", key_paths(RunConfig))
+def test_a_misspelt_key_is_an_error_that_names_the_right_one(key: str, tiny_recipe: dict[str, Any]) -> None:
+    random_ = random.Random(key)
+    *parents, name = key.split(".")
+    typo = name
+    while typo == name:
+        place = random_.randrange(len(name))
+        typo = name[:place] + random_.choice(string.ascii_lowercase) + name[place + 1 :]
+    table: dict[str, Any] = {typo: 1}
+    for parent in reversed(parents):
+        table = {parent: table}
+    merged = copy.deepcopy(tiny_recipe)
+    merged.pop("stage")
+    for parent, value in table.items():
+        if isinstance(merged.get(parent), list):
+            merged[parent][0] = {**merged[parent][0], **value}
+        elif isinstance(merged.get(parent), dict):
+            merged[parent] = _merged(merged[parent], value)
+        else:
+            merged[parent] = value
+    with pytest.raises(UserError, match=f'"(.*\\.)?{typo}" is unknown') as error:
+        resolve_one(merged)
+    assert "Allowed here" in str(error.value)
+
+
+def _merged(below: dict[str, Any], above: Any) -> dict[str, Any]:
+    out = dict(below)
+    for key, value in above.items():
+        out[key] = _merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def test_the_message_names_file_line_and_nearest_key(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('name = "x"\n[model]\npath = "m"\n[optim]\nlearnin_rate = 1\n[[train]]\npath = "t.jsonl"\n')
+    with pytest.raises(UserError, match=r'recipe.toml, line 5: key "optim.learnin_rate" .* "learning_rate"'):
+        load_recipe(recipe)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train": []}, r"add a \[\[train\]\] table"),
+        ({"reward": []}, r"add a \[\[reward\]\] table"),
+        ({"model": {}}, "exactly one of model.path"),
+        ({"model": {"path": "x", "new": {}}}, "exactly one of model.path"),
+        ({"train": [{"path": "a", "generator": "b"}]}, "exactly one of path and generator"),
+        ({"heldout": {"generator": "spell_backward"}}, "heldout.size is missing"),
+        ({"prompt": {"template": "no slot"}}, "lacks the slot"),
+        ({"optim": {"warmup_steps": 200}}, "more than steps"),
+        ({"rollout": {"groups_per_step": 5}, "trainer": {"updates_per_batch": 2}}, "groups_per_step=6"),
+        ({"steps": 0}, "greater than or equal to 1"),
+        ({"sampling": {"temperature": 0}}, "greater than 0"),
+        ({"model": {"new": {"width": 30, "heads": 4}}}, "multiple of heads"),
+    ],
+)
+def test_each_contradiction_has_its_message(change: dict[str, Any], message: str, tiny_recipe: dict[str, Any]) -> None:
+    tiny_recipe.pop("stage")
+    with pytest.raises(UserError, match=message):
+        resolve_one({**tiny_recipe, **change})
+
+
+def test_files_that_are_not_recipes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        load_recipe(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("a = [")
+    with pytest.raises(UserError, match="not valid TOML"):
+        load_recipe(tmp_path / "bad.toml")
+
+
+READ_ELSEWHERE = {
+    # Read only where the case arises, each by a test of its own.
+    "RunConfig.name",  # the run directory's name: commands/train.choose_folder
+    "ModelConfig.path",  # instead of model.new
+    "SourceConfig.path", "SourceConfig.prompt_field", "SourceConfig.answer_field", "SourceConfig.answer_pattern",
+}  # fmt: skip
+
+
+def test_every_key_is_read_by_a_run(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = resolve_one(tiny_recipe, "checkpoint.every=100")
+    read: set[str] = set()
+    plain = Section.__getattribute__
+
+    def tracking(self: Section, name: str) -> Any:
+        if name in type(self).model_fields:
+            read.add(f"{type(self).__name__}.{name}")
+        if name == "model_dump":  # whoever dumps a section hands every key of it on
+            read.update(f"{type(self).__name__}.{field}" for field in type(self).model_fields)
+        return plain(self, name)
+
+    monkeypatch.setattr(Section, "__getattribute__", tracking)
+    store = open_run(tmp_path / "run", config="", resume=False)
+    try:
+        asyncio.run(run_stages(stages, tmp_path / "run", store, Display()))
+    finally:
+        store.close()
+    monkeypatch.undo()
+    every = {f"{s.__name__}.{f}" for s in _sections(RunConfig) for f in s.model_fields}
+    assert every - read - READ_ELSEWHERE == set(), "a key that nothing reads is a promise that nobody keeps"
+
+
+def _sections(section: type[Any]) -> list[type[Any]]:
+    inner = [_section_of(field.annotation) for field in section.model_fields.values()]
+    return [section, *(deeper for part in inner if part for deeper in _sections(part))]
+
+
+def test_toml_of_the_demo_is_what_the_reader_expects() -> None:
+    demo = tomllib.loads((RECIPES[0].parent / "demo.toml").read_text())
+    assert [stage["kind"] for stage in demo["stage"]] == ["sft", "rl"]

@@ -1,0 +1,121 @@
+"""Kill it at any instant; what a resume gives is the uninterrupted run, to the bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from temper.config import resolve, to_toml
+from temper.runs.reader import RunReader
+
+KILLS = 10
+DEADLINE_SECONDS = 240.0
+
+
+def start(recipe: Path, run: Path, *, resume: bool) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "temper", "train", str(recipe), "--run", str(run)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, "--resume"] if resume else command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def write_recipe(folder: Path, recipe: dict[str, Any]) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(to_toml(resolve(recipe, [], where="tiny")))
+    return path
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, output.decode()
+
+
+def identity(run: Path) -> dict[str, Any]:
+    """Everything of a run that must not depend on whether it was killed."""
+    parts = {}
+    for checkpoint in sorted((run / "checkpoints").glob("*/step-*")):
+        for file in sorted(checkpoint.rglob("*")):
+            if file.is_file():
+                parts[str(file.relative_to(run))] = hashlib.sha256(file.read_bytes()).hexdigest()
+    with RunReader(run) as reader:
+        assert reader.is_finished
+        return {
+            "files": parts,
+            "records": reader.fingerprint(),
+            "ledger": [(e.stage, e.draw, e.task_id, e.step) for e in reader.ledger()],
+        }
+
+
+def kill_somewhere(process: subprocess.Popen[bytes], run: Path, random_: random.Random, number: int) -> str:
+    """Lets the run get on for a moment, then SIGKILLs it. Every third kill waits for a checkpoint being written."""
+    seen = len(list((run / "checkpoints").glob("*/step-*")))
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    wait_for_write = number % 3 == 2
+    instant = None
+    while process.poll() is None and time.monotonic() < deadline:
+        if wait_for_write and list((run / "checkpoints").glob("*/.tmp-step-*")):
+            break
+        if not wait_for_write and instant is None and (run / "run.db").exists():
+            instant = time.monotonic() + random_.uniform(0.0, 2.0)
+        if instant is not None and time.monotonic() >= instant:
+            break
+        if wait_for_write and len(list((run / "checkpoints").glob("*/step-*"))) > seen + 2:
+            break  # the write was too quick to be caught: kill right behind it
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    return "during a write" if list((run / "checkpoints").glob("*/.tmp-step-*")) else "between writes"
+
+
+@pytest.mark.slow
+def test_a_run_killed_ten_times_ends_like_one_that_was_left_alone(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    tiny_recipe["checkpoint"] = {"every": 1, "keep": 2}
+    recipe = write_recipe(tmp_path, tiny_recipe)
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    finish(start(recipe, alone, resume=False))
+    random_ = random.Random(0)
+    where = []
+    for number in range(KILLS):
+        process = start(recipe, killed, resume=killed.exists())
+        where.append(kill_somewhere(process, killed, random_, number))
+    finish(start(recipe, killed, resume=True))
+    expected, actual = identity(alone), identity(killed)
+    assert actual["files"] == expected["files"]
+    assert actual["ledger"] == expected["ledger"]
+    assert actual["records"] == expected["records"]
+    assert len(where) == KILLS
+
+
+def test_the_identity_sees_a_single_changed_weight(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    """The mutation: without it, the comparison above could be blind."""
+    for stage in tiny_recipe["stage"]:
+        stage["steps"] = 1
+    finish(start(write_recipe(tmp_path, tiny_recipe), tmp_path / "a", resume=False))
+    before = identity(tmp_path / "a")
+    weights = next((tmp_path / "a" / "checkpoints").glob("1-rl/step-1/model.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(bytes(content))
+    assert identity(tmp_path / "a")["files"] != before["files"]
+
+
+def test_a_seed_changes_the_run_and_the_same_seed_repeats_it(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    identities = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        tiny_recipe["seed"] = seed
+        (tmp_path / name).mkdir()
+        recipe = write_recipe(tmp_path / name, tiny_recipe)
+        finish(start(recipe, tmp_path / name / "run", resume=False))
+        identities.append(json.dumps(identity(tmp_path / name / "run"), sort_keys=True))
+    assert identities[0] == identities[1] != identities[2]
