@@ -94,6 +94,12 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
 
 
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
 def first_model(config: RunConfig, run_folder: Path) -> Path:
     """The directory a run starts from; a new model is made inside the run."""
     if config.model.new is None:
@@ -112,7 +118,7 @@ def build_stage(config: RunConfig, index: int, model_folder: Path, checkpoint: P
     objective = resolve_objective(config)
     data = open_data(config, model_folder)
     device = pick_device(config.model.device)
-    dtype = getattr(torch, config.model.dtype)
+    dtype = pick_dtype(config.model.dtype, device)
     model = load_model(model_folder, dtype, device)
     reference = load_model(model_folder, dtype, device) if "reference" in objective.needs else None
     trainer = LocalTrainer(
@@ -252,9 +258,10 @@ def _source(
     return Roller(setup, data.stream, buffer, settings, credit)
 
 
-def _budget(config: RunConfig) -> float:
-    given = config.engine.max_logprob_gap
-    return BUDGETS[config.model.dtype] if given is None else given
+def _budget(stage: Stage) -> float:
+    given = stage.config.engine.max_logprob_gap
+    dtype = str(next(stage.model.parameters()).dtype).removeprefix("torch.")
+    return BUDGETS[dtype] if given is None else given
 
 
 async def _gate(stage: Stage, first_step: int) -> None:
@@ -265,7 +272,7 @@ async def _gate(stage: Stage, first_step: int) -> None:
             stage.setup,
             stage.data.probe[:GATE_PROMPTS],
             stage.trainer.logprobs,
-            budget=_budget(stage.config),
+            budget=_budget(stage),
             name=f"gate/{stage.index}/{first_step}",
         )
 
@@ -285,7 +292,7 @@ def _verify(stage: Stage, step: int, result: TrainResult) -> None:
         first_token_gap=0.0,
         slope=1.0,
     )
-    require_agreement(agreement, budget=_budget(config), when=f"step {step}")
+    require_agreement(agreement, budget=_budget(stage), when=f"step {step}")
 
 
 def _measure_system(stage: Stage, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:

@@ -52,8 +52,9 @@ class ModelConfig(Section):
     """Hugging Face checkpoint directory to start from. A later stage starts from the one before it."""
     new: NewModelConfig | None = None
     """Make a small model instead of reading `path`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and the forward pass. Master weights, moments, head and log-probabilities are always float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and forward pass; auto: bfloat16 on a GPU, float32 on a CPU. Master weights, moments, head and
+    log-probabilities are always float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""

@@ -37,10 +37,7 @@ class PackedAttention:
             # [P, H, D] -> [S, H, L, D]: a view, the kernels take any stride.
             q, k, v = (t[start:stop].view(rows, longest, *t.shape[1:]).transpose(1, 2) for t in (queries, keys, values))
             mask = self._window_mask(longest, sliding_window, query.device)
-            output = scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            outputs.append(output.transpose(1, 2).flatten(0, 1))
+            outputs.append(_attend(q, k, v, mask, scaling).transpose(1, 2).flatten(0, 1))
             start = stop
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined if self._slots_T is None else take_rows(joined, self._slots_T)
@@ -56,6 +53,19 @@ class PackedAttention:
             ones = torch.ones(longest, longest, dtype=torch.bool, device=device)
             self._masks[longest, window] = ones.tril().triu(1 - window)
         return self._masks[longest, window]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """[S, H, L, D]. None as mask: causal."""
+    queries_per_key = query.shape[1] // key.shape[1]
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    if query.is_cuda and queries_per_key > 1 and not (is_half and mask is None):
+        # Only the flash kernel shares keys between query heads; the others would fall back to one that holds [L, L].
+        key, value = (tensor.repeat_interleave(queries_per_key, dim=1) for tensor in (key, value))
+    is_grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
+    )
 
 
 def lay_out(lengths: Sequence[int]) -> tuple[list[tuple[int, int]], Tensor]:

@@ -9,6 +9,7 @@ Shapes: _A drawn tokens, _C those of one chunk, _D width, _V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from temper.models.load import Head
 
-CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
-"""Logits held at once. Larger feeds a GPU better; beyond this nothing gets faster."""
+CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+"""Logits held at once, two to three times over. A GPU would gain a tenth more from four times as much."""
 
 
 def drawn_logprobs(
@@ -46,7 +47,10 @@ class _DrawnLogprobs(torch.autograd.Function):
         logprobs_A = torch.empty(len(token_ids_A), dtype=weight.dtype, device=weight.device)
         entropy_A = torch.empty_like(logprobs_A)
         for rows in _chunks(len(token_ids_A), chunk_rows):
-            logprobs_CV = torch.log_softmax(_tempered(head.logits(hidden_AD[rows]), temperature), dim=-1)
+            with _tensor_cores(hidden_AD.dtype):
+                logits_CV = _tempered(head.logits(hidden_AD[rows]), temperature)
+            logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
+            del logits_CV
             logprobs_A[rows] = logprobs_CV.gather(1, token_ids_A[rows, None])[:, 0]
             entropy_A[rows] = -logprobs_CV.exp().mul_(logprobs_CV).sum(-1)
         ctx.save_for_backward(hidden_AD, weight, bias, token_ids_A, logprobs_A, entropy_A)
@@ -62,7 +66,8 @@ class _DrawnLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         for rows in _chunks(len(token_ids_A), chunk_rows):
-            logits_CV = _tempered(head.logits(hidden_AD[rows]), temperature)
+            with _tensor_cores(hidden_AD.dtype):
+                logits_CV = _tempered(head.logits(hidden_AD[rows]), temperature)
             # What the softcap let through of a change in the raw logit; taken before the logits are overwritten.
             slope_CV = None if softcap is None else 1 - (logits_CV * (temperature / softcap)).square_()
             chunk_grads = (None if grad_A is None else grad_A[rows] for grad_A in grads)
@@ -70,10 +75,11 @@ class _DrawnLogprobs(torch.autograd.Function):
             _tempered(grad_CV, temperature)
             if slope_CV is not None:
                 grad_CV *= slope_CV
-            if grad_hidden is not None:
-                grad_hidden[rows] = (grad_CV @ weight).to(hidden_AD.dtype)
-            if grad_weight is not None:
-                grad_weight.addmm_(grad_CV.t(), hidden_AD[rows].to(weight.dtype))
+            with _tensor_cores(hidden_AD.dtype):
+                if grad_hidden is not None:
+                    grad_hidden[rows] = (grad_CV @ weight).to(hidden_AD.dtype)
+                if grad_weight is not None:
+                    grad_weight.addmm_(grad_CV.t(), hidden_AD[rows].to(weight.dtype))
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0)
         return grad_hidden, grad_weight, grad_bias, None, None
@@ -105,6 +111,23 @@ def _grad_logits(
     if grad_logprobs_C is not None:
         grad_CV.scatter_add_(1, chosen_C1, grad_logprobs_C[:, None])
     return grad_CV
+
+
+@contextmanager
+def _tensor_cores(hidden_dtype: torch.dtype) -> Iterator[None]:
+    """Lets a GPU multiply in TF32 where that cuts no factor short: three times faster.
+
+    TF32 keeps 10 bits of the factors and sums in float32. States and weights of a bfloat16 model have 7, so only the
+    order of the sum differs from float32; the gradient of the logits is rounded to 10 bits, on its way to a bfloat16
+    gradient. A float32 model stays with float32.
+    """
+    before = torch.backends.cuda.matmul.fp32_precision
+    if hidden_dtype in (torch.bfloat16, torch.float16):
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def _tempered(values_CV: Tensor, temperature: float) -> Tensor:

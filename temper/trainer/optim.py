@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -55,19 +54,12 @@ def learning_rate_at(settings: OptimizerSettings, step: int, total_steps: int) -
 
 
 class MasterAdamW:
-    """The optimiser of one model. Gradients appear by themselves with every backward pass and add up until step()."""
+    """The optimiser of one model. After each backward pass collect(), after the last one step()."""
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
         self._settings = settings
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._masters = {name: _master_of(parameter) for name, parameter in self._parameters.items()}
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(_move_gradient, self._masters[name])
-            )
-            for name, parameter in self._parameters.items()
-            if self._masters[name] is not parameter
-        ]
         masters = list(self._masters.values())
         self._adamw = torch.optim.AdamW(
             [
@@ -80,6 +72,18 @@ class MasterAdamW:
             fused=True,
         )
 
+    def collect(self) -> None:
+        """Adds the microbatch's gradients to the sum: in bfloat16, small ones would be rounded away."""
+        for name, master in self._masters.items():
+            parameter = self._parameters[name]
+            if master is parameter or parameter.grad is None:
+                continue  # float32: autograd itself adds them up
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+
     def gradients(self) -> dict[str, Tensor]:
         """By parameter name, in the master's precision. Zeros where nothing arrived: all ranks have them all."""
         gradients = {}
@@ -90,7 +94,8 @@ class MasterAdamW:
         return gradients
 
     def discard_gradients(self) -> None:
-        self._adamw.zero_grad(set_to_none=True)
+        for owner in (*self._masters.values(), *self._parameters.values()):
+            owner.grad = None
 
     def step(self, learning_rate: float, grad_norm: Tensor) -> None:
         """Clips by the given norm, updates the masters, rounds the parameters from them, drops the gradients."""
@@ -154,13 +159,3 @@ def _master_of(parameter: nn.Parameter) -> nn.Parameter:
     if parameter.dtype in (torch.float32, torch.float64):
         return parameter
     return nn.Parameter(parameter.detach().float())
-
-
-def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
-    """Adds a microbatch's gradient to the float32 sum: summed in bfloat16, small microbatches would be rounded away."""
-    assert parameter.grad is not None
-    if master.grad is None:
-        master.grad = parameter.grad.float()
-    else:
-        master.grad.add_(parameter.grad)
-    parameter.grad = None

@@ -92,7 +92,8 @@ class LocalTrainer:
     def step(self, batch: Batch) -> TrainResult:
         seconds: dict[str, float] = {}
         rate = learning_rate_at(self._settings.optimizer, self._version + 1, self._settings.total_steps)
-        shares = [self._share(update) for update in batch.updates]
+        with _timed(seconds, "pack"):
+            shares = [self._share(update) for update in batch.updates]
         with _timed(seconds, "reference"):
             shares = [self._with_reference(share) for share in shares]
         with _timed(seconds, "proximal"):
@@ -132,7 +133,7 @@ class LocalTrainer:
         own.mkdir()
         tensors = {name: tensor.contiguous() for name, tensor in self._optimizer.tensors().items()}
         save_file(tensors, own / "optimizer.safetensors")
-        state = {"version": self._version, "optimizer_steps": self._optimizer.num_steps, "dtype": self._dtype_name()}
+        state = {"version": self._version, "optimizer_steps": self._optimizer.num_steps, "dtype": str(self._dtype)}
         (own / "state.json").write_text(json.dumps(state, sort_keys=True))
 
     def load(self, folder: Path) -> None:
@@ -141,23 +142,23 @@ class LocalTrainer:
         if not (own / "state.json").is_file():
             raise UserError(f"{folder} has no {STATE_FOLDER}/state.json: it holds a model but no training to continue")
         state = json.loads((own / "state.json").read_text())
-        if state["dtype"] != self._dtype_name():
+        if state["dtype"] != str(self._dtype):
             raise UserError(
-                f'{folder} was trained with model.dtype="{state["dtype"]}" and this run has "{self._dtype_name()}". '
-                f"Moments and master weights do not fit; set the former"
+                f"{folder} was trained in {state['dtype']} and this run is in {self._dtype}: its moments and master "
+                f"weights do not fit. Set model.dtype to what it was"
             )
-        own_parameters = dict(self._model.named_parameters())
-        dtype = next(iter(own_parameters.values())).dtype
-        loaded = dict(load_model(folder, dtype, torch.device("cpu")).named_parameters())
-        require_same_tensors(own_parameters, loaded, f"checkpoint {folder}")
+        # Through transformers, which may store tensors under other names than the model's own.
+        stored = publish(load_model(folder, self._dtype, torch.device("cpu")), 0).tensors
+        current = self.publish().tensors
+        require_same_tensors(current, stored, f"checkpoint {folder}")
         self._optimizer.load_tensors(load_file(own / "optimizer.safetensors"), state["optimizer_steps"])
-        with torch.no_grad():
-            for name, parameter in own_parameters.items():
-                parameter.copy_(loaded[name])  # in place: samplers may share the storage
+        for name, tensor in current.items():
+            tensor.copy_(stored[name])  # in place: samplers may share the storage
         self._version = state["version"]
 
-    def _dtype_name(self) -> str:
-        return str(next(self._model.parameters()).dtype).removeprefix("torch.")
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self._model.parameters()).dtype
 
     def _share(self, update: Sequence[Sample]) -> list[Microbatch]:
         """This rank's part of one optimiser step."""
@@ -198,6 +199,7 @@ class LocalTrainer:
     def _accumulate(self, share: list[Microbatch], num_batch_tokens: int, update: int) -> tuple[MetricSums, Tensor]:
         """Gradients of one optimiser step, summed over microbatches and ranks; metrics and global norm of them."""
         metrics = MetricSums()
+        self._optimizer.discard_gradients()  # what an interrupted pass may have left
         for microbatch in share:
             loss, sums = self._backward(microbatch, num_batch_tokens)
             metrics = metrics.merge(sums).merge(MetricSums(totals={"loss/total": loss.double()}))
@@ -214,13 +216,15 @@ class LocalTrainer:
     def _backward(self, microbatch: Microbatch, num_batch_tokens: int) -> tuple[Tensor, MetricSums]:
         is_recomputing = self._settings.gradient_checkpointing
         with checkpointing(self._model) if is_recomputing else nullcontext():
-            return forward_backward(
+            loss, metrics = forward_backward(
                 self._model,
                 microbatch,
                 self._objective,
                 temperature=self._settings.temperature,
                 num_batch_tokens=num_batch_tokens,
             )
+        self._optimizer.collect()
+        return loss, metrics
 
     def _describe_non_finite(
         self, place: str, share: list[Microbatch], num_batch_tokens: int, total: Tensor, norm: Tensor

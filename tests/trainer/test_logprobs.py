@@ -79,6 +79,21 @@ def test_bfloat16_states_are_scored_in_float32_and_get_bfloat16_gradients() -> N
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="TF32 exists on CUDA devices only")
+def test_tf32_is_as_exact_as_float32_for_bfloat16_states_and_off_for_float32_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 576, generator=generator).bfloat16() for n in (64, 5000))
+    ids = torch.randint(5000, (64,), generator=generator)
+    exact = plain(Head(weight.double(), None, None), hidden.double(), ids, 1.0)[0]
+    for noise in (0.0, 2**-12):  # with it, states have more bits than TF32 holds
+        states = (hidden.float() * (1 + noise)).to(torch.float32 if noise else torch.bfloat16).cuda()
+        found = drawn_logprobs(Head(weight.float().cuda(), None, None), states, ids.cuda(), temperature=1.0)[0]
+        if noise:
+            exact = plain(Head(weight.double(), None, None), states.cpu().double(), ids, 1.0)[0]
+        # Logits reach 100 here. Float32 itself is off by 8e-5; factors cut to TF32 would be by more than 1e-3.
+        torch.testing.assert_close(found.cpu().double(), exact, rtol=0, atol=5e-4)
+
+
 def test_no_drawn_tokens_give_empty_results_and_a_zero_gradient() -> None:
     hidden, weight, _, ids = make_inputs()
     logprobs, entropy = drawn_logprobs(Head(weight, None, None), hidden[:0], ids[:0], temperature=1.0)

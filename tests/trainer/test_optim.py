@@ -43,6 +43,7 @@ def one_weight(value: float, dtype: torch.dtype, **settings: object) -> tuple[nn
 def update(model: nn.Module, optimizer: MasterAdamW, gradient: float, rate: float) -> None:
     loss = sum(parameter.sum() * gradient for parameter in model.parameters())
     loss.backward()  # type: ignore[union-attr]
+    optimizer.collect()
     norm = nn.utils.get_total_norm(list(optimizer.gradients().values()))
     optimizer.step(rate, norm)
 
@@ -84,6 +85,7 @@ def test_bfloat16_gradients_add_up_in_float32() -> None:
     model, optimizer = one_weight(1.0, torch.bfloat16)
     for gradient in [1.0] + [2**-10] * 8:
         (model.weight.sum() * gradient).backward()  # type: ignore[union-attr, operator]
+        optimizer.collect()
     assert optimizer.gradients()["weight"].item() == 1 + 8 * 2**-10  # in bfloat16 it would still be 1
     assert model.weight.grad is None
 

@@ -38,7 +38,7 @@ def reports(
     processes = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), str(rank), str(world), str(folder)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parents[2])},
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -72,6 +72,8 @@ class Runner:
         self._device = device
         self._uses_graphs = cuda_graphs and device.type == "cuda"
         self._captured: dict[tuple[int, int], CapturedDecode] = {}
+        # One pool for all graphs: only one of them runs at a time, and its output is consumed before the next.
+        self._graph_pool = torch.cuda.graph_pool_handle() if self._uses_graphs else None
         self._head = Head.of(model)
 
     def refresh_head(self) -> None:
@@ -136,7 +138,7 @@ class Runner:
                 self._decode_pass(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._graph_pool):
             hidden_ND = self._decode_pass(inputs)
         self._captured[num_rows, width] = CapturedDecode(graph, inputs, hidden_ND)
         return self._captured[num_rows, width]
@@ -173,4 +175,4 @@ def _slots(rows: Rows, row_T: Rows_R, position_T: NDArray[np.int64]) -> NDArray[
 
 def _bucket(count: int) -> int:
     """The next size a graph is captured for: few enough to capture quickly, close enough to waste little."""
-    return 1 << (count - 1).bit_length() if count <= 32 else -(-count // 32) * 32
+    return 1 << (count - 1).bit_length() if count <= 64 else -(-count // 64) * 64

@@ -1,0 +1,37 @@
+"""Documentation that points at something points at something that is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_names_that_exist(page: Path) -> None:
+    for text, target in LINK.findall(page.read_text()):
+        if "://" in target:
+            continue
+        path = (page.parent / target).resolve()
+        assert path.exists(), f"{page.name}: {target} does not exist"
+        name = text.strip("`")
+        if path.suffix == ".py" and text.startswith("`") and name.isidentifier():
+            names = {
+                node.name
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            }
+            assert name in names, f"{page.name}: {target} has no {name}"
+
+
+def test_the_tree_in_the_readme_names_every_package() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for folder in sorted((ROOT / "temper").iterdir()):
+        if folder.is_dir() and folder.name != "__pycache__":
+            assert f"{folder.name}/" in readme, f"README's tree lacks temper/{folder.name}/"
