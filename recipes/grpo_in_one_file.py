@@ -105,7 +105,6 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, len(VOCABULARY), bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, token_ids: Tensor, past: Cache | None = None) -> tuple[Tensor, Cache]:
         """Logits [B, L, V] and the keys and values that make the next token cheap."""

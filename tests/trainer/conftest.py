@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +89,4 @@ def row(draw: random.Random, group_id: str, index: int) -> Sample:
 
 
 def with_weight(sample: Sample, weight: float) -> Sample:
-    from dataclasses import replace
-
     return replace(sample, weights=[weight * m for m in sample.loss_mask])

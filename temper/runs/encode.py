@@ -1,0 +1,150 @@
+"""What one training step leaves in run.db, as plain rows. Pure: data types in, tuples out.
+
+Supervised rows are not copied: they are in the user's data and nothing was drawn. Their prompts are in the ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from temper.types import Batch, EvaluationResult, Group, Message, Sample, Score, StepReport, Trajectory
+
+Row = tuple[Any, ...]
+TRAINED = "trained"
+# One encoder for all: json.dumps with options makes a new one per call, a tenth of the cost of a rollout.
+to_json = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
+
+
+def number(value: float) -> float | None:
+    """NaN is stored as NULL: explicitly, because SQLite would do it silently and some drivers refuse."""
+    return None if math.isnan(value) else float(value)
+
+
+def step_row(report: StepReport, batch: Batch) -> Row:
+    drawn = sum(trajectory.num_tokens for group, _ in outcomes(batch) for trajectory in group.trajectories)
+    trained = sum(sample.num_actions for update in batch.updates for sample in update)
+    counts = (report.groups_trained, report.groups_dropped, report.max_staleness)
+    return (report.stage, report.step, report.version, number(report.loss), *counts, drawn, trained)
+
+
+def named_rows(report: StepReport, values: Mapping[str, float]) -> list[Row]:
+    """For the tables metrics and seconds."""
+    return [(report.stage, report.step, name, number(value)) for name, value in values.items()]
+
+
+def outcomes(batch: Batch) -> list[tuple[Group, str]]:
+    """Every group of the step in draw order, with what became of it."""
+    pairs = [(group, TRAINED) for group in batch.groups]
+    pairs += [(group, f"dropped:{reason}") for group, reason in batch.dropped]
+    return sorted(pairs, key=lambda pair: pair[0].draw)
+
+
+def ledger_rows(report: StepReport, batch: Batch) -> Iterator[Row]:
+    """Which prompts the step consumed. Supervised rows are named "<task id>#<draw>"."""
+    groups = outcomes(batch)
+    entries: list[tuple[int | None, str, str, str]]
+    entries = [(group.draw, group.task.id, group.id, outcome) for group, outcome in groups]
+    if not groups:
+        names = dict.fromkeys(sample.group_id for update in batch.updates for sample in update)
+        entries = [(*_split_name(name), name, TRAINED) for name in names]
+    for place, entry in enumerate(entries):
+        yield (report.stage, report.step, place, *entry)
+
+
+def _split_name(name: str) -> tuple[int | None, str]:
+    task_id, _, draw = name.rpartition("#")
+    return (int(draw), task_id) if task_id and draw.isdecimal() else (None, name)
+
+
+def group_row(report: StepReport, group: Group, outcome: str) -> Row:
+    prompt = _messages(group.task.messages)
+    return (report.stage, report.step, group.id, group.draw, group.task.id, prompt, group.task.answer, outcome)
+
+
+def trajectory_row(report: StepReport, trajectory: Trajectory) -> Row:
+    score = trajectory.score
+    parts = to_json({name: _score(part) for name, part in trajectory.score_parts.items()})
+    said = [message for turn in trajectory.turns for message in (turn.message, *turn.replies)]
+    return (
+        report.stage,
+        report.step,
+        trajectory.group_id,
+        trajectory.index,
+        trajectory.status.value,
+        score.kind.value,
+        None if score.value is None else number(score.value),
+        score.reason,
+        parts,
+        trajectory.text,
+        _messages(said) if len(said) > 1 else None,
+        trajectory.turns[-1].completion.finish.value if trajectory.turns else None,
+        trajectory.num_tokens,
+        trajectory.error,
+        trajectory.seconds,
+    )
+
+
+def trained_rows(report: StepReport, batch: Batch) -> Iterator[Row]:
+    """Token arrays of what was trained. A rollout trained in several updates is stored once, from its first."""
+    seen: set[tuple[str, int]] = set()
+    for update in batch.updates:
+        rows: dict[tuple[str, int], int] = {}
+        for sample in update:
+            key = (sample.group_id, sample.index)
+            if key in seen:
+                continue
+            rows[key] = rows.get(key, -1) + 1
+            yield (report.stage, report.step, *key, rows[key], *_sample_arrays(sample))
+        seen |= rows.keys()
+
+
+def untrained_rows(report: StepReport, trajectory: Trajectory) -> Iterator[Row]:
+    """Token arrays of a rollout that was not trained: one row per turn, without credit."""
+    for row, turn in enumerate(trajectory.turns):
+        completion = turn.completion
+        size = len(completion.prompt_ids)
+        yield (
+            *(report.stage, report.step, trajectory.group_id, trajectory.index, row),
+            _array([*completion.prompt_ids, *completion.token_ids], "<i4"),
+            _array([0] * size + [1] * len(completion.token_ids), "u1"),
+            _array([0.0] * size + completion.logprobs, "<f4"),
+            _array([-1] * size + completion.versions, "<i4"),
+            *(None, None, None),
+        )
+
+
+def evaluation_row(result: EvaluationResult) -> Row:
+    budget = to_json(dict(result.budget))
+    scores = (number(result.score), number(result.low), number(result.high))
+    sizes = (result.num_prompts, result.samples_per_prompt)
+    return (result.stage, result.step, result.name, *scores, *sizes, number(result.constant_score), budget)
+
+
+def _sample_arrays(sample: Sample) -> Row:
+    return (
+        _array(sample.token_ids, "<i4"),
+        _array(sample.loss_mask, "u1"),
+        _array(sample.behavior_logprobs, "<f4"),
+        _array(sample.versions, "<i4"),
+        None if sample.proximal_logprobs is None else _array(sample.proximal_logprobs, "<f4"),
+        _array(sample.advantages, "<f4"),
+        _array(sample.weights, "<f4"),
+    )
+
+
+def _array(values: Sequence[float], dtype: str) -> bytes:
+    return np.array(values, dtype=dtype).tobytes()
+
+
+def _messages(messages: Sequence[Message]) -> str:
+    return to_json([message.as_dict() for message in messages])
+
+
+def _score(score: Score) -> float | str | None:
+    """A part's value, or its reason when it has none."""
+    return score.reason if score.value is None else number(score.value)

@@ -1,0 +1,278 @@
+"""Looks into a run directory without disturbing it: while it is written, after it ended, and after a crash.
+
+Owns: queries and their record types. Refuses: writing; the database is opened read-only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from temper.errors import UserError
+from temper.runs.schema import check_version
+from temper.types import EvaluationResult, Message, Scalar
+
+DATABASE = "run.db"
+ARRAY_TYPES = {
+    "token_ids": "<i4",
+    "loss_mask": "u1",
+    "behavior_logprobs": "<f4",
+    "versions": "<i4",
+    "policy_logprobs": "<f4",
+    "advantages": "<f4",
+    "weights": "<f4",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRecord:
+    stage: int
+    name: str
+    steps: int
+    """Planned."""
+    started: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    stage: int
+    step: int
+    version: int
+    loss: float | None
+    """None: it was not a number."""
+    groups_trained: int
+    groups_dropped: int
+    max_staleness: int
+    tokens_drawn: int
+    """By the policy, dropped groups included."""
+    tokens_trained: int
+    """With a gradient, counted once per update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One value of a metric."""
+
+    stage: int
+    step: int
+    value: float | None
+    """None: it was not a number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerEntry:
+    stage: int
+    step: int
+    draw: int | None
+    """Place in the stage's task stream; None when the source does not number its draws."""
+    task_id: str
+    group_id: str
+    outcome: str
+    """"trained" or "dropped:<reason>"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventRecord:
+    time: float
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRow:
+    """Parallel arrays over all tokens of one row, prompt included."""
+
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    behavior_logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    policy_logprobs: NDArray[np.float32] | None
+    """By the trainer when the step began; None when the step needed no such pass."""
+    advantages: NDArray[np.float32] | None
+    """None: not trained."""
+    weights: NDArray[np.float32] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryRecord:
+    stage: int
+    step: int
+    group_id: str
+    index: int
+    task_id: str
+    prompt: tuple[Message, ...]
+    answer: str | None
+    outcome: str
+    """Of its group: "trained" or "dropped:<reason>"."""
+    status: str
+    score_kind: str
+    score: float | None
+    reason: str | None
+    parts: Mapping[str, float | str | None]
+    """Value of each reward part, or the reason why it has none."""
+    text: str
+    messages: tuple[Message, ...]
+    """Everything after the prompt, policy and environment in turn."""
+    finish: str | None
+    num_tokens: int
+    error: str | None
+    rows: tuple[TokenRow, ...]
+
+
+class RunReader:
+    """Queries over one run directory."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / DATABASE
+        if not path.is_file():
+            raise UserError(f"{folder} is not a run directory: it has no {DATABASE}")
+        self.folder = folder
+        try:
+            self._connection = _connect(path)
+            check_version(self._connection)
+        except sqlite3.Error as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+
+    def __enter__(self) -> RunReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.query("SELECT 1 FROM meta WHERE name = 'finished'"))
+
+    def stages(self) -> list[StageRecord]:
+        return [StageRecord(**row) for row in self.query("SELECT * FROM stages ORDER BY stage")]
+
+    def steps(self) -> list[StepRecord]:
+        return [StepRecord(**row) for row in self.query("SELECT * FROM steps ORDER BY stage, step")]
+
+    def metric(self, name: str) -> list[Point]:
+        rows = self.query("SELECT stage, step, value FROM metrics WHERE name = ? ORDER BY stage, step", name)
+        return [Point(**row) for row in rows]
+
+    def metrics_at(self, stage: int, step: int) -> dict[str, float | None]:
+        rows = self.query("SELECT name, value FROM metrics WHERE stage = ? AND step = ? ORDER BY name", stage, step)
+        return {row["name"]: row["value"] for row in rows}
+
+    def seconds(self) -> dict[tuple[int, str], float]:
+        """Total wall time by (stage, phase)."""
+        rows = self.query("SELECT stage, name, SUM(seconds) AS total FROM seconds GROUP BY stage, name")
+        return {(row["stage"], row["name"]): row["total"] for row in rows}
+
+    def evaluations(self) -> list[EvaluationResult]:
+        rows = self.query("SELECT * FROM evaluations ORDER BY stage, step, name")
+        return [EvaluationResult(**_with_numbers(row), budget=_budget(row)) for row in rows]
+
+    def ledger(self) -> list[LedgerEntry]:
+        query = "SELECT stage, step, draw, task_id, group_id, outcome FROM ledger ORDER BY stage, step, place"
+        return [LedgerEntry(**row) for row in self.query(query)]
+
+    def events(self) -> list[EventRecord]:
+        return [EventRecord(**row) for row in self.query("SELECT * FROM events ORDER BY rowid")]
+
+    def failures(self) -> dict[str, int]:
+        """How many rollouts could not be scored or broke, by reason, commonest first."""
+        rows = self.query(
+            "SELECT COALESCE(error, score_kind || ': ' || reason) AS why, COUNT(*) AS times FROM trajectories "
+            "WHERE error IS NOT NULL OR score_kind != 'value' GROUP BY why ORDER BY times DESC, why"
+        )
+        return {row["why"]: row["times"] for row in rows}
+
+    def trajectories(self, stage: int, step: int) -> list[TrajectoryRecord]:
+        """Every rollout of one step with its tokens, in draw and member order."""
+        rows: dict[tuple[str, int], list[TokenRow]] = {}
+        for row in self.query("SELECT * FROM token_rows WHERE stage = ? AND step = ? ORDER BY row", stage, step):
+            arrays = {name: _decode(row[name], kind) for name, kind in ARRAY_TYPES.items()}
+            rows.setdefault((row["group_id"], row["member"]), []).append(TokenRow(**arrays))
+        found = self.query(
+            "SELECT t.*, g.task_id, g.prompt, g.answer, g.outcome FROM trajectories t "
+            "JOIN groups g USING (stage, step, group_id) WHERE stage = ? AND step = ? ORDER BY g.draw, t.member",
+            stage,
+            step,
+        )
+        return [_trajectory(row, tuple(rows.get((row["group_id"], row["member"]), ()))) for row in found]
+
+    def fingerprint(self) -> dict[str, str]:
+        """sha256 by table of all that must be equal in a run that was killed and resumed: all but clocks and speeds."""
+        queries = {
+            "steps": "SELECT * FROM steps ORDER BY stage, step",
+            "metrics": "SELECT stage, step, name, value FROM metrics WHERE name NOT LIKE 'sys/%' ORDER BY 1, 2, 3",
+            "ledger": "SELECT * FROM ledger ORDER BY stage, step, place",
+            "evaluations": "SELECT * FROM evaluations ORDER BY stage, step, name",
+            "groups": "SELECT * FROM groups ORDER BY stage, step, group_id",
+            "trajectories": "SELECT stage, step, group_id, member, status, score_kind, score, reason, parts, text, "
+            "messages, finish, num_tokens FROM trajectories ORDER BY stage, step, group_id, member",
+            "token_rows": "SELECT * FROM token_rows ORDER BY stage, step, group_id, member, row",
+        }
+        prints = {}
+        for table, query in queries.items():
+            digest = hashlib.sha256()
+            for row in self._connection.execute(query):
+                digest.update(repr(tuple(row)).encode())
+            prints[table] = digest.hexdigest()
+        return prints
+
+    def query(self, text: str, *values: Scalar) -> list[dict[str, Any]]:
+        """Rows of a SELECT as dictionaries."""
+        return [dict(row) for row in self._connection.execute(text, values)]
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Read-only. A cleanly closed run in a folder we may not write to cannot make its WAL index, and needs none."""
+    address = path.absolute().as_uri()
+    try:
+        connection = sqlite3.connect(f"{address}?mode=ro", uri=True, timeout=30.0)
+        connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()
+    except sqlite3.OperationalError:
+        if path.with_name(f"{path.name}-wal").exists():
+            raise
+        connection = sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True, timeout=30.0)
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+def _decode(blob: bytes | None, dtype: str) -> Any:
+    return None if blob is None else np.frombuffer(blob, dtype=dtype)
+
+
+def _budget(row: Mapping[str, Any]) -> dict[str, Scalar]:
+    budget: dict[str, Scalar] = json.loads(row["budget"])
+    return budget
+
+
+def _with_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of an evaluation with NULL back to the NaN that it was."""
+    return {name: float("nan") if value is None else value for name, value in row.items() if name != "budget"}
+
+
+def _trajectory(row: Mapping[str, Any], rows: tuple[TokenRow, ...]) -> TrajectoryRecord:
+    alone = [{"role": "assistant", "content": row["text"]}] if row["finish"] else []
+    said = json.loads(row["messages"]) if row["messages"] else alone
+    decoded = ("prompt", "parts", "messages")
+    plain = {name: row[name] for name in TrajectoryRecord.__dataclass_fields__ if name in row and name not in decoded}
+    return TrajectoryRecord(
+        **plain,
+        index=row["member"],
+        prompt=tuple(Message(**message) for message in json.loads(row["prompt"])),
+        parts=json.loads(row["parts"]),
+        messages=tuple(Message(**message) for message in said),
+        rows=rows,
+    )
