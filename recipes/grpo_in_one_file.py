@@ -205,13 +205,13 @@ def reinforce_step(
     )
     advantages = advantages_of(objective, credit).float()
 
+    # One weight per token, which already holds one over the denominator (GRPO: 1 / (sequences * own length)). Losses
+    # below are plain weighted sums, so a batch may be split in any way. Rows with advantage 0 add exactly 0: skip them.
     metrics = MetricSums()
-    groups_per_update = len(words) // UPDATES
-    for update in range(UPDATES):
-        rows = slice(update * groups_per_update * group_size, (update + 1) * groups_per_update * group_size)
-        # One weight per token, which already holds one over the denominator (GRPO: 1 / (sequences * own length)).
-        # Every loss below is a plain weighted sum, so parts of a batch could be summed in any split or order.
-        weights = objective.weighting(credit.lengths[rows], credit.group_ids[rows], MAX_NEW_TOKENS).float()
+    for part in torch.arange(len(sequences)).chunk(UPDATES):
+        weights = objective.weighting(credit.lengths[part], credit.group_ids[part], MAX_NEW_TOKENS).float()
+        is_useful = advantages[part] != 0
+        rows, weights = part[is_useful], weights[is_useful]
         mask, lengths = drawn[rows], credit.lengths[rows]
         tokens = Tokens(  # of the drawn tokens alone: what was not drawn by the policy has no place here
             policy_logprobs=answer_logprobs(model, sequences[rows])[mask],

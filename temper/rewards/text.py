@@ -28,10 +28,16 @@ def edit_similarity(text: str, answer: str) -> float:
     return 1.0 - edit_distance(text, answer) / max(len(text), len(answer), 1)
 
 
+def same_letters(text: str, answer: str) -> float:
+    """1 when the response is a rearrangement of the answer."""
+    return float(sorted(text) == sorted(answer))
+
+
 COMPARISONS: dict[str, Callable[[str, str], float]] = {
     "contains": contains,
     "edit": edit_similarity,
     "exact": equal,
+    "rearranged": same_letters,
 }
 
 

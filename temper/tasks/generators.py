@@ -42,7 +42,19 @@ def chain_sum(index: int, seed: int, *, terms: int = 2, digits: int = 2) -> Task
     return Task(id=f"chain_sum:{seed}:{index}", messages=(Message(role="user", content=f"{text}="),), answer=str(total))
 
 
-GENERATORS: dict[str, Generator] = {"chain_sum": chain_sum, "spell_backward": spell_backward}
+def rearrange(index: int, seed: int, *, min_letters: int = 5, max_letters: int = 8) -> Task:
+    """A word of different letters to rearrange. Every other order of them is right; the one given is drawn at random."""
+    if not 2 <= min_letters <= max_letters <= 26:
+        raise UserError(f"min_letters={min_letters} and max_letters={max_letters} must satisfy 2 <= min <= max <= 26.")
+    draw = random.Random(f"rearrange/{seed}/{index}")
+    word = "".join(draw.sample(string.ascii_lowercase, draw.randint(min_letters, max_letters)))
+    answer = word
+    while answer == word:
+        answer = "".join(draw.sample(word, len(word)))
+    return Task(id=f"rearrange:{seed}:{index}", messages=(Message(role="user", content=word),), answer=answer)
+
+
+GENERATORS: dict[str, Generator] = {"chain_sum": chain_sum, "rearrange": rearrange, "spell_backward": spell_backward}
 
 
 @dataclass(frozen=True, slots=True)
