@@ -104,7 +104,7 @@ class PromptConfig(Section):
 
 class RewardConfig(Section):
     kind: str
-    """exact, contains, edit, math, format or reasoning_gym; or "package.module:function" of your own."""
+    """exact, contains, edit, rearranged, math, format or reasoning_gym; or "package.module:function" of your own."""
     weight: float = 1.0
     options: dict[str, Scalar] = {}
     """Arguments of the reward, e.g. {pattern = "<answer>.*</answer>"}."""
@@ -156,7 +156,7 @@ class ObjectiveConfig(Section):
 class OptimConfig(Section):
     learning_rate: float = Field(1e-6, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up. linear and cosine fall to 0 at the last step."""
+    """After warm-up. linear and cosine fall towards 0, which they would reach one step after the last."""
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)

@@ -34,8 +34,6 @@ class CreditRules:
     """Optimiser steps per batch. A group is never split over two of them."""
     train_truncated: bool = True
     """False: completions cut at a limit are not trained; their rewards still count in the group's mean."""
-    proximal: Literal["trainer", "behavior"] = "trainer"
-    """What the ratio is taken against; "behavior" saves a pass and allows no sampler correction."""
 
 
 def make_batch(
@@ -46,21 +44,14 @@ def make_batch(
     version: int,
     dropped: Sequence[tuple[Group, str]] = (),
 ) -> Batch:
-    """Rows, then the log-probability passes that the objective needs, then credit.
+    """Rows, then the log-probability passes that credit needs, then credit. What the loss needs, the trainer passes.
 
     `version` is that of the weights that will be trained. Order of arrival does not matter: groups are sorted by draw.
     """
     groups = sorted(groups, key=lambda group: group.draw)
     rows = rows_of_groups(groups)
-    needs = rules.objective.needs
-    proximal = None
-    if rules.proximal == "behavior":
-        proximal = [row.behavior_logprobs for row in rows]
-    elif rules.updates > 1 or "proximal" in needs:
-        # Once per batch, before its first update: refreshed in between, there would be no trust region left.
-        proximal = logprobs(rows, "policy")
-    reference = logprobs(rows, "reference") if "reference" in needs else None
-    rows = with_logprobs(rows, proximal=proximal, reference=reference)
+    if "proximal" in rules.objective.needs:
+        rows = with_logprobs(rows, proximal=logprobs(rows, "policy"), reference=logprobs(rows, "reference"))
     return assign_credit(rows, groups, rules, version=version, dropped=dropped)
 
 
@@ -116,7 +107,6 @@ def assign_credit(
     Updates without a single row (everything truncated and not trained) are left out: an optimiser step without
     gradient would still move the weights by its momentum.
     """
-    assert rules.updates == 1 or all(row.proximal_logprobs for row in rows), "several updates need the proximal policy"
     members = [trajectory for group in groups for trajectory in group.trainable]
     rows_by_member = _by_member(rows)
     member_rows = [rows_by_member[trajectory.group_id, trajectory.index] for trajectory in members]

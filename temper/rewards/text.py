@@ -1,6 +1,7 @@
-"""Rewards on the text itself: equality, containment, edit distance, format.
+"""Rewards on the text itself: equality, containment, edit distance, rearrangement, format.
 
-Owns: kinds "exact", "contains", "edit", "format". Refuses: regular expressions in this process; one can take for ever.
+Owns: kinds "exact", "contains", "edit", "rearranged", "format".
+Refuses: regular expressions in this process; one can take for ever.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def edit_similarity(text: str, answer: str) -> float:
 
 
 def same_letters(text: str, answer: str) -> float:
-    """1 when the response is a rearrangement of the answer."""
+    """1 when the response has exactly the letters of the answer, in any order."""
     return float(sorted(text) == sorted(answer))
 
 

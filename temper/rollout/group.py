@@ -27,7 +27,8 @@ async def run_group(setup: EpisodeSetup, task: Task, *, draw: int, group_size: i
 def reason_to_drop(group: Group, *, min_members: int, drop_degenerate: bool) -> str | None:
     """Why a finished group is not trained, or None. The reason goes to the ledger."""
     if len(group.trainable) < min_members:
-        return "too few scored members"
+        reasons = [str(t.score.reason) for t in group.trajectories if not t.score.is_value]
+        return f"too few scored members: {reasons[0]}" if reasons else "too few scored members"
     if drop_degenerate and group.is_degenerate:
         return "degenerate"
     return None

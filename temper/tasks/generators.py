@@ -43,7 +43,7 @@ def chain_sum(index: int, seed: int, *, terms: int = 2, digits: int = 2) -> Task
 
 
 def rearrange(index: int, seed: int, *, min_letters: int = 5, max_letters: int = 8) -> Task:
-    """A word of different letters to rearrange. Every other order of them is right; the one given is drawn at random."""
+    """A word of different letters to rearrange. Any order of them is right; the one given is drawn at random."""
     if not 2 <= min_letters <= max_letters <= 26:
         raise UserError(f"min_letters={min_letters} and max_letters={max_letters} must satisfy 2 <= min <= max <= 26.")
     draw = random.Random(f"rearrange/{seed}/{index}")

@@ -181,8 +181,8 @@ class LocalTrainer:
     def _with_proximal(self, share: list[Microbatch], is_only: bool) -> list[Microbatch]:
         if self._settings.proximal == "behavior":
             return [replace(m, proximal_logprobs=m.behavior_logprobs) for m in share]
-        if is_only:
-            return share  # the policy of the same pass, detached: the ratio is exactly 1
+        if is_only:  # the policy of the same pass, detached: the ratio is exactly 1, to the bit
+            return [replace(m, proximal_logprobs=None) for m in share]
         return [
             replace(m, proximal_logprobs=self._score(m, "policy")) if m.proximal_logprobs is None else m for m in share
         ]

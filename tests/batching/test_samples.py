@@ -187,7 +187,7 @@ def test_one_update_without_reference_needs_no_pass(group) -> None:
     assert rows[0].reference_logprobs is None
 
 
-def test_several_updates_share_one_proximal_pass(group) -> None:
+def test_kl_in_the_reward_asks_for_both_policies_once(group) -> None:
     calls = []
 
     def logprobs(rows, policy):
@@ -195,16 +195,9 @@ def test_several_updates_share_one_proximal_pass(group) -> None:
         return [[-0.5] * len(row.token_ids) for row in rows]
 
     groups = [group([(1.0, 1), (0.0, 1)], draw=d) for d in range(2)]
-    batch = make_batch(groups, rules("grpo", updates=2), logprobs=logprobs, version=0)
-    assert calls == ["policy"]
+    batch = make_batch(groups, rules("rloo", updates=2), logprobs=logprobs, version=0)
+    assert calls == ["policy", "reference"]
     assert all(row.proximal_logprobs == [-0.5] * 3 for update in batch.updates for row in update)
-
-
-def test_behavior_as_proximal_needs_no_pass(group) -> None:
-    groups = [group([(1.0, 1), (0.0, 1)], draw=d) for d in range(2)]
-    given = rules("grpo", updates=2, proximal="behavior")
-    batch = make_batch(groups, given, logprobs=no_pass, version=0)
-    assert all(row.proximal_logprobs == row.behavior_logprobs for update in batch.updates for row in update)
 
 
 def test_order_of_arrival_does_not_matter(group) -> None:

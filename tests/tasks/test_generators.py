@@ -22,6 +22,15 @@ def test_spell_backward_reverses_a_word_of_the_asked_length() -> None:
     )
 
 
+def test_rearrange_gives_another_order_of_different_letters() -> None:
+    for task in (GENERATORS["rearrange"](i, 7, min_letters=4, max_letters=6) for i in range(100)):
+        word, answer = task.messages[0].content, str(task.answer)
+        assert 4 <= len(word) <= 6
+        assert len(set(word)) == len(word)
+        assert sorted(answer) == sorted(word)
+        assert answer != word
+
+
 def test_chain_sum_is_right() -> None:
     for task in (GENERATORS["chain_sum"](i, 7, terms=4, digits=3) for i in range(100)):
         question = task.messages[0].content

@@ -57,7 +57,7 @@ class Driver:
         for row, start, count in spans:
             for position in range(start, start + count):
                 block = rows.blocks[row, position // self.block_size]
-                # A leader may append behind the prompt that parked followers share; they copy the block before they write.
+                # A leader may append behind a prompt that parked followers share: they copy before they write.
                 is_own = scheduler.pool._references[block] == 1
                 assert is_own or position >= rows.num_prompt[row], "a shared prompt token was overwritten"
                 self.cache[block, position % self.block_size] = rows.tokens[row, position]
