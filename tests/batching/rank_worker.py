@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from temper.batching import CreditRules, make_batch, pack, shard
+from temper.batching import CreditRules, make_batch, pack, shard, with_logprobs
 from temper.objectives import PRESETS, MetricSums, Tokens, objective_loss, resolve
 from temper.types import Completion, Finish, Group, Message, Score, Status, Task, Trajectory, Turn
 
@@ -84,6 +84,7 @@ def gradients_and_metrics(name: str, rank: int, world: int, budget: int, reducti
     objective = resolve(name, {"regularizers": EXTRAS, "corrections": ["token_tis"]})
     rules = CreditRules(objective=objective, max_new_tokens=18)
     (rows,) = make_batch(make_groups(), rules, logprobs=noisy_logprobs, version=0).updates
+    rows = with_logprobs(rows, reference=noisy_logprobs(rows, "reference"))
     num_batch_tokens = sum(row.num_actions for row in rows)
     merged = MetricSums()
     for parameter in model.parameters():

@@ -113,6 +113,7 @@ def test_a_resumed_roller_trains_the_groups_that_were_not_trained_yet(staleness:
             batch = await first.take(step)
             seen += [group.id for group in batch.groups]
             state = first.state()  # as the loop saves it: before the release
+            await sampler.load(Publication(version=step, tensors={}))
             await first.release(step)
         await first.close()
         second = make_roller(sampler, varied, staleness, True)

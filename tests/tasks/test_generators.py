@@ -87,7 +87,7 @@ def test_a_generator_of_the_users_own_beside_the_recipe(tmp_path: Path, monkeypa
     )
     source = make_source("my_tasks_here:make", {"word": "x"}, seed=0, size=4)
     assert (source.size, source.task(2).answer) == (4, "2")
-    with pytest.raises(UserError, match="option word is missing"):
+    with pytest.raises(UserError, match='option "word" is missing'):
         make_source("my_tasks_here:make", {}, seed=0, size=0)
 
 
