@@ -239,7 +239,7 @@ def report(title: str, model: Model, heldout: list[str]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="GRPO in one file.")
     parser.add_argument("--preset", default="grpo", help="any preset that needs no reference model, e.g. dapo, cispo")
-    parser.add_argument("--sft-steps", type=int, default=110)
+    parser.add_argument("--sft-steps", type=int, default=120)
     parser.add_argument("--rl-steps", type=int, default=60)
     parser.add_argument("--heldout", type=int, default=500, help="number of held-out words")
     parser.add_argument("--seed", type=int, default=0)

@@ -79,6 +79,8 @@ class Report:
     checkpoint: str | None
     """The newest; None when there is none yet."""
     weights_sha256: str | None
+    peak_memory_bytes: float | None
+    """Most that was held at once, of the device or of the process; None before the first step."""
 
 
 def make_report(folder: Path) -> Report:
@@ -89,6 +91,7 @@ def make_report(folder: Path) -> Report:
         names = {record.stage: record.name for record in reader.stages()}
         numbers = sorted({record.stage for record in steps} | {result.stage for result in evaluations} | names.keys())
         failures, is_finished = reader.failures(), reader.is_finished
+        memory = [point.value for point in reader.metric("sys/peak_memory_bytes") if point.value is not None]
     stages = tuple(
         StageSummary(
             stage=number,
@@ -110,6 +113,7 @@ def make_report(folder: Path) -> Report:
         failures=failures,
         checkpoint=None if checkpoint is None else str(checkpoint.relative_to(folder)),
         weights_sha256=None if checkpoint is None else _sha256(checkpoint / WEIGHTS),
+        peak_memory_bytes=max(memory, default=None),
     )
 
 
@@ -249,6 +253,8 @@ def _work_lines(report: Report) -> list[str]:
         f"  prompts          {work.prompts_trained:,} distinct, trained {work.groups_trained:,} times",
         f"  time             {shares}",
     ]
+    if report.peak_memory_bytes:
+        lines.append(f"  peak memory      {report.peak_memory_bytes / 2**30:.2f} GiB")
     if work.groups_dropped:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in work.groups_dropped.items())
         lines.append(f"  dropped groups   {reasons}")

@@ -1,0 +1,102 @@
+"""The loop with real parts: learns, stays within its memory, and is not disturbed by evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from temper import loop
+from temper.build import build_stage, first_model, make_plan
+from temper.config import RunConfig, resolve
+from temper.types import Batch, EvaluationResult, StepReport
+
+
+class Notes:
+    """Keeps reports and the process's memory after each step."""
+
+    def __init__(self) -> None:
+        self.reports: list[StepReport] = []
+        self.evaluations: list[EvaluationResult] = []
+        self.resident_bytes: list[int] = []
+
+    def append(self, report: StepReport, batch: Batch) -> None:
+        self.reports.append(report)
+        self.resident_bytes.append(psutil.Process().memory_info().rss)
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        self.evaluations.append(result)
+
+
+def run(config: RunConfig, folder: Path) -> tuple[Notes, list[torch.Tensor]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    notes = Notes()
+
+    async def go() -> list[torch.Tensor]:
+        stage = build_stage(config, 0, first_model(config, folder))
+        await loop.run(make_plan(stage, first_step=1, recorders=(notes,), checkpoint=lambda step: None))
+        await stage.close()
+        return [parameter.detach().clone() for parameter in stage.model.parameters()]
+
+    return notes, asyncio.run(go())
+
+
+def rl_config(recipe: dict[str, Any], **changes: Any) -> RunConfig:
+    recipe = copy.deepcopy(recipe)
+    recipe["stage"] = [{**recipe["stage"][1], **changes}]
+    return resolve(recipe, [], where="test")[0]
+
+
+def test_evaluation_cannot_change_training(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    often, weights_often = run(rl_config(tiny_recipe, evaluation={"every": 1, "samples": 2}), tmp_path / "a")
+    seldom, weights_seldom = run(rl_config(tiny_recipe, evaluation={"every": 0}), tmp_path / "b")
+    assert len(often.evaluations) > len(seldom.evaluations)
+    assert all(torch.equal(a, b) for a, b in zip(weights_often, weights_seldom, strict=True))
+    assert [r.metrics for r in often.reports] == [r.metrics for r in seldom.reports]
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_asynchronous_training_keeps_the_bound_and_corrects_for_it(
+    staleness: int, tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    rollout = {"groups_per_step": 2, "group_size": 4, "max_staleness": staleness}
+    config = rl_config(tiny_recipe, steps=6, rollout=rollout, objective={"corrections": ["token_tis"]})
+    notes, _ = run(config, tmp_path)
+    assert len(notes.reports) == 6
+    assert max(report.max_staleness for report in notes.reports) <= staleness
+
+
+@pytest.mark.parametrize("preset", ["reinforce", "rloo", "dr_grpo", "dapo", "gspo", "cispo"])
+def test_every_preset_trains(preset: str, tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    changes = {"steps": 2, "objective": {"preset": preset}, "trainer": {"updates_per_batch": 2}}
+    notes, weights = run(rl_config(tiny_recipe, **changes), tmp_path)
+    assert [report.step for report in notes.reports] == [1, 2]
+    assert all(torch.isfinite(parameter).all() for parameter in weights)
+    assert notes.reports[0].metrics["policy/grad_norm"] > 0
+
+
+def test_the_first_update_of_a_batch_is_exactly_on_policy(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    notes, _ = run(rl_config(tiny_recipe, steps=3), tmp_path)
+    for report in notes.reports:
+        assert report.metrics["policy/ratio_max"] == report.metrics["policy/ratio_min"] == 1.0
+        assert report.metrics["policy/clip_frac_high"] == report.metrics["policy/clip_frac_low"] == 0.0
+
+
+def test_learning_rate_zero_changes_nothing_and_the_gap_stays_flat(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    config = rl_config(tiny_recipe, steps=20, optim={"learning_rate": 0.0})
+    notes, weights = run(config, tmp_path)
+    fresh = build_stage(config, 0, tmp_path / "model").model
+    assert all(torch.equal(a, b) for a, b in zip(weights, fresh.parameters(), strict=True))
+    assert max(report.metrics["mismatch/logp_abs_max"] for report in notes.reports) < 1e-5
+
+
+@pytest.mark.slow
+def test_host_memory_stays_flat_over_a_long_run(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    notes, _ = run(rl_config(tiny_recipe, steps=150, evaluation={"every": 0}), tmp_path)
+    settled, last = notes.resident_bytes[50], notes.resident_bytes[-1]
+    assert last - settled < 16 * 2**20, f"{(last - settled) / 2**20:.1f} MiB in 100 steps"
