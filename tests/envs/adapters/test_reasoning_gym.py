@@ -102,7 +102,7 @@ def test_tasks_from_elsewhere_are_refused_when_data_is_loaded(reward: ReasoningG
         ({"family": "chain_summ"}, 'family "chain_summ" is unknown. Did you mean "chain_sum"'),
         ({"family": "chain_sum", "min_term": 2}, 'option "min_term" is unknown. Did you mean "min_terms"'),
         ({"family": "chain_sum", "min_terms": 5, "max_terms": 2}, "reasoning-gym refuses family 'chain_sum'"),
-        ({}, "option family is missing"),
+        ({}, 'option "family" is missing'),
     ],
 )
 def test_mistakes_are_named(options: dict[str, str | int], message: str) -> None:
