@@ -1,8 +1,8 @@
 """Reinforcement learning of a language model in one file. Read me first.
 
 A small Llama-style transformer learns to spell random words backwards. First it imitates solved examples (supervised
-fine-tuning), and is stopped when about half of the words it has never seen come out right. On this toy more examples
-would do the rest; in real life they run out. From there on nobody shows it an answer: it samples its own, a function
+fine-tuning), and is stopped while most words it has never seen still come out wrong. On this toy more examples would
+do the rest; in real life they run out. From there on nobody shows it an answer: it samples its own, a function
 marks them right or wrong, and GRPO makes the right ones likelier. The words it is measured on are in neither stage.
 
     python recipes/grpo_in_one_file.py                                           # two minutes on two CPU cores
