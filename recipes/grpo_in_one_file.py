@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from temper.objectives import Credit, MetricSums, Objective, Tokens, advantages_of, objective_loss, resolve
+from temper.objectives import Credit, Extent, MetricSums, Objective, Tokens, objective_loss, resolve
 
 # Shapes: B sequences, L positions, V vocabulary.
 
@@ -203,13 +203,14 @@ def reinforce_step(
         is_truncated=(sequences[:, PROMPT_LENGTH:] != END).all(1),
         max_new_tokens=MAX_NEW_TOKENS,
     )
-    advantages = advantages_of(objective, credit).float()
+    advantages = objective.advantage(credit).float()  # one number per answer
 
     # One weight per token, which already holds one over the denominator (GRPO: 1 / (sequences * own length)). Losses
     # below are plain weighted sums, so a batch may be split in any way. Rows with advantage 0 add exactly 0: skip them.
     metrics = MetricSums()
     for part in torch.arange(len(sequences)).chunk(UPDATES):
-        weights = objective.weighting(credit.lengths[part], credit.group_ids[part], MAX_NEW_TOKENS).float()
+        extent = Extent(lengths=credit.lengths[part], group_ids=credit.group_ids[part], max_new_tokens=MAX_NEW_TOKENS)
+        weights = objective.weighting(extent).float()
         is_useful = advantages[part] != 0
         rows, weights = part[is_useful], weights[is_useful]
         mask, lengths = drawn[rows], credit.lengths[rows]

@@ -60,8 +60,10 @@ class Trainer(Protocol):
         """Optimiser steps published so far."""
         ...
 
-    def logprobs(self, samples: Sequence[Sample], policy: Literal["policy", "reference"]) -> list[list[float]]:
-        """Log-probability of each drawn token of each row (0.0 elsewhere), without gradient."""
+    def score(
+        self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic"]
+    ) -> list[list[float]]:
+        """Log-probability of each drawn token of each row (0.0 elsewhere), or its value; without gradient."""
         ...
 
     def step(self, batch: Batch) -> TrainResult:

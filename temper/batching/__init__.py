@@ -1,7 +1,8 @@
 """Groups become rows with credit (samples), rows become microbatches (pack)."""
 
 from temper.batching.pack import pack, shard
-from temper.batching.samples import CreditRules, assign_credit, make_batch, rows_of, rows_of_groups, with_logprobs
+from temper.batching.rows import rows_of, rows_of_groups, with_column
+from temper.batching.samples import CreditRules, assign_credit, make_batch
 
 __all__ = [
     "CreditRules",
@@ -11,5 +12,5 @@ __all__ = [
     "rows_of",
     "rows_of_groups",
     "shard",
-    "with_logprobs",
+    "with_column",
 ]

@@ -7,6 +7,7 @@ Shapes: everything in a Microbatch is [T], all tokens of its rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,8 +75,15 @@ def _microbatch(rollouts: Sequence[Rollout], dtype: torch.dtype) -> Microbatch:
         weights=_floats((row.weights for row in rows), dtype),
         versions=_integers(row.versions for row in rows),
         lengths=tuple(lengths.tolist()),
+        rewards=torch.tensor([row.reward for row in rows], dtype=dtype).repeat_interleave(lengths),
+        weight_slopes=torch.tensor([row.weight_slope for row in rows], dtype=dtype).repeat_interleave(lengths),
         proximal_logprobs=_optional([row.proximal_logprobs for row in rows], dtype),
         reference_logprobs=_optional([row.reference_logprobs for row in rows], dtype),
+        teacher_logprobs=_optional([row.teacher_logprobs for row in rows], dtype),
+        values=_optional([row.values for row in rows], dtype),
+        targets=_optional([row.targets for row in rows], dtype),
+        top_ids=_table([row.top_ids for row in rows], torch.int64),
+        top_logprobs=_table([row.top_logprobs for row in rows], dtype),
     )
 
 
@@ -92,3 +100,13 @@ def _optional(columns: Sequence[list[float] | None], dtype: torch.dtype) -> Tens
     present = [column for column in columns if column is not None]
     assert len(present) in (0, len(columns)), "either all rows of a batch have these log-probabilities or none"
     return _floats(present, dtype) if present else None
+
+
+def _table(columns: Sequence[list[list[Any]] | None], dtype: torch.dtype) -> Tensor | None:
+    """[T, K] with zeros where a position has no entries; None when no row has the column."""
+    present = [column for column in columns if column is not None]
+    assert len(present) in (0, len(columns)), "either all rows of a batch have their most likely tokens or none"
+    entries = [entry for column in present for entry in column]
+    width = max(map(len, entries), default=0)
+    filled = [entry or [0] * width for entry in entries]
+    return torch.tensor(filled, dtype=dtype) if present else None

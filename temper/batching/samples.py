@@ -1,27 +1,39 @@
 """Groups become rows to train on, each token with its advantage and its weight.
 
-Owns: masks (from lengths, never from ids), forked rows, credit over the whole batch, weights per optimiser step.
-Refuses: what credit is (objectives/) and how rows share a forward pass (pack.py).
+Owns: the passes that credit needs, credit over the whole batch, weights per optimiser step.
+Refuses: what credit is (objectives/), what a row is (rows.py), how rows share a forward pass (pack.py).
 Shapes: _B scored trajectories of the batch, _N their drawn tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import compress, islice
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from temper.batching.measure import measure_advantages, measure_groups
-from temper.objectives import Credit, Objective, advantages_of
+from temper.batching.rows import rows_of_groups, with_column
+from temper.objectives import Credit, Extent, Objective, Sloped, advantages_of, targets_of
 from temper.types import Batch, Group, Sample, Trajectory
 
-LogprobsFn = Callable[[Sequence[Sample], Literal["policy", "reference"]], list[list[float]]]
-"""Trainer.logprobs."""
+Scorer = Literal["policy", "reference", "teacher", "critic"]
+ScoreFn = Callable[[Sequence[Sample], Scorer], list[list[float]]]
+"""Trainer.score."""
+
+_PASSES: dict[str, tuple[str, Scorer]] = {
+    "proximal": ("proximal_logprobs", "policy"),
+    "reference": ("reference_logprobs", "reference"),
+    "teacher": ("teacher_logprobs", "teacher"),
+    "values": ("values", "critic"),
+}
+"""By need of a credit factor: the column it fills and who computes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,64 +46,32 @@ class CreditRules:
     """Optimiser steps per batch. A group is never split over two of them."""
     train_truncated: bool = True
     """False: completions cut at a limit are not trained; their rewards still count in the group's mean."""
+    part_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the reward's parts, for advantages that credit each part alone."""
+    seed: int = 0
+    """Of the run, for factors that draw."""
 
 
 def make_batch(
     groups: Sequence[Group],
     rules: CreditRules,
     *,
-    logprobs: LogprobsFn,
+    score: ScoreFn,
     version: int,
     dropped: Sequence[tuple[Group, str]] = (),
+    scales: Mapping[str, float] | None = None,
 ) -> Batch:
-    """Rows, then the log-probability passes that credit needs, then credit. What the loss needs, the trainer passes.
+    """Rows, then the passes that credit needs, then credit. What the loss needs beyond that, the trainer passes.
 
-    `version` is that of the weights that will be trained. Order of arrival does not matter: groups are sorted by draw.
+    `version` is that of the weights that will be trained; `scales` are those of the objective's controllers. Order of
+    arrival does not matter: groups are sorted by draw.
     """
     groups = sorted(groups, key=lambda group: group.draw)
     rows = rows_of_groups(groups)
-    if "proximal" in rules.objective.needs:
-        rows = with_logprobs(rows, proximal=logprobs(rows, "policy"), reference=logprobs(rows, "reference"))
-    return assign_credit(rows, groups, rules, version=version, dropped=dropped)
-
-
-def rows_of_groups(groups: Iterable[Group]) -> list[Sample]:
-    """Rows of all trainable members, in order of group and member, without credit."""
-    return [row for group in groups for trajectory in group.trainable for row in rows_of(trajectory)]
-
-
-def rows_of(trajectory: Trajectory) -> list[Sample]:
-    """The rows of one episode, advantages and weights still 0.
-
-    A turn whose prompt extends everything before it, id by id, continues the row, and what the environment or the
-    template added is masked. A turn whose prompt rewrote history starts a new row: the policy never saw the old one.
-    """
-    rows: list[list[tuple[int, int, float, int]]] = []
-    for turn in trajectory.turns:
-        completion = turn.completion
-        prompt = list(completion.prompt_ids)
-        seen = [entry[0] for entry in rows[-1]] if rows else []
-        if not rows or prompt[: len(seen)] != seen:
-            rows.append([])
-            seen = []
-        rows[-1] += [(token, 0, 0.0, -1) for token in prompt[len(seen) :]]
-        drawn = zip(completion.token_ids, completion.logprobs, completion.versions, strict=True)
-        rows[-1] += [(token, 1, logprob, version) for token, logprob, version in drawn]
-    return [_sample(trajectory, row) for row in rows if any(entry[1] for entry in row)]
-
-
-def with_logprobs(
-    rows: Sequence[Sample], *, proximal: list[list[float]] | None = None, reference: list[list[float]] | None = None
-) -> list[Sample]:
-    """The rows with log-probabilities of other policies, one list per row; None leaves them out."""
-    return [
-        dataclasses.replace(
-            row,
-            proximal_logprobs=row.proximal_logprobs if proximal is None else proximal[place],
-            reference_logprobs=row.reference_logprobs if reference is None else reference[place],
-        )
-        for place, row in enumerate(rows)
-    ]
+    for need, (column, scorer) in _PASSES.items():
+        if need in rules.objective.credit_needs:
+            rows = with_column(rows, column, score(rows, scorer))
+    return assign_credit(rows, groups, rules, version=version, dropped=dropped, scales=scales)
 
 
 def assign_credit(
@@ -101,6 +81,7 @@ def assign_credit(
     *,
     version: int,
     dropped: Sequence[tuple[Group, str]] = (),
+    scales: Mapping[str, float] | None = None,
 ) -> Batch:
     """Fills advantages and weights. Statistics are over whole groups and the whole batch; denominators per update.
 
@@ -110,38 +91,25 @@ def assign_credit(
     members = [trajectory for group in groups for trajectory in group.trainable]
     rows_by_member = _by_member(rows)
     member_rows = [rows_by_member[trajectory.group_id, trajectory.index] for trajectory in members]
-    credit = _credit(groups, members, member_rows, rules)
-    advantages = advantages_of(rules.objective, credit)
-    # Both shapes are allowed; where B = N every trajectory has one token and they mean the same.
-    advantages_N = advantages.repeat_interleave(credit.lengths) if len(advantages) == len(members) else advantages
-    assert len(advantages_N) == int(credit.lengths.sum()), "advantages must be per trajectory or per drawn token"
+    credit = _credit(groups, members, member_rows, rules, version)
+    credit = dataclasses.replace(credit, scales=scales or {})
+    advantages = advantages_of(rules.objective, credit, None if rules.train_truncated else ~credit.is_truncated)
+    targets = targets_of(rules.objective, credit)
     update_B = _update_of_groups(len(groups), rules.updates)[credit.group_ids]
-    weights_B = _weights(credit, update_B, rules)
+    weights_B, slopes_B = _weights(credit, update_B, advantages.is_kept, rules)
     updates: list[list[Sample]] = [[] for _ in range(rules.updates)]
-    given_N = iter(advantages_N.tolist())
-    for rows_here, update, weight in zip(member_rows, update_B.tolist(), weights_B.tolist(), strict=True):
-        filled = [_filled(row, given_N, weight) for row in rows_here]
+    given_N = iter(advantages.tokens.tolist())
+    targets_N = None if targets is None else iter(targets.tolist())
+    shares = zip(member_rows, update_B.tolist(), weights_B.tolist(), slopes_B.tolist(), strict=True)
+    for rows_here, update, weight, slope in shares:
+        filled = [_filled(row, given_N, targets_N, weight, slope) for row in rows_here]
         updates[update] += filled if weight > 0 else []
-    metrics = measure_groups(groups, dropped, version) | measure_advantages(advantages_N, credit.lengths)
+    metrics = measure_groups(groups, dropped, version) | measure_advantages(advantages.tokens, credit.lengths)
     return Batch(
         updates=tuple(tuple(update) for update in updates if update),
         groups=tuple(groups),
         dropped=tuple(dropped),
         metrics=metrics,
-    )
-
-
-def _sample(trajectory: Trajectory, row: list[tuple[int, int, float, int]]) -> Sample:
-    token_ids, loss_mask, logprobs, versions = (list(column) for column in zip(*row, strict=True))
-    return Sample(
-        group_id=trajectory.group_id,
-        index=trajectory.index,
-        token_ids=token_ids,
-        loss_mask=loss_mask,
-        behavior_logprobs=logprobs,
-        versions=versions,
-        advantages=[0.0] * len(row),
-        weights=[0.0] * len(row),
     )
 
 
@@ -153,30 +121,86 @@ def _by_member(rows: Sequence[Sample]) -> dict[tuple[str, int], list[Sample]]:
 
 
 def _credit(
-    groups: Sequence[Group], members: Sequence[Trajectory], member_rows: Sequence[list[Sample]], rules: CreditRules
+    groups: Sequence[Group],
+    members: Sequence[Trajectory],
+    member_rows: Sequence[list[Sample]],
+    rules: CreditRules,
+    version: int,
 ) -> Credit:
+    rows = [row for own in member_rows for row in own]
     # By place in the batch, not by task: the same task drawn twice is two groups with two baselines.
     group_ids = [place for place, group in enumerate(groups) for _ in group.trainable]
-    log_ratio_N = None
-    if {"reference", "proximal"} <= rules.objective.needs:
-        log_ratios = [gap for rows in member_rows for row in rows for gap in _reference_gaps(row)]
-        log_ratio_N = torch.tensor(log_ratios, dtype=torch.float64)
+    lengths = [sum(row.num_actions for row in own) for own in member_rows]
+    steps = _steps(members, lengths)
     return Credit(
-        rewards=torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64),
+        rewards=_float64(reward for group in groups for reward in group.rewards),
         group_ids=torch.tensor(group_ids, dtype=torch.int64),
-        lengths=torch.tensor([sum(row.num_actions for row in rows) for rows in member_rows], dtype=torch.int64),
+        lengths=torch.tensor(lengths, dtype=torch.int64),
         is_truncated=torch.tensor([trajectory.is_truncated for trajectory in members], dtype=torch.bool),
         max_new_tokens=rules.max_new_tokens,
-        reference_log_ratio=log_ratio_N,
+        reward_parts=_reward_parts(members),
+        part_weights=rules.part_weights,
+        greedy_rewards=_greedy_rewards(groups),
+        behavior_logprobs=_drawn(rows, "behavior_logprobs"),
+        proximal_logprobs=_drawn(rows, "proximal_logprobs"),
+        reference_logprobs=_drawn(rows, "reference_logprobs"),
+        teacher_logprobs=_drawn(rows, "teacher_logprobs"),
+        values=_drawn(rows, "values"),
+        step_ids=None if steps is None else steps[0],
+        step_values=None if steps is None else steps[1],
+        member_keys=torch.tensor([_key(rules.seed, version, member) for member in members], dtype=torch.int64),
     )
 
 
-def _reference_gaps(row: Sample) -> Iterable[float]:
-    """Proximal minus reference log-probability of each drawn token."""
-    assert row.proximal_logprobs is not None, "credit needs the proximal pass"
-    assert row.reference_logprobs is not None, "credit needs the reference pass"
-    gaps = (ours - theirs for ours, theirs in zip(row.proximal_logprobs, row.reference_logprobs, strict=True))
-    return compress(gaps, row.loss_mask)
+def _float64(values: Iterable[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)
+
+
+def _drawn(rows: Sequence[Sample], name: str) -> Tensor | None:
+    """A column at the drawn tokens of all rows, in order; None when the rows lack it."""
+    columns = [getattr(row, name) for row in rows]
+    if any(column is None for column in columns):
+        return None
+    pairs = zip(columns, rows, strict=True)
+    return _float64(value for column, row in pairs for value in compress(column, row.loss_mask))
+
+
+def _reward_parts(members: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """Each part of the reward over all members; NaN where a member lacks it or it has no value."""
+    names = dict.fromkeys(name for member in members for name in member.score_parts)
+    scores = {name: [member.score_parts.get(name) for member in members] for name in names}
+    return {
+        name: _float64(math.nan if s is None or s.value is None else s.value for s in column)
+        for name, column in scores.items()
+    }
+
+
+def _greedy_rewards(groups: Sequence[Group]) -> Tensor | None:
+    """Reward of the greedy attempt at each member's task; None when there was none."""
+    if not groups or any(group.greedy is None for group in groups):
+        return None
+    scores = [group.greedy.score.value for group in groups if group.greedy is not None for _ in group.trainable]
+    assert all(score is not None for score in scores), "a group without a greedy score is not trained"
+    return _float64(score for score in scores if score is not None)
+
+
+def _steps(members: Sequence[Trajectory], lengths: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+    """For each drawn token: the number of its step, and the value of the state in which that step begins."""
+    if not members or not all(member.step_starts for member in members):
+        return None
+    ids, values = [], []
+    for member, length in zip(members, lengths, strict=True):
+        ends = (*member.step_starts[1:], length)
+        for number, (start, end) in enumerate(zip(member.step_starts, ends, strict=True)):
+            ids += [number] * (end - start)
+            values += [member.step_values[number]] * (end - start)
+    return torch.tensor(ids), _float64(values)
+
+
+def _key(seed: int, version: int, member: Trajectory) -> int:
+    """The same for a member whatever else is in the batch."""
+    text = f"{seed}/{version}/{member.group_id}/{member.index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
 
 def _update_of_groups(num_groups: int, updates: int) -> Tensor:
@@ -184,24 +208,34 @@ def _update_of_groups(num_groups: int, updates: int) -> Tensor:
     return torch.arange(num_groups) * updates // max(1, num_groups)
 
 
-def _weights(credit: Credit, update_B: Tensor, rules: CreditRules) -> Tensor:
-    """Weight of each token of a trajectory; 0 for trajectories that are not trained.
+def _weights(credit: Credit, update_B: Tensor, is_kept_B: Tensor, rules: CreditRules) -> tuple[Tensor, Tensor]:
+    """Weight of each token of a trajectory, 0 for trajectories that are not trained; and its slope (Sloped).
 
     Each update is a batch of its own: a trajectory that it does not train has length 0 there and counts nowhere.
     """
-    is_trained_B = torch.ones_like(credit.is_truncated) if rules.train_truncated else ~credit.is_truncated
-    weights_B = torch.zeros_like(credit.rewards)
+    weighting = rules.objective.weighting
+    weights_B, slopes_B = torch.zeros_like(credit.rewards), torch.zeros_like(credit.rewards)
     for update in range(rules.updates):
-        lengths_B = credit.lengths * (is_trained_B & (update_B == update))
-        weights_B += rules.objective.weighting(lengths_B, credit.group_ids, rules.max_new_tokens)
-    return weights_B
+        lengths_B = credit.lengths * (is_kept_B & (update_B == update))
+        extent = Extent(
+            lengths=lengths_B,
+            group_ids=credit.group_ids,
+            max_new_tokens=rules.max_new_tokens,
+            scales=credit.scales,
+        )
+        weights_B += weighting(extent)
+        slopes_B += weighting.run.slopes(extent) if isinstance(weighting.run, Sloped) else 0.0
+    return weights_B, slopes_B
 
 
-def _filled(row: Sample, advantages: Iterable[float], weight: float) -> Sample:
-    """The row with credit on its drawn tokens and zeros elsewhere. Takes as many advantages as it has drawn tokens."""
-    own = islice(iter(advantages), row.num_actions)
+def _filled(
+    row: Sample, advantages: Iterator[float], targets: Iterator[float] | None, weight: float, slope: float
+) -> Sample:
+    """The row with credit on its drawn tokens and zeros elsewhere. Takes as many entries as it has drawn tokens."""
     return dataclasses.replace(
         row,
-        advantages=[next(own) if drawn else 0.0 for drawn in row.loss_mask],
+        advantages=[next(advantages) if drawn else 0.0 for drawn in row.loss_mask],
+        targets=None if targets is None else [next(targets) if drawn else 0.0 for drawn in row.loss_mask],
         weights=[weight if drawn else 0.0 for drawn in row.loss_mask],
+        weight_slope=slope,
     )

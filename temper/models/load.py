@@ -100,6 +100,17 @@ def load_tokenizer(folder: Path) -> Any:
         raise UserError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
 
 
+def require_same_tokenizer(student: Path, teacher: Path) -> None:
+    """A teacher that reads other ids would score text that nobody wrote."""
+    ours, theirs = load_tokenizer(student).get_vocab(), load_tokenizer(teacher).get_vocab()
+    differing = sorted(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
+    if differing:
+        raise UserError(
+            f"{teacher} cannot teach {student}: their tokenizers differ in {len(differing)} tokens, e.g. "
+            f"{differing[:3]}. Use a teacher with the same tokenizer"
+        )
+
+
 def end_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """Every id that ends a turn: the tokenizer's and generation_config.json's (several for some chat models)."""
     ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()

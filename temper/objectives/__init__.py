@@ -3,23 +3,44 @@
 Pure torch. `resolve("grpo")` gives an Objective; `advantages_of` makes credit; `objective_loss` makes the loss.
 """
 
+from temper.objectives.credit import Advantages, Credit, Extent
 from temper.objectives.metrics import MetricSums
-from temper.objectives.objective import Credit, Gain, Objective, Tokens, advantages_of, objective_loss
+from temper.objectives.objective import (
+    Gain,
+    Objective,
+    Sloped,
+    advantages_of,
+    control,
+    measure_batch,
+    measures_batch,
+    objective_loss,
+    targets_of,
+)
 from temper.objectives.presets import PRESETS
-from temper.objectives.resolve import check_group_size, check_proximal, compare, describe, resolve
+from temper.objectives.resolve import check_objective, compare, describe, resolve
+from temper.objectives.tokens import Scored, Tokens, TopTokens, join
 
 __all__ = [
     "PRESETS",
+    "Advantages",
     "Credit",
+    "Extent",
     "Gain",
     "MetricSums",
     "Objective",
+    "Scored",
+    "Sloped",
     "Tokens",
+    "TopTokens",
     "advantages_of",
-    "check_group_size",
-    "check_proximal",
+    "check_objective",
     "compare",
+    "control",
     "describe",
+    "join",
+    "measure_batch",
+    "measures_batch",
     "objective_loss",
     "resolve",
+    "targets_of",
 ]

@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from temper.errors import UserError
 from temper.types import Scalar
@@ -17,6 +17,21 @@ from temper.types import Scalar
 Arguments = ParamSpec("Arguments")
 Inputs = ParamSpec("Inputs")
 Output = TypeVar("Output")
+
+NEEDS = {
+    "reference": "log-probabilities of a frozen reference model",
+    "proximal": "the trainer's log-probabilities when the batch starts, before credit is given",
+    "teacher": "log-probabilities of a teacher model",
+    "values": "a critic",
+    "greedy": "one more, greedy rollout per task",
+    "step_values": "extra rollouts from inside each completion",
+    "entropy": "the entropy of each position, with gradient",
+    "sampler_top_k": "the sampler's most likely tokens at each position",
+    "policy_top_k": "the trainer's most likely tokens at each position",
+    "router": "the router of a mixture-of-experts model",
+    "batch": "a forward pass over the whole batch before the first gradient",
+}
+"""What a factor may ask for, and what that costs. The union over an objective decides which passes run."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +41,18 @@ class Factor(Generic[Inputs, Output]):
     name: str
     arguments: tuple[tuple[str, Scalar | None], ...]
     needs: frozenset[str] = field(compare=False)
-    """Passes that must have run: "reference", "proximal", "entropy" (with gradient)."""
+    """Keys of NEEDS."""
     min_group: int = field(compare=False)
     """Smallest group_size for which the factor means anything."""
+    experimental: str = field(compare=False)
+    """Why its form or a constant is not established by public code; empty when it is."""
     run: Callable[Inputs, Output] = field(compare=False, repr=False)
 
     def __call__(self, *inputs: Inputs.args, **named: Inputs.kwargs) -> Output:
         return self.run(*inputs, **named)
+
+    def argument(self, name: str) -> Any:
+        return dict(self.arguments)[name]
 
     def __str__(self) -> str:
         shown = ", ".join(f"{key}={value!r}" for key, value in self.arguments if value is not None)
@@ -40,9 +60,10 @@ class Factor(Generic[Inputs, Output]):
 
 
 def factor(
-    *, needs: Iterable[str] = (), min_group: int = 1
+    *, needs: Iterable[str] = (), min_group: int = 1, experimental: str = ""
 ) -> Callable[[Callable[Arguments, Callable[Inputs, Output]]], Callable[Arguments, Factor[Inputs, Output]]]:
     """Decorates a builder: its arguments are the settings, the function it returns is the mathematics."""
+    assert set(needs) <= NEEDS.keys(), f"needs {set(needs) - NEEDS.keys()} are not in NEEDS"
 
     def decorate(
         build: Callable[Arguments, Callable[Inputs, Output]],
@@ -55,7 +76,7 @@ def factor(
             bound.apply_defaults()
             arguments = tuple(bound.arguments.items())
             run = build(*args, **kwargs)
-            return Factor(build.__name__, arguments, frozenset(needs), min_group, run)
+            return Factor(build.__name__, arguments, frozenset(needs), min_group, experimental, run)
 
         return built
 

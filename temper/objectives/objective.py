@@ -1,91 +1,30 @@
 """One objective for every algorithm: credit x ratio x gate x correction x weighting x regulariser.
 
-Owns: what factors take and return, how they multiply, what is measured. Refuses: the factors themselves, and any
-denominator: `weights` already hold one over the whole batch's, so losses of microbatches simply add.
-Shapes: _T drawn tokens of one microbatch, _S its trajectories, _B trajectories of a batch, _N drawn tokens of a batch.
+Owns: what factors take and return, and how they multiply. Refuses: the factors themselves, and any denominator:
+`weights` already hold one over the whole batch's, so losses of microbatches simply add.
+Shapes: _T drawn tokens of one microbatch, _B trajectories of a batch, _N drawn tokens of a batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from temper.errors import UserError
+from temper.objectives.credit import Advantages, Credit, Extent
 from temper.objectives.factor import Factor
-from temper.objectives.metrics import MetricSums, largest, mean_sums, smallest
-from temper.types import Microbatch, require_parallel
+from temper.objectives.metrics import MetricSums
+from temper.objectives.policy_metrics import clip_sums, correction_sums, mismatch_sums, policy_sums
+from temper.objectives.tokens import Tokens
 
-MAX_LOG_RATIO = 20.0
-"""exp(20) is far beyond any trust region and still finite in float32, also when squared."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """The tokens one microbatch drew, and nothing else: there is no mask to forget.
-
-    All rows of a trajectory are here, so sequence-level sums are complete.
-    """
-
-    policy_logprobs: Tensor
-    """The only field with a gradient, besides entropy."""
-    proximal_logprobs: Tensor
-    """By the trainer when the batch started. With one update per batch: the detached policy."""
-    behavior_logprobs: Tensor
-    """As sampled."""
-    advantages: Tensor
-    weights: Tensor
-    """Share of each token in the loss of the whole batch."""
-    trajectory_ids: Tensor
-    """From 0 to num_trajectories - 1."""
-    num_trajectories: int
-    """May exceed the number of trajectories that have tokens here."""
-    num_batch_tokens: int
-    """Drawn tokens of the whole optimiser step, over all microbatches and ranks."""
-    versions: Tensor
-    reference_logprobs: Tensor | None = None
-    """None: the objective does not need them."""
-    entropy: Tensor | None = None
-    """Of the whole next-token distribution at each position. None: not computed."""
-
-    def __post_init__(self) -> None:
-        constants = ["proximal_logprobs", "behavior_logprobs", "advantages", "weights", "trajectory_ids", "versions"]
-        constants += ["reference_logprobs"] if self.reference_logprobs is not None else []
-        require_parallel(self, "policy_logprobs", *constants, *(["entropy"] if self.entropy is not None else []))
-        for name in constants:
-            # A proximal policy that was not detached gives ratio 1 with gradient 0: training runs and learns nothing.
-            assert not getattr(self, name).requires_grad, f"{name} must not carry a gradient"
-
-    @staticmethod
-    def of(
-        microbatch: Microbatch, policy_logprobs: Tensor, *, num_batch_tokens: int, entropy: Tensor | None = None
-    ) -> Tokens:
-        """The drawn tokens of a microbatch; `policy_logprobs` and `entropy` hold those tokens only, in its order."""
-        drawn_T = microbatch.loss_mask.bool()
-        proximal, reference = microbatch.proximal_logprobs, microbatch.reference_logprobs
-        return Tokens(
-            policy_logprobs=policy_logprobs,
-            proximal_logprobs=policy_logprobs.detach() if proximal is None else proximal[drawn_T],
-            behavior_logprobs=microbatch.behavior_logprobs[drawn_T],
-            advantages=microbatch.advantages[drawn_T],
-            weights=microbatch.weights[drawn_T],
-            trajectory_ids=microbatch.trajectory_ids[drawn_T],
-            num_trajectories=len(microbatch.lengths),
-            num_batch_tokens=num_batch_tokens,
-            versions=microbatch.versions[drawn_T],
-            reference_logprobs=None if reference is None else reference[drawn_T],
-            entropy=entropy,
-        )
-
-    def sum_by_trajectory(self, values_T: Tensor) -> Tensor:
-        return values_T.new_zeros(self.num_trajectories).index_add(0, self.trajectory_ids, values_T)
-
-    def mean_by_trajectory(self, values_T: Tensor) -> Tensor:
-        counts_S = self.sum_by_trajectory(torch.ones_like(values_T))
-        return self.sum_by_trajectory(values_T) / counts_S.clamp(min=1)
+Output = TypeVar("Output")
+State = Mapping[str, float]
+"""What controllers remember. A key that is a factor's name scales that factor's coefficient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +38,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What a sampler correction returns."""
+    """What a correction returns."""
 
     multiplier: Tensor
     """Detached; 0 drops the token from the numerator, never from a denominator."""
@@ -107,41 +46,81 @@ class Correction:
     """True where the rule truncated or rejected."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credit:
-    """What advantages are made of: the scored trajectories of one whole batch, on the CPU in float64.
+@dataclass(frozen=True, slots=True)
+class Measured(Generic[Output]):
+    """Mathematics in two parts: one number per token from the whole batch, then its use in a microbatch.
 
-    Unscorable members are not in it: they enter no mean and get no credit.
+    A quantile, a covariance or a mean taken per microbatch would make the gradient depend on the partition.
     """
 
-    rewards: Tensor
-    """[B]"""
-    group_ids: Tensor
-    """[B] ints from 0; one group is one draw of one task."""
-    lengths: Tensor
-    """[B] drawn tokens, at least 1 each."""
-    is_truncated: Tensor
-    """[B]"""
-    max_new_tokens: int
-    reference_log_ratio: Tensor | None = None
-    """[N] proximal minus reference log-probability, trajectory after trajectory. None: no factor needs it."""
+    name: str
+    """Of the factor."""
+    measure: Callable[[Tokens, Objective], Tensor]
+    """Whole batch -> [N], in the same order for every partition. Policy log-probabilities are there, without gradient,
+    when the factor needs "batch"; else they are NaN."""
+    use: Callable[[Tokens, Tensor], Output]
 
-    def __post_init__(self) -> None:
-        require_parallel(self, "rewards", "group_ids", "lengths", "is_truncated")
+    def __call__(self, tokens: Tokens) -> Output:
+        return self.use(tokens, tokens.measured[self.name])
 
 
-Shaping = Factor[[Credit], Tensor]
-"""Rewards [B] in place of those in the credit."""
+@dataclass(frozen=True, slots=True)
+class Sloped:
+    """A weighting with a number that is learned: the weights, and how their logarithms change with that number."""
+
+    weights: Callable[[Extent], Tensor]
+    slopes: Callable[[Extent], Tensor]
+    """[B] d log(weight) / d number. The loss then reports its own derivative as loss/weight_slope."""
+
+    def __call__(self, extent: Extent) -> Tensor:
+        return self.weights(extent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """When a reference rule is asked, after every step."""
+
+    step: int
+    """Steps of the run so far."""
+    stalled_evaluations: int
+    """Held-out evaluations since the best one, or since the reference last moved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refresh:
+    """How a reference moves: reference <- mix * policy + (1 - mix) * reference."""
+
+    mix: float
+    resets_optimizer: bool
+
+
+FisherProduct = Callable[[Tensor], Tensor]
+"""v -> F v, with F the Fisher matrix of the policy at the start of the step."""
+
+Shaping = Factor[[Credit], Credit]
+"""Rewards changed before anything is compared."""
 Advantage = Factor[[Credit], Tensor]
 """Per trajectory [B], or per drawn token [N] for estimators that give credit inside a trajectory."""
+Normalizer = Factor[[Credit, Advantages], Advantages]
+Proximal = Factor[[Tokens], Tensor]
+"""Log-probabilities [T] of the policy that ratios are taken against."""
 Ratio = Factor[[Tokens], Tensor]
 """Log ratio [T], bounded by MAX_LOG_RATIO."""
 Gate = Factor[[Tokens, Tensor], Gain]
+Emphasis = Factor[[Tokens], Tensor]
+"""Advantages [T] in place of those given, by what the policy is now."""
 SamplerCorrection = Factor[[Tokens], Correction]
-Weighting = Factor[[Tensor, Tensor, int], Tensor]
-"""(lengths [B], group ids [B], max_new_tokens) -> weight of each token of a trajectory [B]. Length 0 counts nowhere."""
+Weighting = Factor[[Extent], Tensor]
+"""Weight of each token of a trajectory [B], one over its denominator included."""
 Regularizer = Factor[[Tokens], Tensor]
 """A scalar to add to the loss, holding its own denominator."""
+Critic = Factor[[Credit], Tensor]
+"""Targets [N] for the values."""
+Controller = Factor[[State, State], State]
+"""(what it remembers, metrics of the step) -> what it remembers next; ({}, {}) -> how it starts."""
+ReferenceRule = Factor[[Moment], Refresh | None]
+ConstrainedStep = Factor[[FisherProduct, Tensor], Tensor]
+"""(Fisher product, gradient of the gain) -> the full step, before the line search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,46 +132,123 @@ class Objective:
     ratio: Ratio
     gate: Gate
     weighting: Weighting
+    proximal: Proximal
+    """What the ratio is taken against."""
     shaping: tuple[Shaping, ...] = ()
     """Applied in order, before the advantage."""
+    normalizers: tuple[Normalizer, ...] = ()
+    """Applied in order, after the advantage."""
+    emphasis: tuple[Emphasis, ...] = ()
     corrections: tuple[SamplerCorrection, ...] = ()
     """Multiplied; keep rules therefore combine by "and"."""
     regularizers: tuple[Regularizer, ...] = ()
+    critic: Critic | None = None
+    """None: no critic is trained."""
+    controllers: tuple[Controller, ...] = ()
+    reference: ReferenceRule | None = None
+    """When a reference moves. None: never."""
+    step: ConstrainedStep | None = None
+    """None: AdamW on the gradient."""
     wants: frozenset[str] = frozenset()
-    """Procedures outside the loss that belong to the algorithm: "dynamic_sampling", "overlong_shaping"."""
+    """Procedures outside the loss that belong to the algorithm: "dynamic_sampling", "overlong_filter" ..."""
     formula: str = ""
     source: str = ""
     note: str = ""
     """What a user should know before choosing it."""
-    experimental: bool = False
-    """True when a constant or the form itself is not established by public code."""
+    experimental: str = ""
+    """Why a constant or the form itself is not established by public code; empty when it is."""
 
     def __post_init__(self) -> None:
-        for kind in ("shaping", "corrections", "regularizers"):
+        for kind in ("shaping", "normalizers", "emphasis", "corrections", "regularizers", "controllers"):
             names = [factor.name for factor in getattr(self, kind)]
             if len(set(names)) < len(names):
                 raise UserError(f"objective {self.name}: {kind} = {names} names one twice. Name each at most once.")
 
     @property
+    def credit_factors(self) -> tuple[Factor[Any, Any], ...]:
+        critic = () if self.critic is None else (self.critic,)
+        return (*self.shaping, self.advantage, *self.normalizers, *critic)
+
+    @property
+    def loss_factors(self) -> tuple[Factor[Any, Any], ...]:
+        single = (self.proximal, self.ratio, self.gate, self.weighting)
+        return (*single, *self.emphasis, *self.corrections, *self.regularizers)
+
+    @property
     def factors(self) -> tuple[Factor[Any, Any], ...]:
-        single = (self.advantage, self.ratio, self.gate, self.weighting)
-        return (*self.shaping, *single, *self.corrections, *self.regularizers)
+        rules = tuple(rule for rule in (self.reference, self.step) if rule is not None)
+        return (*self.credit_factors, *self.loss_factors, *self.controllers, *rules)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Which passes have to run: "reference", "proximal", "entropy"."""
-        return frozenset().union(*(factor.needs for factor in self.factors))
+        """Which passes have to run; keys of factor.NEEDS."""
+        return _union(self.factors)
+
+    @property
+    def credit_needs(self) -> frozenset[str]:
+        """Those that have to run before credit is given."""
+        return _union(self.credit_factors)
+
+    def top_k(self, need: str) -> int:
+        """How many of the most likely tokens the factors with this need read; 0 when there are none."""
+        asking = [dict(factor.arguments) for factor in self.factors if need in factor.needs]
+        return max((int(arguments.get("k") or 1) for arguments in asking), default=0)
 
     @property
     def min_group(self) -> int:
         return max(factor.min_group for factor in self.factors)
 
+    @property
+    def why_experimental(self) -> tuple[str, ...]:
+        """All reasons, its own and its factors'; empty for an established algorithm."""
+        reasons = [f"{factor.name}: {factor.experimental}" for factor in self.factors if factor.experimental]
+        return tuple(([self.experimental] if self.experimental else []) + reasons)
 
-def advantages_of(objective: Objective, credit: Credit) -> Tensor:
-    """Shapes the rewards, then assigns credit: [B] per trajectory or [N] per drawn token."""
+
+def advantages_of(objective: Objective, credit: Credit, is_trained: Tensor | None = None) -> Advantages:
+    """Shapes the rewards, assigns credit, normalises it: one advantage per drawn token.
+
+    `is_trained` [B] names the trajectories that may be trained, if not all: the others count in their group's mean, and
+    in no statistic over tokens.
+    """
+    credit = shaped(objective, credit)
+    values = objective.advantage(credit)
+    # Both shapes are allowed; where B = N every trajectory has one token and they mean the same.
+    tokens_N = credit.spread(values) if len(values) == len(credit.rewards) else values
+    assert len(tokens_N) == int(credit.lengths.sum()), "advantages must be per trajectory or per drawn token"
+    everyone = torch.ones_like(credit.is_truncated)
+    advantages = Advantages(tokens=tokens_N, is_kept=everyone if is_trained is None else is_trained)
+    for normalize in objective.normalizers:
+        advantages = normalize(credit, advantages)
+    return advantages
+
+
+def targets_of(objective: Objective, credit: Credit) -> Tensor | None:
+    """What the critic should have predicted before each token [N]; None without a critic."""
+    return None if objective.critic is None else objective.critic(shaped(objective, credit))
+
+
+def shaped(objective: Objective, credit: Credit) -> Credit:
     for shape in objective.shaping:
-        credit = dataclasses.replace(credit, rewards=shape(credit))
-    return objective.advantage(credit)
+        credit = shape(credit)
+    return credit
+
+
+def measures_batch(objective: Objective) -> bool:
+    """Whether measure_batch has anything to do."""
+    return any(isinstance(factor.run, Measured) for factor in objective.loss_factors)
+
+
+def measure_batch(objective: Objective, whole: Tokens) -> dict[str, Tensor]:
+    """By factor name: one number per token, from the whole batch of one optimiser step.
+
+    `whole` holds every token of the step, over all microbatches and ranks, in an order that does not depend on how
+    they were split.
+    """
+    with torch.no_grad():
+        whole = _against_proximal(objective, whole)
+        parts = [factor.run for factor in objective.loss_factors if isinstance(factor.run, Measured)]
+        return {part.name: part.measure(whole, objective) for part in parts}
 
 
 def objective_loss(objective: Objective, tokens: Tokens) -> tuple[Tensor, MetricSums]:
@@ -202,6 +258,9 @@ def objective_loss(objective: Objective, tokens: Tokens) -> tuple[Tensor, Metric
     the batch; a microbatch without drawn tokens gives a zero that is still connected to the graph, so that every rank
     runs its backward pass.
     """
+    given, tokens = tokens, _against_proximal(objective, tokens)
+    for emphasize in objective.emphasis:
+        tokens = dataclasses.replace(tokens, advantages=emphasize(tokens))
     log_ratio_T = objective.ratio(tokens)
     gain = objective.gate(tokens, log_ratio_T)
     corrections = {correct.name: correct(tokens) for correct in objective.corrections}
@@ -210,93 +269,33 @@ def objective_loss(objective: Objective, tokens: Tokens) -> tuple[Tensor, Metric
         multiplier_T = multiplier_T * correction.multiplier
     loss = policy_loss = -(gain.value * multiplier_T * tokens.weights).sum()
     terms = {"loss/policy": policy_loss}
+    if isinstance(objective.weighting.run, Sloped) and tokens.weight_slopes is not None:
+        terms["loss/weight_slope"] = -(gain.value * multiplier_T * tokens.weights * tokens.weight_slopes).sum()
     for regularizer in objective.regularizers:
-        penalty = regularizer(tokens)
+        penalty = regularizer(tokens) * tokens.scales.get(regularizer.name, 1.0)
         loss = loss + penalty
         terms[f"loss/{regularizer.name}"] = penalty
     with torch.no_grad():
         metrics = MetricSums(totals={name: term.detach().double() for name, term in terms.items()})
-        for part in (_clip_sums(tokens, log_ratio_T, gain), _policy_sums(tokens), _mismatch_sums(tokens)):
+        for part in (clip_sums(tokens, log_ratio_T, gain.clipped), policy_sums(tokens), mismatch_sums(given)):
             metrics = metrics.merge(part)
         if corrections:
-            metrics = metrics.merge(_correction_sums(tokens, corrections, multiplier_T))
+            acted = {name: correction.acted for name, correction in corrections.items()}
+            metrics = metrics.merge(correction_sums(tokens, acted, multiplier_T))
     return loss, metrics
 
 
-def bounded(log_ratio: Tensor) -> Tensor:
-    """Log ratio that is safe to exponentiate. Sums over long sequences reach 1000, and exp of that is infinite."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def control(objective: Objective, state: State, metrics: State) -> dict[str, float]:
+    """What all controllers remember after a step. With ({}, {}): how a run starts."""
+    following = dict(state)
+    for controller in objective.controllers:
+        following |= controller(following, metrics)
+    return following
 
 
-def _clip_sums(tokens: Tokens, log_ratio_T: Tensor, gain: Gain) -> MetricSums:
-    """Shares of tokens whose ratio was bounded, by what the bound did.
-
-    Not "outside the band": a token that moved against its advantage is outside and keeps its gradient.
-    """
-    is_above_T = log_ratio_T > 0
-    is_good_T, is_bad_T = tokens.advantages > 0, tokens.advantages < 0
-    return mean_sums(
-        {
-            "policy/clip_frac_high": gain.clipped & is_good_T & is_above_T,
-            "policy/clip_frac_low": gain.clipped & is_bad_T & ~is_above_T,
-            "policy/dual_clip_frac": gain.clipped & is_bad_T & is_above_T,
-        }
-    )
+def _against_proximal(objective: Objective, tokens: Tokens) -> Tokens:
+    return dataclasses.replace(tokens, proximal_logprobs=objective.proximal(tokens))
 
 
-def _policy_sums(tokens: Tokens) -> MetricSums:
-    log_ratio_T = bounded(tokens.policy_logprobs - tokens.proximal_logprobs)
-    ratio_T = log_ratio_T.exp()
-    means = {
-        "policy/ratio_mean": ratio_T,
-        "policy/kl_old_k1": -log_ratio_T,
-        "policy/kl_old_k3": ratio_T - 1 - log_ratio_T,
-    }
-    if tokens.entropy is not None:
-        means["policy/entropy"] = tokens.entropy
-    if tokens.reference_logprobs is not None:
-        distance_T = bounded(tokens.policy_logprobs - tokens.reference_logprobs)
-        means["policy/kl_ref_k1"] = distance_T
-        means["policy/kl_ref_k3"] = torch.exp(-distance_T) - 1 + distance_T
-    extrema = MetricSums(maxima={"policy/ratio_max": largest(ratio_T)}, minima={"policy/ratio_min": smallest(ratio_T)})
-    return mean_sums(means).merge(extrema)
-
-
-def _mismatch_sums(tokens: Tokens) -> MetricSums:
-    """How far the sampler and the trainer at batch start disagree about the drawn tokens."""
-    log_rho_T = bounded(tokens.proximal_logprobs - tokens.behavior_logprobs)
-    rho_T = log_rho_T.exp()
-    by_token = mean_sums(
-        {
-            "mismatch/logp_abs_mean": log_rho_T.abs(),
-            "mismatch/kl_k1": -log_rho_T,
-            "mismatch/kl_k3": rho_T - 1 - log_rho_T,
-            "mismatch/chi2_token": rho_T.square() - 1,
-        }
-    )
-    has_tokens_S = tokens.sum_by_trajectory(torch.ones_like(tokens.weights)) > 0
-    train_S, rollout_S = (
-        tokens.mean_by_trajectory(x.double()) for x in (tokens.proximal_logprobs, tokens.behavior_logprobs)
-    )
-    by_trajectory = mean_sums(
-        {
-            "mismatch/ppl_train": (-train_S).exp() * has_tokens_S,
-            "mismatch/ppl_rollout": (-rollout_S).exp() * has_tokens_S,
-            "mismatch/log_ppl_diff": rollout_S - train_S,
-        },
-        count=has_tokens_S.sum(),
-    )
-    extrema = MetricSums(maxima={"mismatch/logp_abs_max": largest(log_rho_T.abs())})
-    return by_token.merge(by_trajectory).merge(extrema)
-
-
-def _correction_sums(tokens: Tokens, corrections: dict[str, Correction], multiplier_T: Tensor) -> MetricSums:
-    means = {f"mismatch/{name}_frac": correction.acted for name, correction in corrections.items()}
-    means["mismatch/reject_frac_token"] = multiplier_T == 0
-    means["mismatch/weight_mean"] = multiplier_T
-    means["mismatch/weight_square_mean"] = multiplier_T.double().square()
-    counts_S = tokens.sum_by_trajectory(torch.ones_like(multiplier_T))
-    kept_S = tokens.sum_by_trajectory((multiplier_T != 0).to(multiplier_T.dtype))
-    rejected_S = (kept_S == 0) & (counts_S > 0)
-    by_trajectory = mean_sums({"mismatch/reject_frac_seq": rejected_S}, count=(counts_S > 0).sum())
-    return mean_sums(means).merge(by_trajectory)
+def _union(factors: tuple[Factor[Any, Any], ...]) -> frozenset[str]:
+    return frozenset().union(*(factor.needs for factor in factors))

@@ -1,60 +1,168 @@
 """What is done to rewards before credit is given. Penalties come before group statistics, or they partly cancel.
 
-Owns: reward terms that depend on lengths or log-probabilities. Refuses: task scores (rewards/).
+Owns: reward terms that depend on lengths, limits or log-probabilities. Refuses: task scores (rewards/).
+The registry is in the order in which they belong: step rewards, length terms, truncation rules, clip range, KL.
 Shapes: _B trajectories of the batch, _N its drawn tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from temper.errors import UserError
+from temper.objectives.credit import Credit
 from temper.objectives.factor import factor, require
-from temper.objectives.objective import Credit, Shaping
+from temper.objectives.objective import Shaping
 
-ShapingFn = Callable[[Credit], Tensor]
+ShapingFn = Callable[[Credit], Credit]
+
+
+@factor()
+def cap_step_rewards(limit: float = 0.5) -> ShapingFn:
+    """Rewards inside a trajectory, times min(1, limit / sum_t |R_t|): together at most `limit`.
+
+    Keeps the outcome in charge when a process reward model pays for every step; choose less than the outcome's scale.
+    Name it before kl_in_reward, which also pays inside trajectories. The limit is ours. Specification 3.3.
+    """
+    require(limit > 0, f"cap_step_rewards: limit={limit} must be positive, e.g. 0.5 for outcomes of 0 and 1")
+
+    def shaped(credit: Credit) -> Credit:
+        if credit.token_rewards is None:
+            return credit
+        paid_B = torch.zeros_like(credit.rewards).index_add(0, credit.owners, credit.token_rewards.abs())
+        scale_B = limit / paid_B.clamp(min=limit)
+        return replace(credit, token_rewards=credit.token_rewards * credit.spread(scale_B))
+
+    return shaped
+
+
+@factor()
+def soft_overlong(buffer: int | None = None, coefficient: float = 1.0) -> ShapingFn:
+    """DAPO's soft punishment: from 0 to -1 over the last `buffer` tokens before max_new_tokens.
+
+    Unset: the last fifth, as in the paper, where it is 4096 of 20480.
+    Counts drawn tokens only, so long observations are not punished. Yu et al. 2025, eq. 13. Specification 1.1.
+    """
+    require(buffer is None or buffer > 0, f"soft_overlong: buffer={buffer} must be at least 1 token")
+
+    def shaped(credit: Credit) -> Credit:
+        longest = credit.max_new_tokens
+        width = max(1, longest // 5) if buffer is None else buffer
+        if width > longest:
+            raise UserError(
+                f"soft_overlong: buffer={width} is longer than max_new_tokens={longest}, so every completion would be "
+                f"punished. Use a part of it, e.g. buffer={max(1, longest // 5)}."
+            )
+        over_B = (credit.lengths - (longest - width)).to(credit.rewards.dtype)
+        return replace(credit, rewards=credit.rewards - coefficient * (over_B / width).clamp(0.0, 1.0))
+
+    return shaped
+
+
+@factor()
+def length_exact(target: int, alpha: float = 0.0003) -> ShapingFn:
+    """R - alpha * |target - n|, n drawn tokens: answers of one length. L1 (exact), l1 repository. Specification 1.1."""
+    require(target >= 1, f"length_exact: target={target} must be at least 1 token, e.g. 1000")
+    require(alpha >= 0, f"length_exact: alpha={alpha} must not be negative, e.g. 0.0003")
+
+    def shaped(credit: Credit) -> Credit:
+        missed_B = (target - credit.lengths).abs().to(credit.rewards.dtype)
+        return replace(credit, rewards=credit.rewards - alpha * missed_B)
+
+    return shaped
+
+
+@factor(
+    experimental="its paper and its repository differ by a factor of 2 in the slope; the paper's form is the default"
+)
+def length_max(target: int, form: str = "paper", alpha: float = 0.0003, delta: float = 0.5) -> ShapingFn:
+    """R * clip(alpha * (target - n) + delta, 0, 1): answers of at most one length, wrong ones unchanged at 0.
+
+    form = "repository": R * (clip(alpha * (target - n), -1, 1) + 1) / 2, without delta. L1 (max). Specification 1.1.
+    """
+    require(target >= 1, f"length_max: target={target} must be at least 1 token, e.g. 1000")
+    require(form in ("paper", "repository"), f'length_max: form="{form}" is unknown. Use "paper" or "repository".')
+    require(alpha >= 0, f"length_max: alpha={alpha} must not be negative, e.g. 0.0003")
+
+    def shaped(credit: Credit) -> Credit:
+        spare_B = alpha * (target - credit.lengths).to(credit.rewards.dtype)
+        share_B = (spare_B + delta).clamp(0, 1) if form == "paper" else (spare_B.clamp(-1, 1) + 1) / 2
+        return replace(credit, rewards=credit.rewards * share_B)
+
+    return shaped
+
+
+@factor()
+def stop_properly(factor: float) -> ShapingFn:
+    """For answers cut at a limit: R * factor if 0 <= factor <= 1, R := factor if it is negative.
+
+    Makes an answer that did not end worth less, whatever it says. OpenRLHF (ProRL v2). Specification 1.1.
+    """
+    require(
+        factor <= 1, f"stop_properly: factor={factor} would reward running on. Use 0 to 1, or less than 0, e.g. 0.5"
+    )
+
+    def shaped(credit: Credit) -> Credit:
+        cut_B = credit.rewards * factor if factor >= 0 else torch.full_like(credit.rewards, factor)
+        return replace(credit, rewards=torch.where(credit.is_truncated, cut_B, credit.rewards))
+
+    return shaped
+
+
+@factor()
+def exclude_truncated_from_stats() -> ShapingFn:
+    """Answers cut at a limit enter no group's mean or std, and get advantage 0 from estimators that compare members.
+
+    Each becomes a group of its own: nobody is compared with it. The rest of overlong filtering, not to train on them,
+    is decided where batches are made; the batch's own std (batch_std) still counts them. TRL. Specification 1.1.
+    """
+
+    def shaped(credit: Credit) -> Credit:
+        if not len(credit.group_ids):
+            return credit
+        alone_B = credit.group_ids.max() + 1 + torch.arange(len(credit.group_ids))
+        return replace(credit, group_ids=torch.where(credit.is_truncated, alone_B, credit.group_ids))
+
+    return shaped
+
+
+@factor()
+def clip_reward(low: float, high: float) -> ShapingFn:
+    """clip(R, low, high) of the outcome; rewards inside a trajectory, such as KL, stay. Specification 1.1."""
+    require(low < high, f"clip_reward: low={low} must be below high={high}, e.g. low=-1.0, high=1.0")
+    return lambda credit: replace(credit, rewards=credit.rewards.clamp(low, high))
 
 
 @factor(needs=("reference", "proximal"))
 def kl_in_reward(coefficient: float) -> ShapingFn:
-    """R - coefficient * sum_t (log pi_old - log pi_ref): k1 as a constant in the reward.
+    """R_t = -coefficient * (log pi_old - log pi_ref) inside the trajectory: k1 as a constant in the reward.
 
     Through the score function its gradient is that of KL(pi || ref), which k1 as a loss would not give.
     Ziegler et al. 2019; RLOO, Ahmadian et al. 2024. Specification 1.1 and 1.8.
     """
     require(coefficient >= 0, f"kl_in_reward: coefficient={coefficient} must not be negative, e.g. 0.05")
 
-    def shaped(credit: Credit) -> Tensor:
-        assert credit.reference_log_ratio is not None, "kl_in_reward needs reference log-probabilities"
-        trajectory_N = torch.repeat_interleave(torch.arange(len(credit.lengths)), credit.lengths)
-        kl_B = torch.zeros_like(credit.rewards).index_add(0, trajectory_N, credit.reference_log_ratio)
-        return credit.rewards - coefficient * kl_B
+    def shaped(credit: Credit) -> Credit:
+        assert credit.proximal_logprobs is not None, "kl_in_reward needs the proximal pass"
+        assert credit.reference_logprobs is not None, "kl_in_reward needs reference log-probabilities"
+        scale = coefficient * credit.scales.get("kl_in_reward", 1.0)
+        penalty_N = -scale * (credit.proximal_logprobs - credit.reference_logprobs)
+        inside_N = penalty_N if credit.token_rewards is None else credit.token_rewards + penalty_N
+        return replace(credit, token_rewards=inside_N)
 
     return shaped
 
 
-@factor()
-def soft_overlong(buffer: int = 4096, coefficient: float = 1.0) -> ShapingFn:
-    """DAPO's soft punishment: from 0 to -1 over the last `buffer` tokens before max_new_tokens.
-
-    Counts drawn tokens only, so long observations are not punished. Yu et al. 2025, eq. 13. Specification 1.1.
-    """
-    require(buffer > 0, f"soft_overlong: buffer={buffer} must be at least 1 token")
-
-    def shaped(credit: Credit) -> Tensor:
-        longest = credit.max_new_tokens
-        if buffer > longest:
-            raise UserError(
-                f"soft_overlong: buffer={buffer} is longer than max_new_tokens={longest}, so every completion would be "
-                f"punished. Use a part of it, e.g. buffer={max(1, longest // 5)}."
-            )
-        over_B = (credit.lengths - (longest - buffer)).to(credit.rewards.dtype)
-        return credit.rewards - coefficient * (over_B / buffer).clamp(0.0, 1.0)
-
-    return shaped
-
-
-SHAPINGS: dict[str, Callable[..., Shaping]] = {"kl_in_reward": kl_in_reward, "soft_overlong": soft_overlong}
+SHAPINGS: dict[str, Callable[..., Shaping]] = {
+    "cap_step_rewards": cap_step_rewards,
+    "soft_overlong": soft_overlong,
+    "length_exact": length_exact,
+    "length_max": length_max,
+    "stop_properly": stop_properly,
+    "exclude_truncated_from_stats": exclude_truncated_from_stats,
+    "clip_reward": clip_reward,
+    "kl_in_reward": kl_in_reward,
+}

@@ -6,7 +6,7 @@ Owns: running the parts of one trajectory together and guarding their results. R
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from temper.protocols import RewardFn
 from temper.rewards.score import combine, finite
@@ -24,6 +24,11 @@ class Rubric:
             name = f"{reward.name}_{copies + 1}" if copies else reward.name
             self._parts[name] = reward
             self._weights[name] = weight
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """By name of the part, as in the parts of a score."""
+        return self._weights
 
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, dict[str, Score]]:
         """The total, and each part before weighting."""

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from temper.errors import UserError
-from temper.objectives import Objective, resolve
+from temper.objectives import Extent, Objective, resolve
 from temper.types import Batch, Message, Sample, Scalar, Task
 
 
@@ -81,7 +81,8 @@ class Examples:
             for draw, task in draws
         ]
         lengths = torch.tensor([row.num_actions for _, row in rows])
-        weights = self._objective.weighting(lengths, torch.arange(len(rows)), self._max_length).tolist()
+        extent = Extent(lengths=lengths, group_ids=torch.arange(len(rows)), max_new_tokens=self._max_length)
+        weights = self._objective.weighting(extent).tolist()
         samples = tuple(_weighted(row, name, weight) for (name, row), weight in zip(rows, weights, strict=True))
         return Batch(
             updates=(samples,),

@@ -1,4 +1,7 @@
-"""One and two gloo ranks give one gradient, with uneven and with empty shares, for every preset."""
+"""One, two and four gloo ranks give one gradient, with uneven and with empty shares, for every preset.
+
+Specification 7.1, 7.2, 7.3, 7.16 and 7.24. All ranks of all worlds come from one start of rank_worker.py.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,26 @@ from pathlib import Path
 
 import pytest
 
+from temper.objectives import PRESETS, measures_batch
+
 WORKER = Path(__file__).with_name("rank_worker.py")
+ALONE, AVERAGED, MEASURED_ALONE = "1:10000:sum", "2:40:mean", "2:40:local"
+SHARES = {"1:1:sum": [12], "2:40:sum": [2, 3], "2:10000:sum": [1, 0], "4:80:sum": [1, 1, 1, 0]}
+"""How many microbatches each rank has, by case."""
+Results = dict[str, dict]
+"""By preset: gradient, metrics and share of one rank."""
 
 
-def run(folder: Path, world: int, budget: int, reduction: str = "sum") -> list[dict]:
-    """What each rank printed."""
-    store = folder / f"store-{world}-{budget}-{reduction}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, WORKER, str(rank), str(world), str(store), str(budget), reduction],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), outputs
-    return [json.loads(output) for output, _ in outputs]
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> dict[str, list[Results]]:
+    """By case, what each rank wrote."""
+    folder, cases = tmp_path_factory.mktemp("ranks"), [ALONE, AVERAGED, MEASURED_ALONE, *SHARES]
+    command = [sys.executable, str(WORKER), str(folder), *cases]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert finished.returncode == 0, finished.stderr
+    written = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    worlds = {case: int(case.split(":")[0]) for case in cases}
+    return {case: [written[f"{world}-{rank}"][case] for rank in range(world)] for case, world in worlds.items()}
 
 
 def same(first: dict, second: dict) -> bool:
@@ -39,26 +40,30 @@ def same(first: dict, second: dict) -> bool:
     return set(first["metrics"]) == set(second["metrics"]) and max(gradient, *metrics) <= 1e-10
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> dict:
-    return run(tmp_path_factory.mktemp("alone"), world=1, budget=10_000)[0]
+def different(results: Results, alone: Results) -> list[str]:
+    return [name for name in results if not same(results[name], alone[name])]
 
 
-@pytest.mark.parametrize(("budget", "shares"), [(40, "uneven"), (10_000, "empty")])
-def test_two_ranks_equal_one(tmp_path, alone, budget, shares) -> None:
-    ranks = run(tmp_path, world=2, budget=budget)
-    counts = [rank["grpo"]["share"] for rank in ranks]
-    assert counts == [1, 0] if shares == "empty" else min(counts) > 1
-    for rank in ranks:
-        assert all(same(rank[name], alone[name]) for name in alone)
+def test_every_preset_has_a_gradient(ranks) -> None:
+    (alone,) = ranks[ALONE]
+    assert set(alone) == set(PRESETS)
+    assert all(max(map(abs, result["gradient"])) > 1e-6 for result in alone.values())
 
 
-def test_many_microbatches_on_one_rank_equal_one(tmp_path, alone) -> None:
-    (other,) = run(tmp_path, world=1, budget=1)
-    assert other["grpo"]["share"] == 12
-    assert all(same(other[name], alone[name]) for name in alone)
+@pytest.mark.parametrize("case", SHARES)
+def test_every_number_of_ranks_and_microbatches_gives_one_gradient(ranks, case) -> None:
+    for rank, share in zip(ranks[case], SHARES[case], strict=True):
+        assert set(rank) == set(PRESETS)
+        assert rank["grpo"]["share"] == share
+        assert different(rank, ranks[ALONE][0]) == []
 
 
-def test_averaging_gradients_over_ranks_would_be_noticed(tmp_path, alone) -> None:
-    ranks = run(tmp_path, world=2, budget=40, reduction="mean")
-    assert not any(same(ranks[0][name], alone[name]) for name in alone)
+def test_averaging_gradients_over_ranks_would_be_noticed(ranks) -> None:
+    results = ranks[AVERAGED][0]
+    assert different(results, ranks[ALONE][0]) == list(results)
+
+
+def test_measuring_on_each_rank_alone_would_be_noticed(ranks) -> None:
+    results = ranks[MEASURED_ALONE][0]
+    assert set(results) >= {name for name, preset in PRESETS.items() if measures_batch(preset)}
+    assert different(results, ranks[ALONE][0]) == list(results)

@@ -8,9 +8,17 @@ import random
 import pytest
 import torch
 
-from temper.batching import CreditRules, assign_credit, make_batch, pack, rows_of, rows_of_groups, with_logprobs
-from temper.objectives import PRESETS, Tokens, objective_loss, resolve
+from temper.batching import CreditRules, assign_credit, make_batch, pack, rows_of, rows_of_groups, with_column
+from temper.objectives import PRESETS, Scored, Tokens, measures_batch, objective_loss, resolve
 from temper.types import Sample, Status
+
+PLAIN = [
+    name
+    for name, preset in PRESETS.items()
+    if not (preset.needs - {"reference", "proximal"}) and not measures_batch(preset)
+    if preset.advantage.name != "per_reward"
+]
+"""Presets that need nothing but log-probabilities and one reward; what the others need is tested with the trainer."""
 
 
 def rules(preset: str = "dapo", overrides=None, **fields) -> CreditRules:
@@ -118,7 +126,7 @@ def test_weights_are_those_of_the_weighting(group) -> None:
 
 def test_each_update_has_its_own_denominator_and_whole_groups(group) -> None:
     groups = [group([(1.0, 3), (0.0, 1)], draw=d) for d in range(2)] + [group([(1.0, 1), (0.0, 1)], draw=2)]
-    rows = with_logprobs(rows_of_groups(groups), proximal=[r.behavior_logprobs for r in rows_of_groups(groups)])
+    rows = rows_of_groups(groups)
     batch = assign_credit(rows, groups, rules("dapo", updates=3), version=0)
     assert [{row.group_id for row in update} for update in batch.updates] == [{"g0"}, {"g1"}, {"g2"}]
     assert [sum(sum(row.weights) for row in update) for update in batch.updates] == pytest.approx([1, 1, 1])
@@ -127,7 +135,7 @@ def test_each_update_has_its_own_denominator_and_whole_groups(group) -> None:
 
 def test_groups_spread_evenly_when_they_do_not_divide(group) -> None:
     groups = [group([(1.0, 1), (0.0, 1)], draw=d) for d in range(5)]
-    rows = with_logprobs(rows_of_groups(groups), proximal=[r.behavior_logprobs for r in rows_of_groups(groups)])
+    rows = rows_of_groups(groups)
     batch = assign_credit(rows, groups, rules(updates=2), version=0)
     assert [len(update) for update in batch.updates] == [6, 4]
 
@@ -169,7 +177,7 @@ def test_kl_in_reward_uses_the_proximal_and_reference_passes(group) -> None:
         return [[passes[policy] * drawn_here for drawn_here in row.loss_mask] for row in rows]
 
     made = [group([(1.0, 2), (0.0, 4)])]
-    batch = make_batch(made, rules("rloo"), logprobs=logprobs, version=0)
+    batch = make_batch(made, rules("rloo"), score=logprobs, version=0)
     (rows,) = batch.updates
     # R - 0.05 * 2 per token: 0.8 and -0.4; leave-one-out of two is the difference.
     assert [drawn(row, row.advantages)[0] for row in rows] == pytest.approx([1.2, -1.2])
@@ -182,7 +190,7 @@ def test_kl_in_reward_uses_the_proximal_and_reference_passes(group) -> None:
 
 
 def test_one_update_without_reference_needs_no_pass(group) -> None:
-    (rows,) = make_batch([group([(1.0, 1), (0.0, 1)])], rules("grpo"), logprobs=no_pass, version=0).updates
+    (rows,) = make_batch([group([(1.0, 1), (0.0, 1)])], rules("grpo"), score=no_pass, version=0).updates
     assert rows[0].proximal_logprobs is None
     assert rows[0].reference_logprobs is None
 
@@ -195,15 +203,15 @@ def test_kl_in_the_reward_asks_for_both_policies_once(group) -> None:
         return [[-0.5] * len(row.token_ids) for row in rows]
 
     groups = [group([(1.0, 1), (0.0, 1)], draw=d) for d in range(2)]
-    batch = make_batch(groups, rules("rloo", updates=2), logprobs=logprobs, version=0)
+    batch = make_batch(groups, rules("rloo", updates=2), score=logprobs, version=0)
     assert calls == ["policy", "reference"]
     assert all(row.proximal_logprobs == [-0.5] * 3 for update in batch.updates for row in update)
 
 
 def test_order_of_arrival_does_not_matter(group) -> None:
     groups = [group([(float(d % 2), 2), (0.5, 3)], draw=d) for d in range(4)]
-    first = make_batch(groups, rules(), logprobs=no_pass, version=0)
-    second = make_batch(groups[::-1], rules(), logprobs=no_pass, version=0)
+    first = make_batch(groups, rules(), score=no_pass, version=0)
+    second = make_batch(groups[::-1], rules(), score=no_pass, version=0)
     assert first == second
 
 
@@ -212,19 +220,21 @@ def test_order_of_arrival_does_not_matter(group) -> None:
 
 def loss_and_gradient(made, preset: str):
     """Policy log-probabilities are a leaf over drawn tokens in order of member and turn."""
-    overrides = {"shaping": [], "corrections": ["token_tis"]}
+    overrides = {"shaping": [], "corrections": ["token_tis"], "proximal": "trainer"}
     (rows,) = credited(made, rules(preset, overrides)).updates
-    rows = with_logprobs(rows, proximal=[[0.9 * logprob for logprob in row.behavior_logprobs] for row in rows])
+    proximal = [[0.9 * logprob for logprob in row.behavior_logprobs] for row in rows]
+    rows = with_column(with_column(rows, "proximal_logprobs", proximal), "reference_logprobs", proximal)
     (microbatch,) = pack(rows, 10_000, torch.float64)
     behavior = microbatch.behavior_logprobs[microbatch.loss_mask.bool()]
     policy = (1.1 * behavior).requires_grad_()
-    tokens = Tokens.of(microbatch, policy, num_batch_tokens=len(policy))
+    scored = Scored(logprobs=policy, entropy=-policy.detach())
+    tokens = Tokens.of(microbatch, scored, num_batch_tokens=len(policy))
     loss, metrics = objective_loss(resolve(preset, overrides), tokens)
     loss.backward()
     return loss.item(), policy.grad, metrics.finish()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", PLAIN)
 def test_gradient_does_not_depend_on_how_a_rollout_is_split_into_rows(group, turn, preset) -> None:
     whole = [turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 8], [5, 6, 7])]
     forked = [turn([1, 2], [3, 4]), turn([1, 2, 9, 8], [5, 6, 7])]
@@ -235,7 +245,7 @@ def test_gradient_does_not_depend_on_how_a_rollout_is_split_into_rows(group, tur
     assert results[0][2] == pytest.approx(results[1][2], abs=1e-12)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", PLAIN)
 def test_a_hundred_observation_tokens_change_nothing(group, turn, preset) -> None:
     rng = random.Random(1)
     first, second = [3, 4], [5, 6, 7]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from temper.objectives import Credit, Tokens
+from temper.objectives import Credit, Extent, Tokens
 from temper.objectives.weighting import token_sum
 
 LENGTHS = [3, 2, 1, 2]
@@ -25,7 +25,7 @@ def f1() -> Callable[..., Tokens]:
 
     def make(*, dtype: torch.dtype = torch.float64, weighting: Any = None, length: int = 4, **fields: Any) -> Tokens:
         lengths_B, group_ids_B = torch.tensor(LENGTHS), torch.zeros(4, dtype=torch.int64)
-        weights_B = (weighting or token_sum())(lengths_B, group_ids_B, length)
+        weights_B = (weighting or token_sum())(Extent(lengths=lengths_B, group_ids=group_ids_B, max_new_tokens=length))
 
         def logs(probabilities: list[float]) -> Tensor:
             return torch.tensor(probabilities, dtype=torch.float64).log().to(dtype)

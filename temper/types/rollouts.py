@@ -1,18 +1,15 @@
-"""The data that flows through Temper, one type per stage, so that a type says what has been computed.
+"""From a task to a scored group: what rollouts are made of.
 
-Owns: shapes of data and their invariants. Refuses: behaviour; nothing here imports another Temper module but errors.
 Everything is frozen, keyword-only, and checked once, when it is made.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import torch
-from torch import Tensor
+from temper.types.checks import require_parallel
 
 Scalar = str | int | float | bool
 
@@ -120,6 +117,8 @@ class SamplingParams:
     max_new_tokens: int = 64
     stop_ids: tuple[int, ...] = ()
     """Drawing one of these ends the completion; the stop token itself is kept."""
+    top_logprobs: int = 0
+    """How many of the most likely tokens to return at each position, after temperature."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +146,13 @@ class Completion:
     """Natural log, float32, after temperature, by the weights of `versions`."""
     versions: list[int]
     finish: Finish
+    top_ids: list[list[int]] | None = None
+    """The most likely tokens at each position, most likely first. None: not asked for."""
+    top_logprobs: list[list[float]] | None = None
 
     def __post_init__(self) -> None:
-        require_parallel(self, "token_ids", "logprobs", "versions")
+        top = ("top_ids", "top_logprobs") if self.top_ids is not None else ()
+        require_parallel(self, "token_ids", "logprobs", "versions", *top)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +183,12 @@ class Trajectory:
     error: str | None = None
     """What went wrong when status is TOOL_ERROR, TIMEOUT or ABORTED."""
     seconds: float = 0.0
+    step_starts: tuple[int, ...] = ()
+    """First drawn token of each reasoning step, when step values were estimated."""
+    step_values: tuple[float, ...] = ()
+    """Mean reward of fresh rollouts from the start of each step; parallel to step_starts."""
+    extra_tokens: int = 0
+    """Drawn by those rollouts."""
 
     @property
     def text(self) -> str:
@@ -213,6 +222,14 @@ class Group:
     """Place of this draw in the task stream, from 0; batches are ordered by it."""
     task: Task
     trajectories: tuple[Trajectory, ...]
+    greedy: Trajectory | None = None
+    """One more attempt at temperature 0, a baseline that is never trained. None: the objective needs none."""
+
+    @property
+    def tokens_drawn(self) -> int:
+        """Everything the sampler drew for this group, baselines and step values included."""
+        everyone = (*self.trajectories, *(() if self.greedy is None else (self.greedy,)))
+        return sum(trajectory.num_tokens + trajectory.extra_tokens for trajectory in everyone)
 
     @property
     def trainable(self) -> tuple[Trajectory, ...]:
@@ -236,159 +253,3 @@ class Group:
         spread = max(rewards) - min(rewards)
         # Not "== 0": seven float32 rewards of 0.1 differ in the last bit and would pass as signal.
         return spread <= 1e-8 * max(1.0, max(abs(r) for r in rewards))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One row to train on. Lists run over all tokens of the row, prompt included, indexed by the scored token.
-
-    A rollout is one row unless its template rewrote history; then it is several rows that share group_id and index.
-    """
-
-    group_id: str
-    index: int
-    token_ids: list[int]
-    loss_mask: list[int]
-    """1 exactly where the policy drew the token. From lengths, never from ids."""
-    behavior_logprobs: list[float]
-    """0.0 where loss_mask is 0."""
-    versions: list[int]
-    """-1 where loss_mask is 0."""
-    advantages: list[float]
-    weights: list[float]
-    """Share of each token in the loss; already holds one over the denominator of the whole batch."""
-    proximal_logprobs: list[float] | None = None
-    """By the trainer when the batch started; None: the current policy of a single update, detached."""
-    reference_logprobs: list[float] | None = None
-    """None: no part of the objective needs them."""
-
-    def __post_init__(self) -> None:
-        require_parallel(self, "token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages", "weights")
-        for name in ("proximal_logprobs", "reference_logprobs"):
-            if getattr(self, name) is not None:
-                require_parallel(self, "token_ids", name)
-        assert not self.loss_mask or self.loss_mask[0] == 0, "the first token has no position that scores it"
-
-    @property
-    def num_actions(self) -> int:
-        return sum(self.loss_mask)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Microbatch:
-    """Rows laid end to end. All tensors are [T]; float fields keep the precision they were packed with."""
-
-    token_ids: Tensor
-    positions: Tensor
-    """Restart at 0 with every row."""
-    sequence_ids: Tensor
-    """Row number; attention never crosses it."""
-    trajectory_ids: Tensor
-    """Rollout number inside the microbatch; sequence-level ratios sum over it. Rows of one rollout stay together."""
-    loss_mask: Tensor
-    behavior_logprobs: Tensor
-    advantages: Tensor
-    weights: Tensor
-    versions: Tensor
-    lengths: tuple[int, ...]
-    """Tokens of each row; they sum to T."""
-    proximal_logprobs: Tensor | None = None
-    reference_logprobs: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        require_parallel(
-            self, "token_ids", "positions", "sequence_ids", "trajectory_ids", "loss_mask", "behavior_logprobs",
-            "advantages", "weights", "versions",
-        )  # fmt: skip
-        assert sum(self.lengths) == len(self.token_ids), "row lengths must add up to the packed tokens"
-
-    def to(self, device: torch.device) -> Microbatch:
-        tensors = {
-            name: value.to(device)
-            for name in self.__dataclass_fields__
-            if isinstance(value := getattr(self, name), Tensor)
-        }
-        return dataclasses.replace(self, **tensors)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """What one training step consumes: rows with credit, and the groups they came from."""
-
-    updates: tuple[tuple[Sample, ...], ...]
-    """One tuple per optimiser step; each is its own global batch with its own denominators."""
-    groups: tuple[Group, ...] = ()
-    """Trained groups in draw order; empty for supervised data."""
-    dropped: tuple[tuple[Group, str], ...] = ()
-    """Groups that were rolled and not trained, each with the reason."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publication:
-    """Weights of one version on their way to the samplers."""
-
-    version: int
-    tensors: Mapping[str, Tensor]
-    """Every parameter by its name in the model. A sampler that shares the storage copies nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainResult:
-    """What the trainer did with one batch."""
-
-    loss: float
-    metrics: Mapping[str, float]
-    seconds: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """One line of a run: everything the step was, in numbers."""
-
-    stage: int
-    step: int
-    """From 1, inside the stage."""
-    version: int
-    """Version of the weights after the step."""
-    loss: float
-    metrics: Mapping[str, float]
-    """A pure function of data and weights: equal to the bit after a resume."""
-    seconds: Mapping[str, float]
-    """Wall time by phase; sums to the step. Differs from run to run."""
-    system: Mapping[str, float]
-    """Throughput, memory and engine counters. Differs from run to run."""
-    groups_trained: int
-    groups_dropped: int
-    max_staleness: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationResult:
-    """Held-out score of one weights version, with everything needed to compare it fairly."""
-
-    stage: int
-    step: int
-    name: str
-    """What was measured: "greedy" or "sampled"."""
-    score: float
-    low: float
-    high: float
-    """95% interval, clustered by prompt."""
-    num_prompts: int
-    samples_per_prompt: int
-    constant_score: float
-    """Score of always giving the commonest answer: a gain up to it proves nothing."""
-    budget: Mapping[str, Scalar]
-    """Prompts hash and decoding parameters; results are comparable only when equal."""
-
-
-def require_parallel(owner: object, *names: str) -> None:
-    """Asserts that the named fields of `owner` have one length."""
-    sizes = {name: len(getattr(owner, name)) for name in names}
-    assert len(set(sizes.values())) == 1, f"{type(owner).__name__}: fields must be parallel, got lengths {sizes}"
-
-
-def total_tokens(samples: Sequence[Sample]) -> int:
-    return sum(len(sample.token_ids) for sample in samples)

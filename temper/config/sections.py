@@ -1,19 +1,16 @@
 """What a recipe may say. A recipe is TOML; each `[[stage]]` table overrides the rest of the file.
 
-Owns: keys, defaults, types, and rules that need no data and no model. Refuses: building anything (build.py does).
+Owns: keys, defaults, types, and rules that need no data and no model. Refuses: reading files (recipe.py), and building
+anything (build.py).
 The text under each field is its help.
 """
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from temper.errors import UserError, did_you_mean
 from temper.types import Scalar
 
 Factor = str | dict[str, Scalar]
@@ -56,6 +53,8 @@ class ModelConfig(Section):
     """Of weights and forward pass; auto: bfloat16 on a GPU, float32 on a CPU. Master weights, moments, head and
     log-probabilities are always float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    teacher: str = ""
+    """Checkpoint directory of the teacher, for objectives that distil from one. Same tokenizer as the model."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -141,20 +140,37 @@ class ObjectiveConfig(Section):
 
     preset: str = "grpo"
     shaping: list[Factor] | None = None
+    """What is done to rewards before they are compared."""
     advantage: Factor | None = None
+    normalizers: list[Factor] | None = None
+    """What is done to advantages: whiten, clip, drop."""
+    critic: Factor | None = None
+    """How a critic is trained; only advantages that need values have one."""
+    proximal: Factor | None = None
+    """What the ratio is taken against: "trainer" (its own log-probabilities when the batch started), "behavior" (the
+    sampler's), "interpolated" or "current"."""
     ratio: Factor | None = None
     gate: Factor | None = None
+    emphasis: list[Factor] | None = None
+    """What changes advantages inside the loss."""
     corrections: list[Factor] | None = None
+    """Multipliers and keep rules: for the sampler's mismatch and staleness, by entropy, by covariance."""
     weighting: Factor | None = None
     regularizers: list[Factor] | None = None
-    proximal: Literal["trainer", "behavior"] = "trainer"
-    """What the ratio is taken against: the trainer's own log-probabilities when the batch started, or the sampler's."""
-    train_truncated: bool = True
-    """Train on completions that were cut at the length limit."""
+    controllers: list[Factor] | None = None
+    """What adapts a coefficient while training: adaptive_kl, adaptive_entropy."""
+    reference: Factor | None = None
+    """When the reference model follows the policy; unset and not in the preset: never."""
+    step: Factor | None = None
+    """A constrained step (trpo) in place of AdamW."""
+    train_truncated: bool | None = None
+    """Train on completions that were cut at the length limit. Unset: yes, unless the preset filters them."""
 
 
 class OptimConfig(Section):
     learning_rate: float = Field(1e-6, ge=0)
+    critic_learning_rate: float | None = Field(None, ge=0)
+    """Of the critic, if there is one; same schedule. Unset: ten times learning_rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After warm-up. linear and cosine fall towards 0, which they would reach one step after the last."""
     warmup_steps: int = Field(0, ge=0)
@@ -247,147 +263,3 @@ class RunConfig(Section):
                 f"Use a multiple, e.g. groups_per_step={-(-groups // updates) * updates}"
             )
         return self
-
-
-def load_recipe(path: Path, overrides: Iterable[str] = ()) -> list[RunConfig]:
-    """Reads a recipe and returns its stages in order, each fully resolved and validated."""
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be read ({error.strerror}). Give the path of a recipe, e.g. recipes/demo.toml"
-        ) from error
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from error
-    return resolve(table, overrides, where=str(path), text=text)
-
-
-def resolve(table: Mapping[str, Any], overrides: Iterable[str], *, where: str, text: str = "") -> list[RunConfig]:
-    """Merges each [[stage]] over the shared keys and validates the result."""
-    shared = {key: value for key, value in table.items() if key != "stage" or not isinstance(value, list)}
-    stages = table["stage"] if isinstance(table.get("stage"), list) else [{}]
-    resolved = []
-    for stage in stages:
-        merged = merge(shared, {("stage" if key == "kind" else key): value for key, value in stage.items()})
-        for override in overrides:
-            merged = merge(merged, parse_override(override))
-        resolved.append(_validate(merged, where=where, text=text))
-    return resolved
-
-
-def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables merge key by key; everything else is replaced. model.path and model.new replace each other."""
-    out = dict(below)
-    for key, value in above.items():
-        is_table = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
-        out[key] = merge(out[key], value) if is_table else value
-    return out
-
-
-def parse_override(text: str) -> dict[str, Any]:
-    """'a.b=c' as nested tables. The value is read as TOML, and as plain text when that fails."""
-    key, sign, value = text.partition("=")
-    if not sign or not key.strip():
-        raise UserError(f"--set {text!r} is not of the form key=value, e.g. --set optim.learning_rate=1e-5")
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
-    for part in reversed(key.strip().split(".")):
-        parsed = {part: parsed}
-    return cast(dict[str, Any], parsed)
-
-
-def _validate(merged: Mapping[str, Any], *, where: str, text: str) -> RunConfig:
-    try:
-        return RunConfig.model_validate(merged)
-    except ValidationError as error:
-        problems = [_explain(problem, where, text) for problem in error.errors()]
-        raise UserError("\n".join(problems)) from error
-
-
-def _explain(problem: Mapping[str, Any], where: str, text: str) -> str:
-    """One validation problem as a sentence with the place, the value and the nearest allowed name."""
-    location = [str(part) for part in problem["loc"]]
-    key = ".".join(location)
-    line = _line_of(location[-1], text) if location else None
-    place = f"{where}, line {line}" if line else where
-    if problem["type"] == "extra_forbidden":
-        allowed = sorted(_fields_at(location[:-1]))
-        return (
-            f'{place}: key "{key}" is unknown.{did_you_mean(location[-1], allowed)} Allowed here: {", ".join(allowed)}.'
-        )
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    given = "" if problem["type"] in ("value_error", "missing") else f" (got {problem['input']!r})"
-    return f"{place}: {f'{key}: ' if key else ''}{message}{given}."
-
-
-def _line_of(key: str, text: str) -> int | None:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.split("=")[0].strip() == key or line.strip().strip("[]").split(".")[-1] == key:
-            return number
-    return None
-
-
-def _fields_at(location: Iterable[str]) -> set[str]:
-    """Names allowed at a place in the configuration."""
-    section: type[BaseModel] = RunConfig
-    for part in location:
-        if part.isdigit():
-            continue
-        inner = _section_of(section.model_fields[part].annotation)
-        if inner is None:
-            return set()
-        section = inner
-    return set(section.model_fields)
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class inside an annotation such as `Section`, `Section | None` or `list[Section]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for inner in getattr(annotation, "__args__", ()):
-        if (found := _section_of(inner)) is not None:
-            return found
-    return None
-
-
-def to_toml(stages: Iterable[RunConfig]) -> str:
-    """Resolved stages as TOML that load_recipe reads back to the same value."""
-    lines: list[str] = []
-    for config in stages:
-        table = config.model_dump(exclude_none=True)
-        lines += ["[[stage]]", *_toml_lines({"kind": table.pop("stage"), **table}, prefix="stage."), ""]
-    return "\n".join(lines)
-
-
-def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
-    plain = {key: value for key, value in table.items() if not isinstance(value, dict) and not _is_tables(value)}
-    lines = [f"{key} = {_toml_value(value)}" for key, value in plain.items()]
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            lines += ["", f"[{name}]", *_toml_lines(value, prefix=f"{name}.")]
-        elif _is_tables(value):
-            for item in value:
-                lines += ["", f"[[{name}]]", *_toml_lines(item, prefix=f"{name}.")]
-    return lines
-
-
-def _is_tables(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return repr(value)

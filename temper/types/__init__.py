@@ -1,0 +1,60 @@
+"""The data that flows through Temper, one type per stage, so that a type says what has been computed.
+
+Owns: shapes of data and their invariants. Refuses: behaviour; nothing here imports another Temper module.
+"""
+
+from temper.types.batches import (
+    OPTIONAL_COLUMNS,
+    Batch,
+    EvaluationResult,
+    Microbatch,
+    Publication,
+    Sample,
+    StepReport,
+    TrainResult,
+    total_tokens,
+)
+from temper.types.checks import require_parallel
+from temper.types.rollouts import (
+    TRAINABLE_STATUSES,
+    Completion,
+    Finish,
+    Group,
+    Message,
+    Request,
+    SamplingParams,
+    Scalar,
+    Score,
+    ScoreKind,
+    Status,
+    Task,
+    Trajectory,
+    Turn,
+)
+
+__all__ = [
+    "OPTIONAL_COLUMNS",
+    "TRAINABLE_STATUSES",
+    "Batch",
+    "Completion",
+    "EvaluationResult",
+    "Finish",
+    "Group",
+    "Message",
+    "Microbatch",
+    "Publication",
+    "Request",
+    "Sample",
+    "SamplingParams",
+    "Scalar",
+    "Score",
+    "ScoreKind",
+    "Status",
+    "StepReport",
+    "Task",
+    "TrainResult",
+    "Trajectory",
+    "Turn",
+    "require_parallel",
+    "total_tokens",
+]

@@ -1,0 +1,198 @@
+"""From a group to a training step: rows with credit, packed rows, what the trainer made of them.
+
+Everything is frozen, keyword-only, and checked once, when it is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from temper.types.checks import require_parallel
+from temper.types.rollouts import Group, Scalar
+
+OPTIONAL_COLUMNS = (
+    "proximal_logprobs", "reference_logprobs", "teacher_logprobs", "values", "targets", "top_ids", "top_logprobs",
+)  # fmt: skip
+"""Columns of a Sample that only some objectives need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One row to train on. Lists run over all tokens of the row, prompt included, indexed by the scored token.
+
+    A rollout is one row unless its template rewrote history; then it is several rows that share group_id and index.
+    """
+
+    group_id: str
+    index: int
+    token_ids: list[int]
+    loss_mask: list[int]
+    """1 exactly where the policy drew the token. From lengths, never from ids."""
+    behavior_logprobs: list[float]
+    """0.0 where loss_mask is 0."""
+    versions: list[int]
+    """-1 where loss_mask is 0."""
+    advantages: list[float]
+    weights: list[float]
+    """Share of each token in the loss; already holds one over the denominator of the whole batch."""
+    proximal_logprobs: list[float] | None = None
+    """By the trainer when the batch started; None: the current policy of a single update, detached."""
+    reference_logprobs: list[float] | None = None
+    """None: no part of the objective needs them; the same below."""
+    teacher_logprobs: list[float] | None = None
+    values: list[float] | None = None
+    """The critic's, when the batch started: expected return before each token."""
+    targets: list[float] | None = None
+    """What the critic should have said."""
+    top_ids: list[list[int]] | None = None
+    """The sampler's most likely tokens at each position; empty lists where loss_mask is 0."""
+    top_logprobs: list[list[float]] | None = None
+    reward: float = 0.0
+    """Of the trajectory, before shaping."""
+    weight_slope: float = 0.0
+    """Derivative of the logarithm of its weights by what a learned weighting learns; 0 for all others."""
+
+    def __post_init__(self) -> None:
+        require_parallel(self, "token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages", "weights")
+        for name in OPTIONAL_COLUMNS:
+            if getattr(self, name) is not None:
+                require_parallel(self, "token_ids", name)
+        assert not self.loss_mask or self.loss_mask[0] == 0, "the first token has no position that scores it"
+
+    @property
+    def num_actions(self) -> int:
+        return sum(self.loss_mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """Rows laid end to end. All tensors are [T]; float fields keep the precision they were packed with."""
+
+    token_ids: Tensor
+    positions: Tensor
+    """Restart at 0 with every row."""
+    sequence_ids: Tensor
+    """Row number; attention never crosses it."""
+    trajectory_ids: Tensor
+    """Rollout number inside the microbatch; sequence-level ratios sum over it. Rows of one rollout stay together."""
+    loss_mask: Tensor
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    versions: Tensor
+    lengths: tuple[int, ...]
+    """Tokens of each row; they sum to T."""
+    rewards: Tensor | None = None
+    """Of each token's trajectory, before shaping. None: not packed from samples."""
+    weight_slopes: Tensor | None = None
+    """Sample.weight_slope of each token's trajectory."""
+    proximal_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    targets: Tensor | None = None
+    top_ids: Tensor | None = None
+    """[T, K] most likely tokens of the sampler, or of the trainer when the batch started."""
+    top_logprobs: Tensor | None = None
+    """[T, K] of the policy that named them."""
+    router_ids: Tensor | None = None
+    """[T, layers, experts] chosen by the router when the batch started."""
+    router_logprobs: Tensor | None = None
+    """[T, layers, experts] of those experts."""
+
+    def __post_init__(self) -> None:
+        require_parallel(
+            self, "token_ids", "positions", "sequence_ids", "trajectory_ids", "loss_mask", "behavior_logprobs",
+            "advantages", "weights", "versions",
+        )  # fmt: skip
+        assert sum(self.lengths) == len(self.token_ids), "row lengths must add up to the packed tokens"
+
+    def to(self, device: torch.device) -> Microbatch:
+        tensors = {
+            name: value.to(device)
+            for name in self.__dataclass_fields__
+            if isinstance(value := getattr(self, name), Tensor)
+        }
+        return dataclasses.replace(self, **tensors)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one training step consumes: rows with credit, and the groups they came from."""
+
+    updates: tuple[tuple[Sample, ...], ...]
+    """One tuple per optimiser step; each is its own global batch with its own denominators."""
+    groups: tuple[Group, ...] = ()
+    """Trained groups in draw order; empty for supervised data."""
+    dropped: tuple[tuple[Group, str], ...] = ()
+    """Groups that were rolled and not trained, each with the reason."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """Weights of one version on their way to the samplers."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
+    """Every parameter by its name in the model. A sampler that shares the storage copies nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What the trainer did with one batch."""
+
+    loss: float
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One line of a run: everything the step was, in numbers."""
+
+    stage: int
+    step: int
+    """From 1, inside the stage."""
+    version: int
+    """Version of the weights after the step."""
+    loss: float
+    metrics: Mapping[str, float]
+    """A pure function of data and weights: equal to the bit after a resume."""
+    seconds: Mapping[str, float]
+    """Wall time by phase; sums to the step. Differs from run to run."""
+    system: Mapping[str, float]
+    """Throughput, memory and engine counters. Differs from run to run."""
+    groups_trained: int
+    groups_dropped: int
+    max_staleness: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """Held-out score of one weights version, with everything needed to compare it fairly."""
+
+    stage: int
+    step: int
+    name: str
+    """What was measured: "greedy" or "sampled"."""
+    score: float
+    low: float
+    high: float
+    """95% interval, clustered by prompt."""
+    num_prompts: int
+    samples_per_prompt: int
+    constant_score: float
+    """Score of always giving the commonest answer: a gain up to it proves nothing."""
+    budget: Mapping[str, Scalar]
+    """Prompts hash and decoding parameters; results are comparable only when equal."""
+
+
+def total_tokens(samples: Sequence[Sample]) -> int:
+    return sum(len(sample.token_ids) for sample in samples)
