@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,19 +25,22 @@ from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.envs.env import make_env
 from temper.errors import UserError
 from temper.evals.evaluate import Evaluation, constant_answer_score, evaluate
-from temper.models.load import find_checkpoint, load_model
+from temper.models.load import find_checkpoint, load_model, require_same_tokenizer
 from temper.models.tiny import make_tiny_model
-from temper.objectives import Objective, check_group_size, check_proximal, resolve
+from temper.objectives import Objective, check_objective, resolve
+from temper.objectives.resolve import REGISTRY
 from temper.protocols import BatchSource
 from temper.rollout.buffer import Buffer, Taken
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.gate import BUDGETS, Agreement, check_before_training, require_agreement
 from temper.rollout.roller import Roller, RollSettings
+from temper.rollout.steps import StepSplit
 from temper.stages.sft import Examples, supervised_objective
 from temper.trainer.checkpoint import read_checkpoint
+from temper.trainer.critic import Critic
 from temper.trainer.isolation import check_isolation
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.trainer import LocalTrainer, TrainerSettings
+from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
 from temper.types import Batch, EvaluationResult, SamplingParams, TrainResult, total_tokens
 
 GATE_PROMPTS = 8
@@ -68,7 +72,9 @@ class Stage:
             ),
         )
         score = partial(evaluate, stage=self.index, step=step, constant_score=self.constant_score)
-        return [await score(self.setup, tasks, way) for way in ways]
+        results = [await score(self.setup, tasks, way) for way in ways]
+        self.trainer.observe(results[-1].score)  # the sampled one: what training climbs
+        return results
 
     async def close(self) -> None:
         await self.sampler.close()
@@ -80,10 +86,15 @@ def resolve_objective(config: RunConfig) -> Objective:
     if config.stage == "sft":
         return supervised_objective()
     wanted = config.objective
-    kinds = ("shaping", "advantage", "ratio", "gate", "corrections", "weighting", "regularizers")
-    objective = resolve(wanted.preset, {kind: getattr(wanted, kind) for kind in kinds})
-    check_group_size(objective, config.rollout.group_size)
-    check_proximal(objective, wanted.proximal)
+    objective = resolve(wanted.preset, {kind: getattr(wanted, kind) for kind in REGISTRY})
+    check_objective(objective, group_size=config.rollout.group_size)
+    if "teacher" in objective.needs and not config.model.teacher:
+        raise UserError(f"objective {objective.name} needs a teacher. Set model.teacher to a checkpoint directory")
+    if "step_values" in objective.needs and config.rollout.max_turns > 1:
+        raise UserError(
+            f"objective {objective.name} rolls out from inside an answer, and an environment of several turns cannot "
+            f"be forked. Use rollout.max_turns = 1"
+        )
     return objective
 
 
@@ -120,7 +131,6 @@ def build_stage(config: RunConfig, index: int, model_folder: Path, checkpoint: P
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.dtype, device)
     model = load_model(model_folder, dtype, device)
-    reference = load_model(model_folder, dtype, device) if "reference" in objective.needs else None
     trainer = LocalTrainer(
         model,
         data.tokenizer,
@@ -128,14 +138,14 @@ def build_stage(config: RunConfig, index: int, model_folder: Path, checkpoint: P
         _trainer_settings(config),
         pack=partial(pack, tokens_per_microbatch=config.trainer.tokens_per_microbatch),
         shard=shard,
-        reference=reference,
+        others=_other_models(config, objective, model_folder, partial(load_model, dtype=dtype, device=device)),
     )
     if checkpoint is not None:
         trainer.load(checkpoint)
     # One copy of the weights when nothing is sampled while they change; otherwise the engine needs its own.
     is_synchronous = config.rollout.max_staleness == 0 or config.stage == "sft"
     sampler = LocalEngine(model if is_synchronous else copy.deepcopy(model), _engine_settings(config, data))
-    setup = _episode_setup(config, data, sampler)
+    setup = _episode_setup(config, objective, data, sampler)
     source = _source(config, index, objective, data, trainer, setup)
     if resumed is not None:
         source.load_state(resumed["source"])
@@ -173,13 +183,40 @@ def make_plan(
     )
 
 
+def _other_models(
+    config: RunConfig, objective: Objective, model_folder: Path, load: Callable[[Path], torch.nn.Module]
+) -> OtherModels:
+    """Reference and critic start where the stage starts; the teacher is given."""
+    teacher = critic = None
+    if "teacher" in objective.needs:
+        folder = find_checkpoint(config.model.teacher)
+        require_same_tokenizer(model_folder, folder)
+        teacher = load(folder)
+    if objective.critic is not None:
+        rate = config.optim.critic_learning_rate
+        rate = 10 * config.optim.learning_rate if rate is None else rate
+        critic = Critic(
+            load(model_folder),
+            _optimizer(config, rate),
+            total_steps=config.steps * config.trainer.updates_per_batch,
+            gradient_checkpointing=config.model.gradient_checkpointing,
+        )
+    reference = load(model_folder) if "reference" in objective.needs else None
+    return OtherModels(reference=reference, teacher=teacher, critic=critic)
+
+
+def _optimizer(config: RunConfig, learning_rate: float) -> OptimizerSettings:
+    given = config.optim.model_dump(exclude={"learning_rate", "critic_learning_rate"})
+    return OptimizerSettings(learning_rate=learning_rate, **given)
+
+
 def _trainer_settings(config: RunConfig) -> TrainerSettings:
     return TrainerSettings(
-        optimizer=OptimizerSettings(**config.optim.model_dump()),
+        optimizer=_optimizer(config, config.optim.learning_rate),
         temperature=config.sampling.temperature if config.stage == "rl" else 1.0,
         total_steps=config.steps,
         gradient_checkpointing=config.model.gradient_checkpointing,
-        proximal=config.objective.proximal,
+        seed=config.seed,
     )
 
 
@@ -199,7 +236,7 @@ def _engine_settings(config: RunConfig, data: StageData) -> EngineSettings:
     )
 
 
-def _episode_setup(config: RunConfig, data: StageData, sampler: LocalEngine) -> EpisodeSetup:
+def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sampler: LocalEngine) -> EpisodeSetup:
     return EpisodeSetup(
         sampler=sampler,
         renderer=data.renderer,
@@ -209,6 +246,7 @@ def _episode_setup(config: RunConfig, data: StageData, sampler: LocalEngine) -> 
             temperature=config.sampling.temperature,
             max_new_tokens=config.sampling.max_new_tokens,
             stop_ids=data.renderer.stop_ids,
+            top_logprobs=objective.top_k("sampler_top_k"),
         ),
         max_turns=config.rollout.max_turns,
         episode_seconds=config.rollout.episode_seconds,
@@ -227,16 +265,16 @@ def _source(
             batch_size=config.trainer.examples_per_step,
             max_length=data.shape.max_context,
         )
-    rules = CreditRules(
-        objective=objective,
-        max_new_tokens=config.sampling.max_new_tokens,
-        updates=config.trainer.updates_per_batch,
-        train_truncated=config.objective.train_truncated,
-    )
+    rules = _credit_rules(config, objective, data)
 
     def credit(taken: Taken) -> Batch:
         return make_batch(
-            taken.groups, rules, logprobs=trainer.logprobs, version=trainer.version, dropped=taken.dropped
+            taken.groups,
+            rules,
+            score=trainer.score,
+            version=trainer.version,
+            dropped=taken.dropped,
+            scales=trainer.scales,
         )
 
     rollout = config.rollout
@@ -249,13 +287,32 @@ def _source(
     drop = rollout.drop_degenerate
     settings = RollSettings(
         group_size=rollout.group_size,
-        min_members=min(2, rollout.group_size),
+        min_members=objective.min_group,
         drop_degenerate="dynamic_sampling" in objective.wants if drop is None else drop,
         error_limit=rollout.error_limit,
         step_seconds=rollout.step_seconds,
         prefix=f"stage {index}",
+        greedy="greedy" in objective.needs,
+        steps=_step_split(objective) if "step_values" in objective.needs else None,
     )
     return Roller(setup, data.stream, buffer, settings, credit)
+
+
+def _step_split(objective: Objective) -> StepSplit:
+    settings: dict[str, Any] = dict(objective.advantage.arguments)
+    return StepSplit(**settings)
+
+
+def _credit_rules(config: RunConfig, objective: Objective, data: StageData) -> CreditRules:
+    trains = config.objective.train_truncated
+    return CreditRules(
+        objective=objective,
+        max_new_tokens=config.sampling.max_new_tokens,
+        updates=config.trainer.updates_per_batch,
+        train_truncated="overlong_filter" not in objective.wants if trains is None else trains,
+        part_weights=data.rubric.weights,
+        seed=config.seed,
+    )
 
 
 def _budget(stage: Stage) -> float:
@@ -271,7 +328,7 @@ async def _gate(stage: Stage, first_step: int) -> None:
         await check_before_training(
             stage.setup,
             stage.data.probe[:GATE_PROMPTS],
-            stage.trainer.logprobs,
+            stage.trainer.score,
             budget=_budget(stage),
             name=f"gate/{stage.index}/{first_step}",
         )
@@ -282,8 +339,6 @@ def _verify(stage: Stage, step: int, result: TrainResult) -> None:
     gap = result.metrics.get("mismatch/logp_abs_mean")
     config = stage.config
     if gap is None or config.stage == "sft" or config.rollout.max_staleness or config.trainer.updates_per_batch > 1:
-        return
-    if config.objective.proximal == "behavior":
         return
     agreement = Agreement(
         num_tokens=int(result.metrics.get("data/tokens", 0)),
@@ -298,8 +353,7 @@ def _verify(stage: Stage, step: int, result: TrainResult) -> None:
 def _measure_system(stage: Stage, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
     stats = stage.sampler.stats()
     trained = sum(total_tokens(update) for update in batch.updates)
-    drawn = sum(t.num_tokens for group in batch.groups for t in group.trajectories)
-    drawn += sum(t.num_tokens for group, _ in batch.dropped for t in group.trajectories)
+    drawn = sum(group.tokens_drawn for group in (*batch.groups, *(group for group, _ in batch.dropped)))
     training_seconds = sum(seconds.get(name, 0.0) for name in ("proximal", "forward_backward", "optimizer"))
     system = {
         "sys/train_tokens": float(trained),

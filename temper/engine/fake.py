@@ -39,6 +39,7 @@ class FakeSampler:
         tokens = self._script(request)[: request.params.max_new_tokens]
         is_stopped = bool(tokens) and tokens[-1] in request.params.stop_ids
         finish = Finish.STOP if is_stopped else Finish.LENGTH
+        num_top = request.params.top_logprobs
         return Completion(
             prompt_ids=request.prompt_ids,
             token_ids=tokens,
@@ -46,6 +47,8 @@ class FakeSampler:
             # The first token by the weights of the start, the rest by those of the end: as in a real engine.
             versions=[version] + [self._version] * (len(tokens) - 1) if tokens else [],
             finish=Finish.ABORT if request.id in self._aborted else finish,
+            top_ids=[_top_ids(token, num_top) for token in tokens] if num_top else None,
+            top_logprobs=[[-1.0 - rank for rank in range(num_top)] for _ in tokens] if num_top else None,
         )
 
     async def abort(self, request_id: str) -> None:
@@ -59,3 +62,8 @@ class FakeSampler:
 
     async def close(self) -> None:
         """Nothing to close."""
+
+
+def _top_ids(token: int, count: int) -> list[int]:
+    """The drawn token, then the lowest other ids. Probabilities exp(-1), exp(-2), ... sum to less than one."""
+    return [token, *(other for other in range(count) if other != token)][:count]

@@ -103,7 +103,7 @@ async def _play(setup: EpisodeSetup, task: Task, turns: list[Turn], request_id: 
             request = Request(id=f"{request_id}/{number}", prompt_ids=prompt_ids, params=setup.params)
             completion = await setup.sampler.generate(request)
             message = Message(role="assistant", content=setup.renderer.decode(completion.token_ids))
-            if (cut := _cut_status(completion)) is not None:
+            if (cut := cut_status(completion)) is not None:
                 turns.append(Turn(completion=completion, message=message))
                 return cut
             reply = await env.step(message)
@@ -118,7 +118,8 @@ async def _play(setup: EpisodeSetup, task: Task, turns: list[Turn], request_id: 
         await env.close()
 
 
-def _cut_status(completion: Completion) -> Status | None:
+def cut_status(completion: Completion) -> Status | None:
+    """The status of an episode that this completion ended before its time, or None."""
     if completion.finish is Finish.LENGTH:
         return Status.TRUNCATED_LENGTH
     if completion.finish in (Finish.ABORT, Finish.INTERRUPT):

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from temper.batching.samples import rows_of
+from temper.batching.rows import rows_of
 from temper.errors import BackendError
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.types import Sample, Task
 
-Recompute = Callable[[Sequence[Sample], Literal["policy", "reference"]], list[list[float]]]
-"""Trainer.logprobs."""
+Recompute = Callable[[Sequence[Sample], Literal["policy"]], list[list[float]]]
+"""Trainer.score."""
 
 BUDGETS = {"float32": 1e-4, "float64": 1e-8, "bfloat16": 0.03}
 """Largest mean |sampled - recomputed| log-probability by dtype of the weights, a few times what was measured."""

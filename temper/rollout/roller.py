@@ -16,6 +16,7 @@ from temper.errors import BackendError
 from temper.rollout.buffer import Buffer, Taken
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.group import reason_to_drop, run_group
+from temper.rollout.steps import StepSplit
 from temper.types import Batch, Scalar, ScoreKind, Task
 
 LONGEST_STEP_SECONDS = 7 * 24 * 3600.0
@@ -41,6 +42,10 @@ class RollSettings:
     step_seconds: float
     prefix: str
     """Start of every request id: the stage, so that two stages never draw the same numbers."""
+    greedy: bool = False
+    """Whether every group gets one more attempt at temperature 0, as a baseline."""
+    steps: StepSplit | None = None
+    """How answers are cut into steps whose values are estimated. None: the objective needs no step values."""
 
 
 class Roller:
@@ -105,7 +110,15 @@ class Roller:
 
     async def _roll(self, draw: int, task: Task) -> None:
         settings = self._settings
-        group = await run_group(self._setup, task, draw=draw, group_size=settings.group_size, prefix=settings.prefix)
+        group = await run_group(
+            self._setup,
+            task,
+            draw=draw,
+            group_size=settings.group_size,
+            prefix=settings.prefix,
+            greedy=settings.greedy,
+            steps=settings.steps,
+        )
         reason = reason_to_drop(group, min_members=settings.min_members, drop_degenerate=settings.drop_degenerate)
         await self._buffer.finish(group, reason)
 
@@ -125,7 +138,8 @@ class Roller:
     def _check_failures(self, taken: Taken, step: int) -> None:
         """Stops the run when too many episodes could not be scored: a broken verifier must not pass for a hard task."""
         groups = [*taken.groups, *(group for group, _ in taken.dropped)]
-        trajectories = [t for group in groups for t in group.trajectories]
+        baselines = [group.greedy for group in groups if group.greedy is not None]
+        trajectories = [*(t for group in groups for t in group.trajectories), *baselines]
         failed = [t for t in trajectories if t.score.kind is ScoreKind.ERROR]
         if len(failed) > self._settings.error_limit * len(trajectories):
             reasons = Counter(str(t.score.reason) for t in failed).most_common(3)

@@ -26,7 +26,7 @@ def number(value: float) -> float | None:
 
 
 def step_row(report: StepReport, batch: Batch) -> Row:
-    drawn = sum(trajectory.num_tokens for group, _ in outcomes(batch) for trajectory in group.trajectories)
+    drawn = sum(group.tokens_drawn for group, _ in outcomes(batch))
     trained = sum(sample.num_actions for update in batch.updates for sample in update)
     counts = (report.groups_trained, report.groups_dropped, report.max_staleness)
     return (report.stage, report.step, report.version, number(report.loss), *counts, drawn, trained)

@@ -2,13 +2,14 @@
 
 Owns: which hidden state scores which token, gradient checkpointing. Refuses: the head's arithmetic (logprobs.py), the
 loss (objectives/), and any division: the weights of the tokens already hold the denominator of the whole batch.
-Shapes: _T packed tokens, _A drawn tokens, _D width.
+Shapes: _T packed tokens, _A drawn tokens, _D width, _K top tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,55 +19,121 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from temper.errors import UserError
 from temper.models.attention import Attend
 from temper.models.load import Head, hidden_states
-from temper.objectives import MetricSums, Objective, Tokens, objective_loss
+from temper.objectives import MetricSums, Objective, Scored, Tokens, objective_loss
+from temper.objectives.ratios import router_deviation
 from temper.trainer.attention import PackedAttention
 from temper.trainer.logprobs import drawn_logprobs
+from temper.trainer.routers import hidden_and_router_logits, route_logprobs
 from temper.trainer.rows import take_rows
 from temper.types import Microbatch
 
 MakeAttention = Callable[[Sequence[int], torch.device], Attend]
 
 
-def score_drawn(
-    model: nn.Module, microbatch: Microbatch, temperature: float, make_attention: MakeAttention = PackedAttention
-) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy [A] at every drawn token of a microbatch, in its order, on the model's device."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What every microbatch of one optimiser step is told."""
+
+    num_batch_tokens: int
+    """Drawn tokens of the whole step, over all microbatches and ranks."""
+    version: int = 0
+    """Of the weights when the batch started."""
+    seed: int = 0
+    scales: Mapping[str, float] = field(default_factory=dict)
+
+    def tokens(self, microbatch: Microbatch, scored: Scored, measured: Mapping[str, Tensor] | None = None) -> Tokens:
+        return Tokens.of(
+            microbatch,
+            scored,
+            num_batch_tokens=self.num_batch_tokens,
+            version=self.version,
+            seed=self.seed,
+            scales=self.scales,
+            measured=measured,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnStates:
+    """What the decoder says where tokens were drawn."""
+
+    hidden_AD: Tensor
+    token_ids_A: Tensor
+    drawn_A: Tensor
+    """Places of the drawn tokens among all of the microbatch."""
+    router_logits: tuple[Tensor, ...]
+    """[T, experts] by layer; empty unless asked for."""
+
+
+def drawn_states(
+    model: nn.Module, microbatch: Microbatch, *, routers: bool = False, make_attention: MakeAttention = PackedAttention
+) -> DrawnStates:
+    """The hidden states that score the drawn tokens of a microbatch, on the model's device."""
     device = next(model.parameters()).device
     drawn_A = microbatch.loss_mask.nonzero()[:, 0]
     # The state before a row's first token belongs to another row; scoring it would train on a neighbour's text.
     assert bool((microbatch.positions[drawn_A] > 0).all()), "the first token of a row cannot be a drawn one"
     attend = make_attention(microbatch.lengths, device)
-    token_ids_T = microbatch.token_ids.to(device)
+    token_ids_T, positions_T = microbatch.token_ids.to(device), microbatch.positions.to(device)
     drawn_A = drawn_A.to(device)
-    hidden_TD = hidden_states(model, token_ids_T, microbatch.positions.to(device), attend)
-    return drawn_logprobs(
-        Head.of(model), take_rows(hidden_TD, drawn_A - 1), token_ids_T[drawn_A], temperature=temperature
+    logits: tuple[Tensor, ...] = ()
+    if routers:
+        hidden_TD, logits = hidden_and_router_logits(model, token_ids_T, positions_T, attend)
+    else:
+        hidden_TD = hidden_states(model, token_ids_T, positions_T, attend)
+    return DrawnStates(take_rows(hidden_TD, drawn_A - 1), token_ids_T[drawn_A], drawn_A, logits)
+
+
+def score_drawn(
+    model: nn.Module, microbatch: Microbatch, temperature: float, make_attention: MakeAttention = PackedAttention
+) -> Scored:
+    """Log-probability and entropy at every drawn token of a microbatch, in its order, on the model's device.
+
+    Also those of the microbatch's top tokens, and how far the router moved, when it carries these columns.
+    """
+    has_routes = microbatch.router_ids is not None
+    states = drawn_states(model, microbatch, routers=has_routes, make_attention=make_attention)
+    top_ids = microbatch.top_ids
+    logprobs_A, entropy_A, top_AK = drawn_logprobs(
+        Head.of(model),
+        states.hidden_AD,
+        states.token_ids_A,
+        temperature=temperature,
+        top_ids_AK=None if top_ids is None else top_ids.to(states.drawn_A.device)[states.drawn_A],
     )
+    shift_A = _router_shift(states, microbatch) if has_routes else None
+    return Scored(logprobs=logprobs_A, entropy=entropy_A, top_logprobs=top_AK, router_shift=shift_A)
 
 
 def forward_backward(
-    model: nn.Module, microbatch: Microbatch, objective: Objective, *, temperature: float, num_batch_tokens: int
+    model: nn.Module,
+    microbatch: Microbatch,
+    objective: Objective,
+    *,
+    temperature: float,
+    facts: StepFacts,
+    measured: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, MetricSums]:
     """Adds the microbatch's gradient to the parameters; returns its part of the loss and of the metrics.
 
-    Parts of all microbatches and ranks simply add up. num_batch_tokens counts the drawn tokens of the whole batch.
+    Parts of all microbatches and ranks simply add up.
     """
-    logprobs_A, entropy_A = score_drawn(model, microbatch, temperature)
+    scored = score_drawn(model, microbatch, temperature)
     if "entropy" not in objective.needs:
-        entropy_A = entropy_A.detach()  # a metric only
-    tokens = Tokens.of(
-        microbatch.to(logprobs_A.device), logprobs_A, num_batch_tokens=num_batch_tokens, entropy=entropy_A
-    )
-    loss, metrics = objective_loss(objective, tokens)
+        scored = replace(scored, entropy=scored.entropy.detach())  # a metric only
+    loss, metrics = objective_loss(objective, facts.tokens(microbatch, scored, measured))
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach(), metrics
 
 
-def spread(values_A: Tensor, microbatch: Microbatch) -> Tensor:
-    """Values of the drawn tokens at their places among all tokens [T], 0 elsewhere, on the microbatch's device."""
-    values_T = torch.zeros(len(microbatch.token_ids), dtype=values_A.dtype)
-    values_T[microbatch.loss_mask.bool()] = values_A.cpu()
-    return values_T
+def _router_shift(states: DrawnStates, microbatch: Microbatch) -> Tensor:
+    """Router deviation [A] from the experts chosen when the batch started; a constant."""
+    assert microbatch.router_ids is not None, "routes were not recorded"
+    assert microbatch.router_logprobs is not None, "routes were recorded without their log-probabilities"
+    device, before_A = states.drawn_A.device, states.drawn_A - 1
+    old, ids = (x.to(device)[before_A] for x in (microbatch.router_logprobs, microbatch.router_ids))
+    logits = tuple(layer.detach()[before_A] for layer in states.router_logits)
+    return router_deviation(old, route_logprobs(logits, ids).to(old.dtype))
 
 
 def enable_checkpointing(model: Any) -> None:

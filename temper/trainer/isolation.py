@@ -39,7 +39,7 @@ def check_isolation(
 
     def score(some: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
-            logprobs_A, _ = score_drawn(model, _pack(some), temperature, make_attention)
+            logprobs_A = score_drawn(model, _pack(some), temperature, make_attention).logprobs
         return list(torch.split(logprobs_A.cpu(), [len(row) - 1 for row in some]))
 
     packed = score(rows)

@@ -107,6 +107,10 @@ class MasterAdamW:
         self._round_parameters()
         self.discard_gradients()
 
+    def reset(self) -> None:
+        """Forgets the moments, as if training began here."""
+        self._adamw.state.clear()
+
     def tensors(self) -> dict[str, Tensor]:
         """Moments, and masters where they differ from the parameters. Empty before the first step, but for masters."""
         own = {f"master.{name}": m.detach() for name, m in self._masters.items() if m is not self._parameters[name]}

@@ -6,13 +6,13 @@ so a sum is the gradient. In a single process everything here is the identity. W
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from temper.objectives import MetricSums
+from temper.objectives import MetricSums, Tokens
 
 BUCKET_BYTES = 64 << 20
 """Gradients sent together: hundreds of small tensors one by one would wait for the network hundreds of times."""
@@ -47,6 +47,17 @@ def merge_over_ranks(metrics: MetricSums) -> MetricSums:
     for part in gathered:
         merged = merged.merge(MetricSums(**{field: _tensors(part[field]) for field in _FIELDS}))
     return merged
+
+
+def gather_over_ranks(own: Mapping[int, Tokens]) -> dict[int, Tokens]:
+    """The numbered parts of all ranks; on the CPU when there are several. A rank without parts takes part with none."""
+    world = rank_and_world()[1]
+    if world == 1:
+        return dict(own)
+    mine = {number: tokens.cpu() for number, tokens in own.items()}
+    gathered: list[dict[int, Tokens]] = [{} for _ in range(world)]
+    dist.all_gather_object(gathered, mine)
+    return {number: tokens for part in gathered for number, tokens in part.items()}
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -10,8 +10,8 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,10 +22,14 @@ from torch import Tensor, nn
 
 from temper.errors import BackendError, UserError
 from temper.models.load import load_model, save_model
-from temper.objectives import MetricSums, Objective
-from temper.trainer.forward import checkpointing, enable_checkpointing, forward_backward, score_drawn, spread
+from temper.objectives import MetricSums, Objective, control
+from temper.trainer.critic import Critic, explained
+from temper.trainer.forward import StepFacts
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
-from temper.trainer.ranks import merge_over_ranks, rank_and_world, sum_over_ranks
+from temper.trainer.passes import Passes, Share
+from temper.trainer.policy_step import PolicyStep
+from temper.trainer.ranks import rank_and_world
+from temper.trainer.references import MovingReference
 from temper.trainer.weights import publish
 from temper.types import Batch, Microbatch, Publication, Sample, TrainResult
 
@@ -45,8 +49,17 @@ class TrainerSettings:
     total_steps: int
     """Of the stage; the learning-rate schedule ends there."""
     gradient_checkpointing: bool = False
-    proximal: Literal["trainer", "behavior"] = "trainer"
-    """Ratios against the trainer's own log-probabilities at the start of the batch, or against the sampler's."""
+    seed: int = 0
+    """Of the run, for factors that choose tokens at random."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherModels:
+    """Models beside the policy; None when the objective does not need them."""
+
+    reference: nn.Module | None = None
+    teacher: nn.Module | None = None
+    critic: Critic | None = None
 
 
 class LocalTrainer:
@@ -61,60 +74,83 @@ class LocalTrainer:
         *,
         pack: Pack,
         shard: Shard | None = None,
-        reference: nn.Module | None = None,
+        others: OtherModels | None = None,
     ) -> None:
-        """`reference` is needed when the objective compares with one; `shard` when there are several ranks."""
+        """`shard` is needed when there are several ranks."""
         self._model, self._tokenizer = model, tokenizer
         self._objective, self._settings = objective, settings
         self._pack, self._shard = pack, shard
-        self._reference = reference.requires_grad_(False) if reference is not None else None
+        others = others or OtherModels()
+        frozen = {"reference": others.reference, "teacher": others.teacher}
+        models = {name: m.requires_grad_(False) for name, m in frozen.items() if m is not None}
+        self._passes = Passes({"policy": model, **models}, objective, settings.temperature)
+        self._critic = others.critic
+        self._reference: MovingReference | None = None
+        if objective.reference is not None and others.reference is not None:
+            self._reference = MovingReference(others.reference, objective.reference)
         self._optimizer = MasterAdamW(model, settings.optimizer)
+        self._policy_step = PolicyStep(
+            model,
+            objective,
+            self._optimizer,
+            temperature=settings.temperature,
+            gradient_checkpointing=settings.gradient_checkpointing,
+        )
+        self._scales = control(objective, {}, {})
         self._version = 0
-        if settings.gradient_checkpointing:
-            enable_checkpointing(model)
 
     @property
     def version(self) -> int:
         return self._version
 
-    def logprobs(self, samples: Sequence[Sample], policy: Literal["policy", "reference"]) -> list[list[float]]:
+    @property
+    def scales(self) -> Mapping[str, float]:
+        """What the objective's controllers have set."""
+        return self._scales
+
+    def score(
+        self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic"]
+    ) -> list[list[float]]:
         # The packer may reorder rows; the versions column, which scoring does not read, carries each row's number.
         numbered = [replace(s, versions=[number] * len(s.token_ids)) for number, s in enumerate(samples)]
         rows: list[list[float]] = [[] for _ in samples]
         for microbatch in self._pack(numbered):
-            values = self._score(microbatch, policy).tolist()
+            values = (self._values(microbatch) if who == "critic" else self._passes.score(microbatch, who)).tolist()
             start = 0
             for length in microbatch.lengths:
                 rows[int(microbatch.versions[start])] = values[start : start + length]
                 start += length
         return rows
 
+    def observe(self, score: float) -> None:
+        """A held-out score, for references that are reset when it stalls."""
+        if self._reference is not None:
+            self._reference.observe(score)
+
     def step(self, batch: Batch) -> TrainResult:
         seconds: dict[str, float] = {}
         rate = learning_rate_at(self._settings.optimizer, self._version + 1, self._settings.total_steps)
-        with _timed(seconds, "pack"):
-            shares = [self._share(update) for update in batch.updates]
-        with _timed(seconds, "reference"):
-            shares = [self._with_reference(share) for share in shares]
-        with _timed(seconds, "proximal"):
-            # For all updates before the first: refreshed in between, the proximal policy would follow the policy and
-            # there would be no trust region.
-            shares = [self._with_proximal(share, is_only=len(shares) == 1) for share in shares]
+        shares = self._prepared(batch, seconds)
         metrics, norms = MetricSums(), []
         for number, (update, share) in enumerate(zip(batch.updates, shares, strict=True)):
+            facts = self._facts(update, number)
+            if self._critic is not None:
+                with _timed(seconds, "critic"):
+                    metrics = metrics.merge(self._train_critic(self._critic, share, facts))
+            if self._is_pretraining_critic:
+                continue
+            with _timed(seconds, "measure"):
+                measured = self._passes.measure(share, facts)
+            place = f"step {self._version + 1}, update {number + 1}"
             with _timed(seconds, "forward_backward"):
-                sums, norm = self._accumulate(share, sum(s.num_actions for s in update), number)
-            with _timed(seconds, "optimizer"):
-                self._optimizer.step(rate, norm)
+                sums, norm = self._policy_step.gradient(share, facts, measured, place)
             metrics = metrics.merge(sums)
-            norms.append(float(norm))
+            if norm is not None:
+                with _timed(seconds, "optimizer"):
+                    self._optimizer.step(rate, norm)
+                norms.append(float(norm))
         self._version += 1
-        num_updates = max(1, len(norms))
-        metrics = replace(metrics, totals={name: total / num_updates for name, total in metrics.totals.items()})
-        finished = metrics.finish()
-        loss = finished.pop("loss/total", 0.0)
-        own = {"policy/grad_norm": sum(norms) / num_updates, "policy/learning_rate": rate}
-        return TrainResult(loss=loss, metrics=finished | own, seconds=seconds)
+        return self._finished(batch, metrics, rate, norms, seconds)
 
     def publish(self) -> Publication:
         return publish(self._model, self._version)
@@ -133,8 +169,16 @@ class LocalTrainer:
         own.mkdir()
         tensors = {name: tensor.contiguous() for name, tensor in self._optimizer.tensors().items()}
         save_file(tensors, own / "optimizer.safetensors")
-        state = {"version": self._version, "optimizer_steps": self._optimizer.num_steps, "dtype": str(self._dtype)}
+        state = {
+            "version": self._version,
+            "optimizer_steps": self._optimizer.num_steps,
+            "dtype": str(self._dtype),
+            "scales": self._scales,
+        }
         (own / "state.json").write_text(json.dumps(state, sort_keys=True))
+        for part in (self._critic, self._reference):
+            if part is not None:
+                part.save(own)
 
     def load(self, folder: Path) -> None:
         """Raises UserError, before anything changes, when the checkpoint is of another model or precision."""
@@ -152,99 +196,91 @@ class LocalTrainer:
         current = self.publish().tensors
         require_same_tensors(current, stored, f"checkpoint {folder}")
         self._optimizer.load_tensors(load_file(own / "optimizer.safetensors"), state["optimizer_steps"])
+        for part in (self._critic, self._reference):
+            if part is not None:
+                part.load(own)
         for name, tensor in current.items():
             tensor.copy_(stored[name])  # in place: samplers may share the storage
-        self._version = state["version"]
+        self._version, self._scales = state["version"], state["scales"]
 
     @property
     def _dtype(self) -> torch.dtype:
         return next(self._model.parameters()).dtype
 
-    def _share(self, update: Sequence[Sample]) -> list[Microbatch]:
+    @property
+    def _is_pretraining_critic(self) -> bool:
+        """Whether the policy still waits for its critic."""
+        critic = self._objective.critic
+        return critic is not None and self._version < critic.argument("pretraining_steps")
+
+    def _prepared(self, batch: Batch, seconds: dict[str, float]) -> list[Share]:
+        """This rank's microbatches of every update, with all columns that do not depend on the updates before it."""
+        with _timed(seconds, "pack"):
+            shares = [self._share(update) for update in batch.updates]
+        with _timed(seconds, "reference"):
+            shares = [replace(share, microbatches=self._passes.with_frozen(share.microbatches)) for share in shares]
+        with _timed(seconds, "proximal"):
+            # For all updates before the first: refreshed in between, the proximal policy would follow the policy and
+            # there would be no trust region.
+            is_only = len(shares) == 1
+            return [
+                replace(s, microbatches=[self._passes.with_proximal(m, is_only=is_only) for m in s.microbatches])
+                for s in shares
+            ]
+
+    def _share(self, update: Sequence[Sample]) -> Share:
         """This rank's part of one optimiser step."""
         microbatches = self._pack(update)
         rank, world = rank_and_world()
         if world == 1:
-            return microbatches
+            return Share(microbatches, list(range(len(microbatches))))
         if self._shard is None:
             raise BackendError(f"{world} trainer ranks but no `shard`: each would train the whole batch")
-        return self._shard(microbatches, rank, world)
+        own = self._shard(microbatches, rank, world)
+        numbers = {id(microbatch): number for number, microbatch in enumerate(microbatches)}
+        return Share(own, [numbers[id(microbatch)] for microbatch in own])
 
-    def _with_reference(self, share: list[Microbatch]) -> list[Microbatch]:
-        if "reference" not in self._objective.needs:
-            return share
-        return [
-            replace(m, reference_logprobs=self._score(m, "reference")) if m.reference_logprobs is None else m
-            for m in share
-        ]
-
-    def _with_proximal(self, share: list[Microbatch], is_only: bool) -> list[Microbatch]:
-        if self._settings.proximal == "behavior":
-            return [replace(m, proximal_logprobs=m.behavior_logprobs) for m in share]
-        if is_only:  # the policy of the same pass, detached: the ratio is exactly 1, to the bit
-            return [replace(m, proximal_logprobs=None) for m in share]
-        return [
-            replace(m, proximal_logprobs=self._score(m, "policy")) if m.proximal_logprobs is None else m for m in share
-        ]
-
-    def _score(self, microbatch: Microbatch, policy: Literal["policy", "reference"]) -> Tensor:
-        """Log-probabilities [T] without gradient, by the same pass as training."""
-        model = self._model if policy == "policy" else self._reference
-        if model is None:
-            raise UserError(f"objective {self._objective.name} needs a reference model and the trainer was given none")
-        with torch.no_grad():
-            logprobs_A, _ = score_drawn(model, microbatch, self._settings.temperature)
-        return spread(logprobs_A, microbatch)
-
-    def _accumulate(self, share: list[Microbatch], num_batch_tokens: int, update: int) -> tuple[MetricSums, Tensor]:
-        """Gradients of one optimiser step, summed over microbatches and ranks; metrics and global norm of them."""
-        metrics = MetricSums()
-        self._optimizer.discard_gradients()  # what an interrupted pass may have left
-        for microbatch in share:
-            loss, sums = self._backward(microbatch, num_batch_tokens)
-            metrics = metrics.merge(sums).merge(MetricSums(totals={"loss/total": loss.double()}))
-        gradients = self._optimizer.gradients()
-        sum_over_ranks(gradients.values())
-        metrics = merge_over_ranks(metrics)
-        norm = nn.utils.get_total_norm(list(gradients.values()))
-        total = metrics.totals.get("loss/total", norm.new_zeros(()))
-        if not (torch.isfinite(norm) & torch.isfinite(total).to(norm.device)):
-            place = f"step {self._version + 1}, update {update + 1}"
-            raise BackendError(self._describe_non_finite(place, share, num_batch_tokens, total, norm))
-        return metrics, norm
-
-    def _backward(self, microbatch: Microbatch, num_batch_tokens: int) -> tuple[Tensor, MetricSums]:
-        is_recomputing = self._settings.gradient_checkpointing
-        with checkpointing(self._model) if is_recomputing else nullcontext():
-            loss, metrics = forward_backward(
-                self._model,
-                microbatch,
-                self._objective,
-                temperature=self._settings.temperature,
-                num_batch_tokens=num_batch_tokens,
-            )
-        self._optimizer.collect()
-        return loss, metrics
-
-    def _describe_non_finite(
-        self, place: str, share: list[Microbatch], num_batch_tokens: int, total: Tensor, norm: Tensor
-    ) -> str:
-        """Runs the microbatches once more, one by one, to name the guilty one; good steps pay nothing for it."""
-        culprit = "no microbatch of this rank"
-        for number, microbatch in enumerate(share):
-            self._optimizer.discard_gradients()
-            loss, _ = self._backward(microbatch, num_batch_tokens)
-            bad = [n for n, g in self._optimizer.gradients().items() if not torch.isfinite(g).all()]
-            if bad or not torch.isfinite(loss):
-                first = f'its gradient is first non-finite in "{bad[0]}"' if bad else "its gradient is finite"
-                culprit = f"microbatch {number + 1} of {len(share)} (loss {float(loss)}; {first})"
-                break
-        self._optimizer.discard_gradients()
-        return (
-            f"{place}: loss {float(total)}, gradient norm {float(norm)}, from {culprit}. This update was not "
-            f"applied. Resume from the last checkpoint with a lower optim.learning_rate, and look at the rewards and "
-            f"log-probabilities of this step's groups"
+    def _facts(self, update: Sequence[Sample], number: int) -> StepFacts:
+        return StepFacts(
+            num_batch_tokens=sum(sample.num_actions for sample in update),
+            version=self._version,
+            seed=(self._settings.seed << 32) + (self._version << 8) + number,
+            scales=self._scales,
         )
+
+    def _values(self, microbatch: Microbatch) -> Tensor:
+        if self._critic is None:
+            raise UserError(f"objective {self._objective.name} needs a critic and the trainer was given none")
+        return self._critic.score(microbatch)
+
+    def _train_critic(self, critic: Critic, share: Share, facts: StepFacts) -> MetricSums:
+        assert self._objective.critic is not None, "a critic needs a rule"
+        return critic.step(
+            share.microbatches,
+            clip=self._objective.critic.argument("clip"),
+            num_batch_tokens=facts.num_batch_tokens,
+        )
+
+    def _finished(
+        self, batch: Batch, metrics: MetricSums, rate: float, norms: list[float], seconds: dict[str, float]
+    ) -> TrainResult:
+        """Metrics of the whole step, and what follows from them: controllers, and a reference that may move."""
+        num_updates = max(1, len(batch.updates))
+        metrics = replace(metrics, totals={name: total / num_updates for name, total in metrics.totals.items()})
+        finished = explained(metrics.finish()) | {"policy/learning_rate": rate}
+        loss = finished.pop("loss/total", 0.0)
+        if norms:
+            finished["policy/grad_norm"] = sum(norms) / len(norms)
+        members = {(sample.group_id, sample.index) for update in batch.updates for sample in update}
+        finished["data/trained_trajectories"] = float(len(members))
+        self._scales = control(self._objective, self._scales, finished)
+        finished |= {f"control/{name}": scale for name, scale in self._scales.items()}
+        if self._reference is not None:
+            has_moved, resets_optimizer = self._reference.after_step(self._model, self._version)
+            finished["policy/reference_moved"] = float(has_moved)
+            if resets_optimizer:
+                self._optimizer.reset()
+        return TrainResult(loss=loss, metrics=finished, seconds=seconds)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from temper.errors import BackendError
 from temper.rollout.buffer import Buffer
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.roller import Roller, RollSettings
+from temper.rollout.steps import StepSplit
 from temper.tasks.dataset import Stream
 from temper.tasks.generators import make_source
 from temper.types import Batch, Message, Publication, Request, SamplingParams, Score, Task, Trajectory
@@ -54,7 +55,15 @@ async def jitter(request: Request) -> None:
     await asyncio.sleep(random.Random(request.id).random() * 0.004)
 
 
-def make_roller(sampler: FakeSampler, verdict: Callable[[Task, int], Score], staleness: int, drop: bool) -> Roller:
+def make_roller(
+    sampler: FakeSampler,
+    verdict: Callable[[Task, int], Score],
+    staleness: int,
+    drop: bool,
+    *,
+    greedy: bool = False,
+    steps: StepSplit | None = None,
+) -> Roller:
     setup = EpisodeSetup(
         sampler=sampler, renderer=Words(), scorer=Judge(verdict), make_env=make_env,
         params=SamplingParams(max_new_tokens=4, stop_ids=(1,)), max_turns=1, episode_seconds=5.0, seed=0,
@@ -62,8 +71,9 @@ def make_roller(sampler: FakeSampler, verdict: Callable[[Task, int], Score], sta
     stream = Stream([make_source("spell_backward", {}, seed=1, size=0)], [1.0], seed=0)
     buffer = Buffer(groups_per_step=4, max_staleness=staleness, max_rounds=10)
     settings = RollSettings(
-        group_size=2, min_members=2, drop_degenerate=drop, error_limit=0.2, step_seconds=5.0, prefix="stage 0"
-    )
+        group_size=2, min_members=2, drop_degenerate=drop, error_limit=0.2, step_seconds=5.0, prefix="stage 0",
+        greedy=greedy, steps=steps,
+    )  # fmt: skip
     return Roller(setup, stream, buffer, settings, lambda taken: Batch(updates=(), groups=taken.groups))
 
 
@@ -146,3 +156,41 @@ def test_a_broken_sampler_ends_the_wait_at_once() -> None:
     sampler = FakeSampler(lambda request: [1], delay=broken)
     with pytest.raises(BackendError, match="out of memory"):
         asyncio.run(run_steps(make_roller(sampler, varied, 0, False), sampler, 1))
+
+
+def test_baselines_and_step_values_reach_the_batch() -> None:
+    sampler = FakeSampler(lambda request: [120, 1])
+    roller = make_roller(sampler, varied, 0, False, greedy=True, steps=StepSplit(samples=3))
+    (batch,) = asyncio.run(run_steps(roller, sampler, 1))
+    for group in batch.groups:
+        assert group.greedy is not None
+        assert all((t.step_starts, t.step_values) == ((0,), (t.score.value,)) for t in group.trajectories)
+
+
+def test_baselines_that_cannot_be_scored_drop_their_groups_and_count_as_failures() -> None:
+    def broken_for(letters: str) -> Callable[[Task, int], Score]:
+        def verdict(task: Task, index: int) -> Score:
+            is_broken = index == -1 and task.messages[0].content[0] in letters
+            return Score.error("judge answered 500") if is_broken else Score.of(float(index))
+
+        return verdict
+
+    sampler = FakeSampler(lambda request: [120, 1])
+    batches = asyncio.run(run_steps(make_roller(sampler, broken_for("abcdefg"), 0, False, greedy=True), sampler, 4))
+    reasons = {reason for batch in batches for _, reason in batch.dropped}
+    assert reasons == {"the greedy baseline could not be scored: judge answered 500"}
+    assert all(group.greedy is not None and group.greedy.score.is_value for batch in batches for group in batch.groups)
+    # Broken for most tasks: a quarter of all attempts and more, while every single member is scored.
+    roller = make_roller(sampler, broken_for("abcdefghijklmnopqrstuvw"), 0, False, greedy=True)
+    with pytest.raises(BackendError, match=r"episodes failed, more than .* judge answered 500"):
+        asyncio.run(run_steps(roller, sampler, 4))
+
+
+def test_a_broken_sampler_under_step_values_is_named_as_such() -> None:
+    async def broken(request: Request) -> None:
+        if "/step " in request.id:
+            raise BackendError("the engine failed: out of memory")
+
+    sampler = FakeSampler(lambda request: [120, 1], delay=broken)
+    with pytest.raises(BackendError, match="out of memory"):
+        asyncio.run(run_steps(make_roller(sampler, varied, 0, False, steps=StepSplit()), sampler, 1))

@@ -16,23 +16,28 @@ import torch.distributed as dist
 from temper.batching.pack import pack, shard
 from temper.objectives import resolve
 from temper.trainer import ranks
+from temper.trainer.critic import Critic
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.trainer import LocalTrainer, TrainerSettings
+from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
 from temper.types import Batch, Sample
 
 
 def train(model: Any, rows: list[Sample], preset: str, budget: int) -> dict[str, Any]:
+    objective, optimizer = resolve(preset), OptimizerSettings(learning_rate=0.01)
+    critic = Critic(deepcopy(model), optimizer, total_steps=4) if objective.critic is not None else None
     trainer = LocalTrainer(
         model,
         None,
-        resolve(preset),
-        TrainerSettings(optimizer=OptimizerSettings(learning_rate=0.01), temperature=1.0, total_steps=4),
+        objective,
+        TrainerSettings(optimizer=optimizer, temperature=1.0, total_steps=4),
         pack=partial(pack, tokens_per_microbatch=budget, dtype=torch.float64),
         shard=shard,
+        others=OtherModels(critic=critic, reference=deepcopy(model), teacher=deepcopy(model)),
     )
     results = [trainer.step(Batch(updates=(tuple(rows),))) for _ in range(2)]
     moments = {name: t for name, t in trainer._optimizer.tensors().items() if name.startswith("exp_avg.")}
-    return {"share": len(trainer._share(rows)), "metrics": [dict(r.metrics) for r in results], "moments": moments}
+    share = len(trainer._share(rows).microbatches)
+    return {"share": share, "metrics": [dict(r.metrics) for r in results], "moments": moments}
 
 
 def average(tensor: torch.Tensor) -> None:

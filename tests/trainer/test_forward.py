@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from temper.batching.pack import pack
-from temper.objectives import PRESETS, MetricSums, Objective, resolve
-from temper.trainer.forward import checkpointing, enable_checkpointing, forward_backward, score_drawn, spread
+from temper.objectives import PRESETS, Extent, MetricSums, Objective, resolve
+from temper.trainer.forward import StepFacts, checkpointing, enable_checkpointing, forward_backward, score_drawn
+from temper.trainer.passes import spread
 from temper.types import Microbatch, Sample
 
 REGULARIZED = resolve(
     "grpo",
     {"regularizers": [{"name": "kl", "coefficient": 0.1}, {"name": "entropy_bonus", "coefficient": 0.05}]},
 )
-OBJECTIVES = {**PRESETS, "regularized": REGULARIZED}
+OBJECTIVES = {name: PRESETS[name] for name in ("reinforce", "rloo", "grpo", "dr_grpo", "gspo", "cispo")}
+OBJECTIVES["regularized"] = REGULARIZED
 Gradients = dict[str, torch.Tensor]
 
 
@@ -29,7 +31,8 @@ def weighted(rows: Sequence[Sample], objective: Objective) -> list[Sample]:
     groups = sorted({row.group_id for row in rows})
     lengths = [sum(row.num_actions for row in rows if (row.group_id, row.index) == key) for key in keys]
     group_ids = [groups.index(group_id) for group_id, _ in keys]
-    weights = objective.weighting(torch.tensor(lengths), torch.tensor(group_ids), 16).tolist()
+    extent = Extent(lengths=torch.tensor(lengths), group_ids=torch.tensor(group_ids), max_new_tokens=16)
+    weights = objective.weighting(extent).tolist()
     by_key = dict(zip(keys, weights, strict=True))
     return [replace(row, weights=[by_key[row.group_id, row.index] * m for m in row.loss_mask]) for row in rows]
 
@@ -41,7 +44,7 @@ def off_policy(model: Any, rows: Sequence[Sample]) -> list[Sample]:
     for row in rows:
         (microbatch,) = pack([row], 1000, torch.float64)
         with torch.no_grad():
-            policy = spread(score_drawn(model, microbatch, 1.0)[0], microbatch).tolist()
+            policy = spread(score_drawn(model, microbatch, 1.0).logprobs, microbatch).tolist()
         noisy = [[(p + draw.uniform(-0.5, 0.5)) * m for p, m in zip(policy, row.loss_mask, strict=True)] for _ in "abc"]
         result.append(replace(row, proximal_logprobs=noisy[0], reference_logprobs=noisy[1], behavior_logprobs=noisy[2]))
     return result
@@ -61,7 +64,7 @@ def train(
     total = sum(row.num_actions for row in rows)
     for microbatch in microbatches:
         mutated = mutate(microbatch, len(microbatches))
-        _, sums = forward_backward(model, mutated, objective, temperature=0.8, num_batch_tokens=total)
+        _, sums = forward_backward(model, mutated, objective, temperature=0.8, facts=StepFacts(num_batch_tokens=total))
         metrics = metrics.merge(sums)
     return {name: p.grad.clone() for name, p in model.named_parameters()}, metrics.finish()
 
@@ -157,17 +160,17 @@ def test_a_row_in_a_pack_gets_the_same_bits_whatever_its_neighbours_say(
     scores = []
     for some in (rows, changed):
         (microbatch,) = pack(some, 10_000)
-        values = spread(score_drawn(model, microbatch, 1.0)[0].detach(), microbatch)
+        values = spread(score_drawn(model, microbatch, 1.0).logprobs.detach(), microbatch)
         scores.append(dict(enumerate(torch.split(values, list(microbatch.lengths)))))
     differing = [place for place in scores[0] if not torch.equal(scores[0][place], scores[1][place])]
     assert len(differing) == 1
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_single_update_has_ratio_exactly_one_and_clips_nothing(
     make_model: Callable[..., Any], make_rows: Callable[..., list[Sample]], name: str
 ) -> None:
-    model, objective = make_model(dtype=torch.float32), PRESETS[name]
+    model, objective = make_model(dtype=torch.float32), OBJECTIVES[name]
     rows = [replace(row, reference_logprobs=row.behavior_logprobs) for row in weighted(make_rows(), objective)]
     for budget in (1, 40, 10_000):
         _, metrics = train(model, rows, objective, budget)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from temper.errors import UserError
 from temper.models.load import Head
-from temper.trainer.logprobs import drawn_logprobs
+from temper.trainer import logprobs as logprobs_module
+from temper.trainer.logprobs import drawn_logprobs, top_tokens
 
 NUM_TOKENS, WIDTH, VOCABULARY = 23, 6, 31
 
@@ -24,9 +26,19 @@ def make_inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch
     return hidden, weight, bias, torch.randint(VOCABULARY, (NUM_TOKENS,), generator=generator)
 
 
+def make_top_ids(drawn: torch.Tensor) -> torch.Tensor:
+    """Four distinct ids per row; in every other row the drawn token is among them."""
+    offsets = torch.tensor([[0, 3, 7, 20], [1, 3, 7, 20]])[torch.arange(len(drawn)) % 2]
+    return (drawn[:, None] + offsets) % VOCABULARY
+
+
 def plain(head: Head, hidden: torch.Tensor, ids: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     logprobs = torch.log_softmax(head.logits(hidden) / temperature, -1)
     return logprobs.gather(1, ids[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def plain_top(head: Head, hidden: torch.Tensor, top_ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    return torch.log_softmax(head.logits(hidden) / temperature, -1).gather(1, top_ids)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 5, 23, 100])
@@ -44,7 +56,8 @@ def test_equals_log_softmax_in_value_and_gradient(
             logprobs, entropy = plain(head, hidden, ids, temperature)
         else:
             chunk_bytes = chunk_rows * VOCABULARY * 8
-            logprobs, entropy = drawn_logprobs(head, hidden, ids, temperature=temperature, chunk_bytes=chunk_bytes)
+            logprobs, entropy, top = drawn_logprobs(head, hidden, ids, temperature=temperature, chunk_bytes=chunk_bytes)
+            assert top is None
         scale = torch.linspace(-1, 2, NUM_TOKENS, dtype=torch.float64)
         loss = sum(
             wanted * (scale * part).sum() for wanted, part in zip(terms, (logprobs, entropy), strict=True) if wanted
@@ -54,15 +67,102 @@ def test_equals_log_softmax_in_value_and_gradient(
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
+def top_gradients(
+    softcap: float | None, temperature: float, terms: tuple[int, int, int], chunk_rows: int | None
+) -> list[torch.Tensor]:
+    """Values, then gradients by hidden, weight and bias, of a loss of all three. Without chunk_rows: by autograd."""
+    hidden, weight, bias, ids = make_inputs()
+    top_ids, head = make_top_ids(ids), Head(weight, bias, softcap)
+    parts: tuple[torch.Tensor | None, ...]
+    if chunk_rows is None:
+        parts = (*plain(head, hidden, ids, temperature), plain_top(head, hidden, top_ids, temperature))
+    else:
+        size = chunk_rows * VOCABULARY * 8
+        parts = drawn_logprobs(head, hidden, ids, temperature=temperature, chunk_bytes=size, top_ids_AK=top_ids)
+    scale = torch.linspace(-1, 2, NUM_TOKENS, dtype=torch.float64)
+    loss = torch.zeros((), dtype=torch.float64)
+    for wanted, part in zip(terms, parts, strict=True):
+        assert part is not None
+        if wanted:
+            columns = part if part.dim() == 2 else part[:, None]
+            slopes = torch.arange(1, columns.shape[1] + 1, dtype=torch.float64)
+            loss = loss + wanted * (scale[:, None] * slopes * columns).sum()
+    return [*(p for p in parts if p is not None), *torch.autograd.grad(loss, (hidden, weight, bias))]
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 5, 100])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("terms", [(0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 1)])
+def test_top_tokens_equal_log_softmax_in_value_and_gradient(
+    chunk_rows: int, softcap: float | None, temperature: float, terms: tuple[int, int, int]
+) -> None:
+    expected = top_gradients(softcap, temperature, terms, None)
+    for ours, theirs in zip(top_gradients(softcap, temperature, terms, chunk_rows), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_the_gradient_of_top_tokens_passes_a_numerical_check_and_a_planted_fault_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hidden, weight, bias, ids = make_inputs()
+    top_ids = make_top_ids(ids)
+
+    def score(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        head, size = Head(weight, bias, 3.0), 5 * VOCABULARY * 8
+        logprobs, entropy, top = drawn_logprobs(
+            head, hidden, ids, temperature=0.7, chunk_bytes=size, top_ids_AK=top_ids
+        )
+        assert top is not None
+        return logprobs, entropy, top
+
+    inputs = (hidden, weight, bias)
+    assert torch.autograd.gradcheck(score, inputs, fast_mode=True)
+    right = logprobs_module._grad_logits
+
+    def with_the_softmax_of_the_first_only(logits: Any, chosen: Any, *rest: Any) -> torch.Tensor:
+        grad = right(logits, [(ids[:, :1], grads[:, :1]) for ids, grads in chosen], *rest)
+        for ids_CK, grad_CK in chosen:
+            grad.scatter_add_(1, ids_CK[:, 1:], grad_CK[:, 1:])
+        return grad
+
+    monkeypatch.setattr(logprobs_module, "_grad_logits", with_the_softmax_of_the_first_only)
+    assert not torch.autograd.gradcheck(score, inputs, fast_mode=True, raise_exception=False)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 5, 100])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_most_likely_tokens_come_first_with_the_log_probabilities_that_scoring_gives(
+    chunk_rows: int, softcap: float | None
+) -> None:
+    hidden, weight, bias, ids = make_inputs()
+    head, size = Head(weight, bias, softcap), chunk_rows * VOCABULARY * 8
+    top_ids, top = top_tokens(head, hidden, 5, temperature=0.7, chunk_bytes=size)
+    expected, expected_ids = torch.log_softmax(head.logits(hidden) / 0.7, -1).sort(descending=True)
+    torch.testing.assert_close(top, expected[:, :5], rtol=1e-10, atol=1e-10)
+    assert torch.equal(top_ids, expected_ids[:, :5])
+    assert not top.requires_grad
+    scored = drawn_logprobs(head, hidden, ids, temperature=0.7, chunk_bytes=size, top_ids_AK=top_ids)[2]
+    assert scored is not None
+    assert torch.equal(scored, top), "to the bit: the ratio to an unchanged policy is one"
+
+
+@pytest.mark.parametrize("k", [0, VOCABULARY + 1])
+def test_a_number_of_top_tokens_that_the_vocabulary_does_not_have_is_refused(k: int) -> None:
+    hidden, weight, bias, _ = make_inputs()
+    with pytest.raises(UserError, match=f"the vocabulary has {VOCABULARY}"):
+        top_tokens(Head(weight, bias, None), hidden, k, temperature=1.0)
+
+
 def test_temperature_divides_inside_the_softmax() -> None:
     # Logits (2, 1, 0) at temperature 0.7.
     head = Head(torch.tensor([[2.0], [1.0], [0.0]]), None, None)
-    logprobs, _ = drawn_logprobs(head, torch.ones(3, 1), torch.arange(3), temperature=0.7)
+    logprobs, _, _ = drawn_logprobs(head, torch.ones(3, 1), torch.arange(3), temperature=0.7)
     torch.testing.assert_close(logprobs, torch.tensor([-0.260118, -1.688690, -3.117261]), atol=1e-6, rtol=0)
 
 
 def test_entropy_of_equal_logits_is_the_log_of_their_number() -> None:
-    _, entropy = drawn_logprobs(
+    _, entropy, _ = drawn_logprobs(
         Head(torch.zeros(8, 2), None, None), torch.ones(1, 2), torch.tensor([3]), temperature=1.0
     )
     assert entropy.item() == pytest.approx(math.log(8))
@@ -71,7 +171,7 @@ def test_entropy_of_equal_logits_is_the_log_of_their_number() -> None:
 def test_bfloat16_states_are_scored_in_float32_and_get_bfloat16_gradients() -> None:
     hidden, weight, _, ids = make_inputs(torch.bfloat16)
     head = Head(weight.float(), None, None)
-    logprobs, _ = drawn_logprobs(head, hidden, ids, temperature=1.0)
+    logprobs, _, _ = drawn_logprobs(head, hidden, ids, temperature=1.0)
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, plain(head, hidden, ids, 1.0)[0], rtol=1e-6, atol=1e-6)
     logprobs.sum().backward()
@@ -96,8 +196,11 @@ def test_tf32_is_as_exact_as_float32_for_bfloat16_states_and_off_for_float32_one
 
 def test_no_drawn_tokens_give_empty_results_and_a_zero_gradient() -> None:
     hidden, weight, _, ids = make_inputs()
-    logprobs, entropy = drawn_logprobs(Head(weight, None, None), hidden[:0], ids[:0], temperature=1.0)
-    (logprobs.sum() + entropy.sum()).backward()
+    logprobs, entropy, top = drawn_logprobs(
+        Head(weight, None, None), hidden[:0], ids[:0], temperature=1.0, top_ids_AK=make_top_ids(ids)[:0]
+    )
+    assert top is not None
+    (logprobs.sum() + entropy.sum() + top.sum()).backward()
     assert weight.grad is not None
     assert not weight.grad.any()
 
@@ -125,8 +228,13 @@ def test_logits_of_all_tokens_are_never_held() -> None:
     ids = torch.randint(vocabulary, (num_tokens,), generator=generator)
     head = Head(weight, None, None)
     with LargestTensor() as chunked:
-        logprobs, entropy = drawn_logprobs(head, hidden, ids, temperature=0.9, chunk_bytes=chunk_rows * vocabulary * 4)
-        (logprobs.sum() + entropy.sum()).backward()
+        size = chunk_rows * vocabulary * 4
+        top_ids, _ = top_tokens(head, hidden, 3, temperature=0.9, chunk_bytes=size)
+        logprobs, entropy, top = drawn_logprobs(
+            head, hidden, ids, temperature=0.9, chunk_bytes=size, top_ids_AK=top_ids
+        )
+        assert top is not None
+        (logprobs.sum() + entropy.sum() + top.sum()).backward()
     assert chunked.numel <= chunk_rows * vocabulary
     with LargestTensor() as whole:  # the measure itself sees what it should
         plain(head, hidden, ids, 0.9)[0].sum().backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from temper.types import Sample
 PROGRAM = Path(__file__).with_name("rank_program.py")
 UNEVEN, WHOLE = 54, 10_000
 """Token budgets: of several microbatches, and of a single one, which leaves the second rank nothing."""
-CASES = [*((name, budget, "none") for name in PRESETS for budget in (UNEVEN, WHOLE)), ("grpo", UNEVEN, "average")]
+NAMES = [name for name in PRESETS if "router" not in PRESETS[name].needs]
+"""Experts are not multiplied in float64."""
+CASES = [*((name, budget, "none") for name in NAMES for budget in (UNEVEN, WHOLE)), ("grpo", UNEVEN, "average")]
 
 Reports = dict[tuple[str, int, str], dict[str, Any]]
 
@@ -33,7 +36,7 @@ def reports(
 ) -> tuple[Reports, list[Reports]]:
     """What a single process and what each of two ranks report of every case."""
     folder = tmp_path_factory.mktemp("ranks")
-    rows = [replace(row, reference_logprobs=row.behavior_logprobs) for row in make_rows()]
+    rows = with_columns(make_rows())
     (folder / "inputs.pkl").write_bytes(pickle.dumps((make_model(), rows, CASES)))
     processes = [
         subprocess.Popen(
@@ -55,11 +58,29 @@ def reports(
     return alone, together
 
 
+def with_columns(rows: list[Sample]) -> list[Sample]:
+    """The rows with every column that an objective may read, near enough to the policy for bounds to act on a part."""
+    draw = random.Random(3)
+
+    def near(row: Sample, middle: float, width: float) -> list[float]:
+        return [draw.uniform(middle - width, middle + width) * drawn for drawn in row.loss_mask]
+
+    filled = []
+    for row in rows:
+        tops = [draw.sample(range(40), 20) if drawn else [] for drawn in row.loss_mask]
+        change: dict[str, Any] = {name: near(row, -3.7, 0.4) for name in ("reference_logprobs", "teacher_logprobs")}
+        change |= {"values": near(row, 0.3, 0.2), "targets": near(row, 0.5, 0.5), "reward": float(row.index == 0)}
+        change |= {"top_ids": tops, "top_logprobs": [[draw.uniform(-4.5, -3.2) for _ in top] for top in tops]}
+        filled.append(replace(row, behavior_logprobs=near(row, -3.7, 0.4), **change))
+    return filled
+
+
 def largest_difference(first: dict[str, Any], second: dict[str, Any]) -> float:
     """Of moments after two steps, which are linear in both gradients, relative to the largest; and of metrics."""
-    scale = max(moment.abs().max().item() for moment in first["moments"].values())
+    scale = max((moment.abs().max().item() for moment in first["moments"].values()), default=0.0) or 1.0
     by_moment = max(
-        (first["moments"][name] - second["moments"][name]).abs().max().item() / scale for name in first["moments"]
+        ((first["moments"][name] - second["moments"][name]).abs().max().item() / scale for name in first["moments"]),
+        default=0.0,
     )
     by_metric = [
         abs(ours[name] - theirs[name]) / max(1.0, abs(ours[name]))
@@ -69,7 +90,7 @@ def largest_difference(first: dict[str, Any], second: dict[str, Any]) -> float:
     return max(by_moment, *by_metric)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", NAMES)
 @pytest.mark.parametrize("budget", [UNEVEN, WHOLE])
 def test_two_ranks_equal_one(reports: tuple[Reports, list[Reports]], preset: str, budget: int) -> None:
     case = (preset, budget, "none")

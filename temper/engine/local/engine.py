@@ -16,7 +16,7 @@ import torch
 
 from temper.engine.local.attention import PagedCache
 from temper.engine.local.rows import Rows_R
-from temper.engine.local.runner import Runner
+from temper.engine.local.runner import Drawn, Runner
 from temper.engine.local.sampling import uniforms
 from temper.engine.local.scheduler import Scheduler
 from temper.engine.local.sequence import Sequence, random_key
@@ -164,11 +164,27 @@ class LocalEngine:
         if followers:
             logits_RV = logits_RV[torch.from_numpy(places).to(logits_RV.device)]
         positions = rows.length[drawing_R[places]]
-        tokens, logprobs = self._runner.draw(logits_RV, temperature, uniforms(keys, positions))
+        num_top = max((f.request.params.top_logprobs for _, f in followers), default=0)
+        num_top = max(num_top, rows.max_top(drawing_R))
+        drawn = self._runner.draw(logits_RV, temperature, uniforms(keys, positions), num_top)
+        if num_top:
+            self._record_top(drawing_R, followers, drawn)
         count = len(drawing_R)
         # Followers first: a leader that ends with this token gives its blocks back.
-        self._start_followers(drawing_R, followers, tokens[count:], logprobs[count:])
-        self._append(drawing_R, tokens[:count], logprobs[:count])
+        self._start_followers(drawing_R, followers, drawn.tokens_R[count:], drawn.logprobs_R[count:])
+        self._append(drawing_R, drawn.tokens_R[:count], drawn.logprobs_R[:count])
+
+    def _record_top(self, drawing_R: Rows_R, followers: list[tuple[int, Sequence]], drawn: Drawn) -> None:
+        """Into the sequences at once, not into rows: they outlive preemption, and few requests ask for it."""
+        assert drawn.top_ids_RK is not None
+        assert drawn.top_logprobs_RK is not None
+        running = (self._scheduler.rows.sequences[row] for row in drawing_R.tolist())
+        sequences = (*running, *(follower for _, follower in followers))
+        for sequence, ids, logprobs in zip(
+            sequences, drawn.top_ids_RK.tolist(), drawn.top_logprobs_RK.tolist(), strict=True
+        ):
+            assert sequence is not None, "a row that draws holds a sequence"
+            sequence.record_top(ids, logprobs)
 
     def _append(self, drawing_R: Rows_R, tokens_R: Rows_R, logprobs_R: Any) -> None:
         rows = self._scheduler.rows
@@ -241,6 +257,12 @@ class LocalEngine:
         if length >= settings.max_length:
             raise TaskError(
                 f"the prompt has {length} tokens and the longest sequence is {settings.max_length}: no room to answer"
+            )
+        asked, vocabulary = request.params.top_logprobs, self._runner.vocabulary_size
+        if not 0 <= asked <= vocabulary:
+            raise TaskError(
+                f"top_logprobs={asked} asks for the most likely tokens at each position, and the model has a "
+                f"vocabulary of {vocabulary}: use 0 (none) to {vocabulary}"
             )
         longest = min(length + request.params.max_new_tokens, settings.max_length)
         if -(-longest // settings.block_size) >= settings.num_blocks:

@@ -35,6 +35,8 @@ class Rows:
         self.logprobs = np.zeros((max_running, 0), dtype=np.float32)
         self.versions = np.zeros((max_running, 0), dtype=np.int64)
         self.blocks = np.full((max_running, 0), SCRATCH_BLOCK, dtype=np.int64)
+        self._num_top: Rows_R | None = None
+        """Most likely tokens each row wants. None: nobody ever asked, and no step pays for the question."""
         self._arrivals = 0
         self._stop_sets: dict[tuple[int, ...], int] = {}
         self._stop_arrays: list[NDArray[np.int64]] = []
@@ -65,6 +67,7 @@ class Rows:
         self.temperature[row] = sequence.request.params.temperature
         self.random_key[row] = sequence.random_key
         self.stop_set[row] = self._stop_index(sequence.request.params.stop_ids)
+        self._set_num_top(row, sequence.request.params.top_logprobs)
         self.arrival[row] = self._arrivals
         self._arrivals += 1
         self.tokens[row, :length] = sequence.token_ids
@@ -102,6 +105,10 @@ class Rows:
         self.versions[rows_R, ends_R] = version
         self.length[rows_R] += 1
 
+    def max_top(self, rows_R: Rows_R) -> int:
+        """How many most likely tokens the most curious of these rows wants."""
+        return 0 if self._num_top is None else int(self._num_top[rows_R].max(initial=0))
+
     def is_stop(self, rows_R: Rows_R, tokens_R: Rows_R) -> NDArray[np.bool_]:
         """Which of these tokens are stop tokens of their rows."""
         stops_R = np.zeros(len(rows_R), dtype=bool)
@@ -109,6 +116,12 @@ class Rows:
         for index in np.unique(sets_R):
             stops_R |= (sets_R == index) & np.isin(tokens_R, self._stop_arrays[index])
         return stops_R
+
+    def _set_num_top(self, row: int, count: int) -> None:
+        if self._num_top is None and count > 0:
+            self._num_top = np.zeros(len(self.is_active), dtype=np.int64)
+        if self._num_top is not None:
+            self._num_top[row] = count
 
     def _stop_index(self, stop_ids: tuple[int, ...]) -> int:
         if stop_ids not in self._stop_sets:

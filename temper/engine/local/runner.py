@@ -2,7 +2,7 @@
 
 Owns: turning rows into tensors, the forward passes, CUDA graphs of decode steps.
 Refuses: knowing requests. Decode and prefill are two passes of one step: only the first has a replayable shape.
-Shapes: _T tokens, _R rows, N rows of a pass, M blocks per row.
+Shapes: _T tokens, _R rows, N rows of a pass, M blocks per row, _K most likely tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from temper.engine.local.attention import DecodeAttend, PagedCache, PrefillAttend
 from temper.engine.local.blocks import SCRATCH_BLOCK
 from temper.engine.local.rows import Rows, Rows_R
-from temper.engine.local.sampling import sample
+from temper.engine.local.sampling import most_likely, sample, tempered_logprobs
 from temper.engine.local.scheduler import Schedule
 from temper.models.load import Head, hidden_states
 
@@ -63,6 +63,17 @@ class CapturedDecode:
     hidden_ND: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step drew, on the host."""
+
+    tokens_R: Rows_R
+    logprobs_R: NDArray[np.float32]
+    top_ids_RK: NDArray[np.int64] | None = None
+    """The most likely tokens first. None: no row asked for any."""
+    top_logprobs_RK: NDArray[np.float32] | None = None
+
+
 class Runner:
     """Holds the model, the cache and the captured graphs."""
 
@@ -75,6 +86,10 @@ class Runner:
         # One pool for all graphs: only one of them runs at a time, and its output is consumed before the next.
         self._graph_pool = torch.cuda.graph_pool_handle() if self._uses_graphs else None
         self._head = Head.of(model)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self._head.weight.shape[0])
 
     def refresh_head(self) -> None:
         """Takes the head's float32 copy again. A bf16 head is a copy; after new weights the old one would be stale."""
@@ -96,14 +111,25 @@ class Runner:
 
     @torch.inference_mode()
     def draw(
-        self, logits_RV: Tensor, temperature_R: NDArray[np.float32], uniform_R: NDArray[np.float32]
-    ) -> tuple[Rows_R, NDArray[np.float32]]:
+        self, logits_RV: Tensor, temperature_R: NDArray[np.float32], uniform_R: NDArray[np.float32], num_top: int
+    ) -> Drawn:
         """Tokens and log-probabilities on the host: the one synchronisation of a step."""
         inputs = torch.from_numpy(np.stack((temperature_R, uniform_R))).to(self._device)
-        tokens_R, logprobs_R = sample(logits_RV, inputs[0], inputs[1])
+        logprobs_RV = tempered_logprobs(logits_RV, inputs[0])
+        tokens_R, logprobs_R = sample(logprobs_RV, inputs[0], inputs[1])
         # One transfer: a token id below 2**53 survives float64, and so does a float32 log-probability.
-        both = torch.stack((tokens_R.double(), logprobs_R.double())).cpu().numpy()
-        return both[0].astype(np.int64), both[1].astype(np.float32)
+        both = torch.stack((tokens_R.double(), logprobs_R.double()))
+        if num_top == 0:
+            tokens, logprobs = both.cpu().numpy()
+            return Drawn(tokens.astype(np.int64), logprobs.astype(np.float32))
+        top_ids_RK, top_logprobs_RK = most_likely(logprobs_RV, num_top)
+        table = torch.cat((both, top_ids_RK.T.double(), top_logprobs_RK.T.double())).cpu().numpy()
+        return Drawn(
+            table[0].astype(np.int64),
+            table[1].astype(np.float32),
+            table[2 : 2 + num_top].T.astype(np.int64),
+            table[2 + num_top :].T.astype(np.float32),
+        )
 
     def _decode(self, decode_R: Rows_R, rows: Rows) -> Tensor:
         positions = rows.length[decode_R] - 1

@@ -30,6 +30,9 @@ class Sequence:
     """Prompt and drawn tokens so far."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    """Most likely tokens at each drawn position; kept here also while the sequence runs. Empty: not asked for."""
+    top_logprobs: list[list[float]] = field(default_factory=list)
     blocks: Blocks = field(default_factory=_no_blocks)
     num_computed: int = 0
     """Tokens whose keys and values are in `blocks`."""
@@ -40,7 +43,14 @@ class Sequence:
     def num_prompt(self) -> int:
         return len(self.request.prompt_ids)
 
+    def record_top(self, ids: list[int], logprobs: list[float]) -> None:
+        """Keeps as many of the most likely tokens of the position just drawn as the request asked for."""
+        if (count := self.request.params.top_logprobs) > 0:
+            self.top_ids.append(ids[:count])
+            self.top_logprobs.append(logprobs[:count])
+
     def complete(self, finish: Finish) -> None:
+        has_top = self.request.params.top_logprobs > 0
         self.deliver(
             Completion(
                 prompt_ids=self.request.prompt_ids,
@@ -48,6 +58,8 @@ class Sequence:
                 logprobs=self.logprobs,
                 versions=self.versions,
                 finish=finish,
+                top_ids=self.top_ids if has_top else None,
+                top_logprobs=self.top_logprobs if has_top else None,
             )
         )
 

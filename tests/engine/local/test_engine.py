@@ -18,6 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from temper.engine.local import runner
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import BackendError, TaskError
 from temper.models.load import Head, hidden_states, prepare
@@ -57,8 +58,8 @@ def prompts() -> list[tuple[int, ...]]:
     return [tuple(random.integers(2, 97, size=size).tolist()) for size in (3, 17, 40, 16, 1, 33)]
 
 
-def request(name: str, prompt: tuple[int, ...], temperature: float = 1.0, new: int = 24) -> Request:
-    params = SamplingParams(temperature=temperature, max_new_tokens=new, stop_ids=(1,))
+def request(name: str, prompt: tuple[int, ...], temperature: float = 1.0, new: int = 24, top: int = 0) -> Request:
+    params = SamplingParams(temperature=temperature, max_new_tokens=new, stop_ids=(1,), top_logprobs=top)
     return Request(id=name, prompt_ids=prompt, params=params)
 
 
@@ -251,6 +252,112 @@ def test_a_publication_that_does_not_fit_is_refused_whole(fault: str) -> None:
         asyncio.run(engine.load(Publication(version=1, tensors=tensors)))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert engine.version == 0
+
+
+def curious_requests() -> list[Request]:
+    """Groups whose members want different numbers of top tokens at different temperatures; some want none."""
+    wishes = [(0, 1.0), (3, 0.7), (5, 0.0), (1, 1.0), (97, 0.7)]
+    return [
+        request(f"{i}/{k}", prompt, temperature, top=top)
+        for i, prompt in enumerate(prompts())
+        for k, (top, temperature) in enumerate(wishes[i % 2 :])
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])
+def test_top_tokens_equal_one_full_forward_pass_with_groups_and_preemption(
+    family: str, settings: dict[str, int]
+) -> None:
+    model = make_model(family)
+    engine = make_engine(model, **settings)
+    requests = curious_requests()
+    for wish, completion in zip(requests, generate(engine, requests), strict=True):
+        count = wish.params.top_logprobs
+        if count == 0:
+            assert completion.top_ids is None
+            assert completion.top_logprobs is None
+            continue
+        assert completion.top_ids is not None
+        assert completion.top_logprobs is not None
+        ids = torch.tensor([*completion.prompt_ids, *completion.token_ids])
+        full = full_logprobs(model, ids, wish.params.temperature or 1.0)[len(completion.prompt_ids) - 1 :]
+        top_ids, top = torch.tensor(completion.top_ids), torch.tensor(completion.top_logprobs)
+        assert top_ids.shape == top.shape == (len(completion.token_ids), count)
+        torch.testing.assert_close(top, full.sort(dim=-1, descending=True).values[:, :count], atol=2e-5, rtol=0)
+        torch.testing.assert_close(top, full.gather(1, top_ids), atol=2e-5, rtol=0)
+        assert bool((top.diff(dim=1) <= 0).all())
+        assert all(len(set(row)) == count for row in completion.top_ids)
+        for token, logprob, row, values in zip(
+            completion.token_ids, completion.logprobs, completion.top_ids, completion.top_logprobs, strict=True
+        ):
+            assert token not in row or values[row.index(token)] == logprob, "to the bit: both are one number"
+    assert (engine.stats()["preemptions"] > 0) == (settings is TIGHT)
+
+
+def test_top_tokens_of_a_wrong_position_would_be_noticed() -> None:
+    model = make_model()
+    (completion,) = generate(make_engine(model), [request("r", prompts()[1], top=4)])
+    ids = torch.tensor([*completion.prompt_ids, *completion.token_ids])
+    shifted = full_logprobs(model, ids, 1.0)[len(completion.prompt_ids) - 2 : -1]
+    assert not torch.allclose(torch.tensor(completion.top_logprobs), shifted.topk(4).values, atol=1e-2)
+
+
+def test_who_asks_for_top_tokens_changes_nobodys_draws_and_gets_the_same_alone() -> None:
+    model = make_model()
+    requests = curious_requests()
+    silent = [request(r.id, r.prompt_ids, r.params.temperature) for r in requests]
+    together = generate(make_engine(model), requests)
+    for curious, plain in zip(together, generate(make_engine(model), silent), strict=True):
+        assert curious.token_ids == plain.token_ids
+        assert curious.logprobs == plain.logprobs
+    for place in (1, 4, 6):
+        (alone,) = generate(make_engine(model, **TIGHT), [requests[place]])
+        assert alone.top_ids == together[place].top_ids
+        torch.testing.assert_close(
+            torch.tensor(alone.top_logprobs), torch.tensor(together[place].top_logprobs), atol=2e-5, rtol=0
+        )
+
+
+def test_nothing_is_computed_or_kept_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "most_likely", lambda *_: pytest.fail("nobody asked"))
+    engine = make_engine(make_model())
+    completions = generate(engine, [request(f"{i}", p) for i, p in enumerate(prompts())])
+    assert all(completion.top_ids is None for completion in completions)
+    assert engine._scheduler.rows._num_top is None
+
+
+def test_an_aborted_request_keeps_the_top_tokens_of_what_it_drew() -> None:
+    model, prompt = make_model(), prompts()[2]
+    (full,) = generate(make_engine(model), [request("r", prompt, top=2)])
+    engine = make_engine(model, max_running=1)
+
+    async def run() -> list[Completion]:
+        tasks = [asyncio.create_task(engine.generate(request(name, prompt, top=2))) for name in ("r", "follower")]
+        tasks.append(asyncio.create_task(engine.generate(request("waiting", prompts()[0], top=2))))
+        while engine._scheduler.rows.length.max() < len(prompt) + 3:
+            await asyncio.sleep(0)
+        for name in ("r", "follower", "waiting"):
+            await engine.abort(name)
+        return await asyncio.gather(*tasks)
+
+    running, follower, waiting = asyncio.run(run())
+    count = len(running.token_ids)
+    assert 2 <= count < len(full.token_ids)
+    assert full.top_ids is not None
+    assert full.top_logprobs is not None
+    assert running.top_ids == full.top_ids[:count]
+    torch.testing.assert_close(
+        torch.tensor(running.top_logprobs), torch.tensor(full.top_logprobs[:count]), atol=2e-5, rtol=0
+    )
+    assert follower.top_ids == full.top_ids[:1], "the first position of a parked fork is that of its leader"
+    assert waiting.top_ids == waiting.top_logprobs == waiting.token_ids == []
+
+
+@pytest.mark.parametrize("count", [98, -1])
+def test_more_top_tokens_than_the_vocabulary_has_are_refused_with_both_numbers(count: int) -> None:
+    with pytest.raises(TaskError, match=rf"top_logprobs={count} .* vocabulary of 97"):
+        generate(make_engine(make_model()), [request("r", prompts()[0], top=count)])
 
 
 def test_prompts_that_cannot_be_answered_are_refused_with_the_numbers() -> None:

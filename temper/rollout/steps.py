@@ -1,0 +1,134 @@
+"""What a state in the middle of an answer is worth: the mean reward of fresh continuations from it (VinePPO).
+
+Owns: where reasoning steps begin, and the value of each beginning. Refuses: what is made of the values (objectives/),
+and episodes of more than one turn: their environment would have to be forked. Specification 1.2, arXiv 2410.01679.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from temper.errors import BackendError, TemperError, UserError
+from temper.rollout.episode import EpisodeSetup, cut_status
+from temper.types import Completion, Finish, Message, Request, Score, Status, Task, Trajectory, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSplit:
+    """How an answer is cut into steps, and how many continuations estimate each of them."""
+
+    separator: str = "\n"
+    """A new step begins after it. Several in a row are one: a step of nothing but separators teaches nothing."""
+    tokens: int = 0
+    """Above 0: steps of this many tokens, whatever the text."""
+    samples: int = 9
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0:
+            raise UserError(f"steps of {self.tokens} tokens: use 0 (split at the separator) or more, e.g. 64.")
+        if not self.separator and self.tokens == 0:
+            raise UserError('steps need a separator, e.g. "\\n", or a number of tokens above 0.')
+        if self.samples < 1:
+            raise UserError(f"{self.samples} continuations per step: use 1 or more, e.g. 9.")
+
+
+async def estimate_steps(
+    setup: EpisodeSetup, task: Task, trajectory: Trajectory, split: StepSplit, request_id: str
+) -> Trajectory:
+    """The trajectory with its steps and their values, or unscorable when a state has none. All states at once."""
+    if not trajectory.is_trainable:
+        return trajectory
+    if len(trajectory.turns) != 1:
+        raise UserError(
+            f"step values need an environment that can be forked, and task {task.id} took {len(trajectory.turns)} "
+            "turns. Use single-turn tasks, or an advantage without step values."
+        )
+    completion = trajectory.turns[0].completion
+    starts = step_starts(completion, split, setup.renderer.decode)
+    async with asyncio.TaskGroup() as states:
+        running = [
+            [
+                states.create_task(_score_fresh(setup, task, trajectory, start, f"{request_id}/step {step}/{sample}"))
+                for sample in range(split.samples)
+            ]
+            for step, start in enumerate(starts)
+        ]
+    values, num_extra = [], 0
+    for step, continuations in enumerate(running):
+        scores, extras = zip(*[await continuation for continuation in continuations], strict=True)
+        num_extra += sum(extras)
+        known = [score.value for score in scores if score.value is not None]
+        if not known:
+            reason = f"step {step} has no value: {scores[0].reason}"
+            return dataclasses.replace(trajectory, score=Score.unscorable(reason), extra_tokens=num_extra)
+        values.append(sum(known) / len(known))
+    return dataclasses.replace(trajectory, step_starts=tuple(starts), step_values=tuple(values), extra_tokens=num_extra)
+
+
+def step_starts(completion: Completion, split: StepSplit, decode: Callable[[Sequence[int]], str]) -> list[int]:
+    """First drawn token of each step; the first is 0. The stop token never begins one: it belongs to the last."""
+    ids = completion.token_ids
+    end = len(ids) - 1 if completion.finish is Finish.STOP else len(ids)
+    if split.tokens > 0:
+        return list(range(0, max(end, 1), split.tokens))
+    text, starts = decode(ids), [0]
+    for separators in re.finditer(f"(?:{re.escape(split.separator)})+", text):
+        begun = text[: separators.end()]
+        # The first token whose own first character lies behind the separators: all before it is in the tokens before.
+        # By the text and not its length, for a character cut in two decodes to as many others.
+        start = bisect_left(range(end), True, lo=starts[-1], key=lambda i: decode(ids[:i]).startswith(begun))
+        if starts[-1] < start < end:
+            starts.append(start)
+    return starts
+
+
+async def _score_fresh(
+    setup: EpisodeSetup, task: Task, trajectory: Trajectory, start: int, request_id: str
+) -> tuple[Score, int]:
+    """Draws a new end for the answer from this token on and scores the whole; also how many tokens were drawn.
+
+    Only a broken backend raises.
+    """
+    try:
+        async with asyncio.timeout(setup.episode_seconds):
+            completion = await _continue(setup, trajectory.turns[0].completion, start, request_id)
+    except TimeoutError:
+        return Score.error(f"a continuation took longer than {setup.episode_seconds:g} s"), 0
+    except BackendError:
+        raise
+    except TemperError as problem:
+        return Score.error(str(problem)), 0
+    status, num_drawn = cut_status(completion) or Status.COMPLETED, len(completion.token_ids) - start
+    if status is Status.ABORTED:
+        return Score.error("a continuation was aborted"), num_drawn
+    message = Message(role="assistant", content=setup.renderer.decode(completion.token_ids))
+    attempt = Trajectory(
+        task_id=trajectory.task_id,
+        group_id=trajectory.group_id,
+        index=trajectory.index,
+        turns=(Turn(completion=completion, message=message),),
+        status=status,
+        score=Score.unscorable("not scored yet"),
+    )
+    score, _ = await setup.scorer.score(task, attempt)
+    return score, num_drawn
+
+
+async def _continue(setup: EpisodeSetup, completion: Completion, start: int, request_id: str) -> Completion:
+    """The completion up to `start` and what the sampler drew after it, within what is left of the token budget."""
+    budget = setup.params.max_new_tokens - start
+    params = dataclasses.replace(setup.params, max_new_tokens=budget, top_logprobs=0)
+    prompt_ids = (*completion.prompt_ids, *completion.token_ids[:start])
+    drawn = await setup.sampler.generate(Request(id=request_id, prompt_ids=prompt_ids, params=params))
+    return Completion(
+        prompt_ids=completion.prompt_ids,
+        token_ids=completion.token_ids[:start] + drawn.token_ids,
+        logprobs=completion.logprobs[:start] + drawn.logprobs,
+        versions=completion.versions[:start] + drawn.versions,
+        finish=drawn.finish,
+    )

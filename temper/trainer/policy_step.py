@@ -1,0 +1,108 @@
+"""One optimiser step of the policy: gradients of all microbatches and ranks, or a constrained step of its own.
+
+Owns: adding gradients up, refusing those that are not finite and naming their place. Refuses: applying them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from temper.errors import BackendError
+from temper.objectives import MetricSums, Objective
+from temper.trainer.forward import StepFacts, checkpointing, enable_checkpointing, forward_backward
+from temper.trainer.optim import MasterAdamW
+from temper.trainer.passes import Share
+from temper.trainer.ranks import merge_over_ranks, sum_over_ranks
+from temper.trainer.trust_region import constrained_step
+from temper.types import Microbatch
+
+Part = tuple[Microbatch, Mapping[str, Tensor]]
+"""A microbatch, and what was measured on the whole batch for its tokens."""
+
+
+class PolicyStep:
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        optimizer: MasterAdamW,
+        *,
+        temperature: float,
+        gradient_checkpointing: bool,
+    ) -> None:
+        self._model, self._objective, self._optimizer = model, objective, optimizer
+        self._temperature = temperature
+        self._is_recomputing = gradient_checkpointing
+        if gradient_checkpointing:
+            enable_checkpointing(model)
+
+    def gradient(
+        self, share: Share, facts: StepFacts, measured: Sequence[Mapping[str, Tensor]], place: str
+    ) -> tuple[MetricSums, Tensor | None]:
+        """Leaves the summed gradient in the optimiser; returns metrics and its norm.
+
+        None as norm: the objective takes a step of its own, and has taken it.
+        """
+        if self._objective.step is not None:
+            return self._constrained(share, facts, measured), None
+        parts = list(zip(share.microbatches, measured, strict=True))
+        metrics = MetricSums()
+        self._optimizer.discard_gradients()  # what an interrupted pass may have left
+        for part in parts:
+            loss, sums = self._backward(part, facts)
+            metrics = metrics.merge(sums).merge(MetricSums(totals={"loss/total": loss.double()}))
+        gradients = self._optimizer.gradients()
+        sum_over_ranks(gradients.values())
+        metrics = merge_over_ranks(metrics)
+        norm = nn.utils.get_total_norm(list(gradients.values()))
+        total = metrics.totals.get("loss/total", norm.new_zeros(()))
+        if not (torch.isfinite(norm) & torch.isfinite(total).to(norm.device)):
+            culprit = self._culprit(parts, facts)
+            raise BackendError(
+                f"{place}: loss {float(total)}, gradient norm {float(norm)}, from {culprit}. This update was not "
+                f"applied. Resume from the last checkpoint with a lower optim.learning_rate, and look at the rewards "
+                f"and log-probabilities of this step's groups"
+            )
+        return metrics, norm
+
+    def _constrained(self, share: Share, facts: StepFacts, measured: Sequence[Mapping[str, Tensor]]) -> MetricSums:
+        return constrained_step(
+            self._model,
+            share.microbatches,
+            self._objective,
+            temperature=self._temperature,
+            facts=facts,
+            measured=measured,
+        )
+
+    def _backward(self, part: Part, facts: StepFacts) -> tuple[Tensor, MetricSums]:
+        microbatch, measured = part
+        with checkpointing(self._model) if self._is_recomputing else nullcontext():
+            loss, metrics = forward_backward(
+                self._model,
+                microbatch,
+                self._objective,
+                temperature=self._temperature,
+                facts=facts,
+                measured=measured,
+            )
+        self._optimizer.collect()
+        return loss, metrics
+
+    def _culprit(self, parts: Sequence[Part], facts: StepFacts) -> str:
+        """Runs the microbatches once more, one by one, to name the guilty one; good steps pay nothing for it."""
+        culprit = "no microbatch of this rank"
+        for number, part in enumerate(parts):
+            self._optimizer.discard_gradients()
+            loss, _ = self._backward(part, facts)
+            bad = [n for n, g in self._optimizer.gradients().items() if not torch.isfinite(g).all()]
+            if bad or not torch.isfinite(loss):
+                first = f'its gradient is first non-finite in "{bad[0]}"' if bad else "its gradient is finite"
+                culprit = f"microbatch {number + 1} of {len(parts)} (loss {float(loss)}; {first})"
+                break
+        self._optimizer.discard_gradients()
+        return culprit

@@ -1,0 +1,61 @@
+"""A reference model that may move: when, how far, and what a resumed run has to know about it.
+
+Owns: the moving reference's weights and the held-out scores its rule looks at. Refuses: the rule (objectives/).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from temper.objectives.objective import Moment, ReferenceRule
+from temper.trainer.optim import require_same_tensors
+from temper.trainer.weights import publish
+
+_WEIGHTS, _STATE = "reference.safetensors", "reference.json"
+
+
+class MovingReference:
+    """Follows the policy by its rule. A reference without a rule needs none of this: it is where the stage started."""
+
+    def __init__(self, model: nn.Module, rule: ReferenceRule) -> None:
+        self._model, self._rule = model, rule
+        self._best_score: float | None = None
+        self._stalled = 0
+
+    def observe(self, score: float) -> None:
+        """A held-out score, as rules that wait for a stall see it."""
+        if self._best_score is None or score > self._best_score:
+            self._best_score, self._stalled = score, 0
+        else:
+            self._stalled += 1
+
+    def after_step(self, policy: nn.Module, step: int) -> tuple[bool, bool]:
+        """Moves the reference when the rule says so. Returns whether it moved, and whether moments are to be reset."""
+        refresh = self._rule(Moment(step=step, stalled_evaluations=self._stalled))
+        if refresh is None:
+            return False, False
+        targets = dict(policy.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.lerp_(targets[name].to(parameter.dtype), refresh.mix)
+        self._stalled = 0
+        return True, refresh.resets_optimizer
+
+    def save(self, folder: Path) -> None:
+        tensors = {name: tensor.detach().contiguous() for name, tensor in publish(self._model, 0).tensors.items()}
+        save_file(tensors, folder / _WEIGHTS)
+        (folder / _STATE).write_text(json.dumps({"best_score": self._best_score, "stalled": self._stalled}))
+
+    def load(self, folder: Path) -> None:
+        stored, own = load_file(folder / _WEIGHTS), publish(self._model, 0).tensors
+        require_same_tensors(own, stored, f"{folder / _WEIGHTS}")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(stored[name])
+        state = json.loads((folder / _STATE).read_text())
+        self._best_score, self._stalled = state["best_score"], state["stalled"]

@@ -1,0 +1,136 @@
+"""A group plays its members and its baseline at once, and is trained only when both can be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from temper.engine.fake import FakeSampler
+from temper.envs.env import make_env
+from temper.rollout.episode import EpisodeSetup
+from temper.rollout.group import reason_to_drop, run_group
+from temper.rollout.steps import StepSplit
+from temper.types import Group, Message, Request, SamplingParams, Score, Task, Trajectory
+
+STOP = 0
+TASK = Task(id="t", messages=(Message(role="user", content="ab"),))
+Verdict = Callable[[Trajectory], Score]
+
+
+class Letters:
+    def prompt_messages(self, task: Task) -> tuple[Message, ...]:
+        return task.messages
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return tuple(ord(c) for c in messages[-1].content)
+
+    def extend_ids(self, *_: object) -> tuple[int, ...]:
+        raise AssertionError("one turn only")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(token) for token in ids if token != STOP)
+
+
+class Judge:
+    def __init__(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+
+    async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
+        return self._verdict(trajectory), {}
+
+
+def by_index(trajectory: Trajectory) -> Score:
+    return Score.of(float(trajectory.index))
+
+
+def play(
+    sampler: FakeSampler, verdict: Verdict = by_index, *, greedy: bool = False, steps: StepSplit | None = None
+) -> Group:
+    setup = EpisodeSetup(
+        sampler=sampler, renderer=Letters(), scorer=Judge(verdict), make_env=make_env,
+        params=SamplingParams(max_new_tokens=8, stop_ids=(STOP,), temperature=0.9, top_logprobs=2), max_turns=1,
+        episode_seconds=5.0, seed=0,
+    )  # fmt: skip
+    return asyncio.run(
+        run_group(setup, TASK, draw=4, group_size=3, prefix="stage 1", greedy=greedy, steps=steps)
+    )  # fmt: skip
+
+
+def script(request: Request) -> list[int]:
+    return [ord("g") if request.params.temperature == 0 else ord("x"), STOP]
+
+
+def test_a_group_without_a_baseline_asks_for_its_members_only() -> None:
+    sampler = FakeSampler(script)
+    group = play(sampler)
+    assert [request.id for request in sampler.requests] == [f"stage 1/t#4/{index}/0" for index in range(3)]
+    assert group.greedy is None
+    assert all(t.step_starts == () for t in group.trajectories)
+
+
+def test_the_greedy_attempt_is_one_more_at_temperature_zero_and_no_member() -> None:
+    sampler = FakeSampler(script)
+    group = play(sampler, greedy=True)
+    assert [request.id for request in sampler.requests][-1] == "stage 1/t#4/greedy/0"
+    assert [request.params.temperature for request in sampler.requests] == [0.9, 0.9, 0.9, 0.0]
+    assert [request.params.top_logprobs for request in sampler.requests] == [2, 2, 2, 0]
+    assert len(group.trajectories) == 3
+    assert group.rewards == [0.0, 1.0, 2.0]
+    assert group.greedy is not None
+    assert (group.greedy.text, group.greedy.index, group.greedy.group_id) == ("g", -1, "t#4")
+    assert group.greedy.score == Score.of(-1.0)
+
+
+def test_the_greedy_attempt_does_not_wait_for_the_members() -> None:
+    here: list[str] = []
+
+    async def until_all_are_here(request: Request) -> None:
+        here.append(request.id)
+        async with asyncio.timeout(5):
+            while len(here) < 4:
+                await asyncio.sleep(0)
+
+    play(FakeSampler(script, delay=until_all_are_here), greedy=True)
+    assert len(here) == 4
+
+
+@pytest.mark.parametrize("failure", [Score.error("judge answered 500"), Score.unscorable("judge answered 500")])
+def test_a_group_whose_baseline_has_no_score_is_dropped_with_the_reason(failure: Score) -> None:
+    group = play(FakeSampler(script), lambda t: failure if t.index == -1 else by_index(t), greedy=True)
+    reason = reason_to_drop(group, min_members=2, drop_degenerate=False)
+    assert reason == "the greedy baseline could not be scored: judge answered 500"
+    scored = play(FakeSampler(script), greedy=True)
+    assert reason_to_drop(scored, min_members=2, drop_degenerate=True) is None
+
+
+def test_members_are_estimated_step_by_step_and_the_baseline_is_not() -> None:
+    def steps(request: Request) -> list[int]:
+        if "/step " in request.id:
+            return [ord("y" if request.id.endswith("/0") else "n"), STOP]
+        return [*map(ord, "a\ny"), STOP]
+
+    sampler = FakeSampler(steps)
+    group = play(
+        sampler, lambda t: Score.of(float(t.text.endswith("y"))), greedy=True, steps=StepSplit(samples=4)
+    )  # fmt: skip
+    for trajectory in group.trajectories:
+        assert trajectory.step_starts == (0, 2)
+        assert trajectory.step_values == (0.25, 0.25)
+    assert group.greedy is not None
+    assert group.greedy.step_starts == ()
+    assert len(sampler.requests) == 3 + 1 + 3 * 2 * 4
+    assert len({request.id for request in sampler.requests}) == len(sampler.requests), "no two draw the same numbers"
+
+
+def test_a_member_whose_steps_cannot_be_valued_is_not_trained() -> None:
+    def verdict(trajectory: Trajectory) -> Score:
+        is_fresh = trajectory.index == 1 and trajectory.text == "f"
+        return Score.error("judge answered 500") if is_fresh else Score.of(float(trajectory.index))
+
+    sampler = FakeSampler(lambda request: [ord("f" if "/step " in request.id else "x"), STOP])
+    group = play(sampler, verdict, steps=StepSplit(samples=2))
+    assert [t.is_trainable for t in group.trajectories] == [True, False, True]
+    reason = reason_to_drop(group, min_members=3, drop_degenerate=False)
+    assert reason == "too few scored members: step 0 has no value: judge answered 500"
