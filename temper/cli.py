@@ -135,25 +135,30 @@ def sample(
 @app.command()
 def presets(
     name: Annotated[str | None, typer.Argument(help="Explain one objective")] = None,
-    compare: Annotated[str | None, typer.Option(help="Show only what differs from this one")] = None,
+    compare: Annotated[tuple[str, str] | None, typer.Option(metavar="ONE OTHER", help="What differs")] = None,
+    page: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write objectives.md and its pictures")] = None,
 ) -> None:
-    """List the objectives, explain one, or compare two."""
+    """List the objectives, explain one, compare two, or write the page that explains all."""
     from temper.objectives import PRESETS, describe
     from temper.objectives import compare as differences
 
-    if name is None:
-        table = Table("preset", "", "source")
-        for preset in PRESETS.values():
-            table.add_row(preset.name, "experimental" if preset.experimental else "", preset.source)
-        out.print(table)
-        out.print('"temper presets NAME" explains one; "temper presets NAME --compare OTHER" shows what differs.')
-    elif compare is None:
-        out.print(describe(name), markup=False)
-    else:
-        table = Table("factor", name, compare)
-        for row in differences(name, compare):
+    if page is not None:
+        from temper.commands.objectives_page import write_page
+
+        out.print(f"{write_page(page)} and its pictures are written", markup=False)
+    elif compare is not None:
+        table = Table("factor", *compare)
+        for row in differences(*compare):
             table.add_row(*row)
         out.print(table)
+    elif name is not None:
+        out.print(describe(name), markup=False)
+    else:
+        table = Table("preset", "", "source")
+        for preset in PRESETS.values():
+            table.add_row(preset.name, "experimental" if preset.why_experimental else "", preset.source)
+        out.print(table)
+        out.print('"temper presets NAME" explains one; "temper presets --compare ONE OTHER" shows what differs.')
 
 
 @app.command()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from temper.config import RunConfig, _section_of
+from temper.config import RunConfig, section_of
 
 ROOT = Path(__file__).parent.parent
 FILE_LINES, CLASS_LINES, FUNCTION_LINES, P90_FUNCTION_LINES, PARAMETERS, CONFIG_FIELDS = 400, 250, 60, 35, 7, 100
@@ -67,7 +67,7 @@ def test_functions_take_few_parameters() -> None:
 
 def test_the_configuration_stays_small() -> None:
     def count(section: type[BaseModel]) -> int:
-        inner = [_section_of(field.annotation) for field in section.model_fields.values()]
+        inner = [section_of(field.annotation) for field in section.model_fields.values()]
         return sum(count(part) if part else 1 for part in inner)
 
     assert count(RunConfig) <= CONFIG_FIELDS

@@ -92,7 +92,7 @@ def test_presets_and_doctor_explain_themselves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert temper(monkeypatch, "presets") == 0
-    assert temper(monkeypatch, "presets", "gspo", "--compare", "grpo") == 0
+    assert temper(monkeypatch, "presets", "--compare", "gspo", "grpo") == 0
     assert temper(monkeypatch, "doctor") == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("dr_grpo", "sequence_geometric", "torch"))
