@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import Literal
 
 COLORS = (
     "#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df", "#bf3989", "#0a7ea4", "#57606a", "#e16f24", "#2da44e",
@@ -47,27 +48,40 @@ class Panel:
     """Vertical lines at these x."""
 
 
-def chart(panels: Sequence[Panel], *, width: int = 380, height: int = 260) -> str:
-    """Panels side by side, one legend below."""
-    labels: dict[str, tuple[str, bool]] = {}
-    for panel in panels:
-        for line in panel.lines:
-            labels.setdefault(line.label, (line.color or COLORS[len(labels) % len(COLORS)], line.is_dashed))
-    columns = max(1, (width * len(panels)) // 150)
-    rows = -(-len(labels) // columns) if len(labels) > 1 else 0
+Look = dict[str, tuple[str, bool]]
+"""By label: colour, and whether it is dashed."""
+
+
+def chart(
+    panels: Sequence[Panel], *, width: int = 380, height: int = 260, legend: Literal["shared", "each"] = "shared"
+) -> str:
+    """Panels side by side, over one legend, or each over its own: then colours begin anew in every panel."""
+    looks = [_look([panel]) for panel in panels] if legend == "each" else [_look(panels)] * len(panels)
+    legend_width = width if legend == "each" else width * len(panels)
+    columns = max(1, legend_width // 130)
+    rows = max((-(-len(look) // columns) for look in looks if len(look) > 1), default=0)
     full_width, full_height = width * len(panels), height + rows * _LEGEND_LINE + (6 if rows else 0)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full_width} {full_height}" width="{full_width}" '
         f'font-family="system-ui, sans-serif" font-size="11">',
         f'<rect width="{full_width}" height="{full_height}" fill="#ffffff"/>',
     ]
-    parts += [_panel(panel, place * width, width, height, labels) for place, panel in enumerate(panels)]
-    if rows:
-        parts += _legend(labels, columns, full_width, height + 8)
+    for place, (panel, look) in enumerate(zip(panels, looks, strict=True)):
+        parts.append(_panel(panel, place * width, width, height, look))
+        if rows and (legend == "each" or place == 0):
+            parts += _legend(look, columns, place * width, legend_width, height + 8)
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _panel(panel: Panel, left: int, width: int, height: int, labels: dict[str, tuple[str, bool]]) -> str:
+def _look(panels: Sequence[Panel]) -> Look:
+    look: Look = {}
+    for panel in panels:
+        for line in panel.lines:
+            look.setdefault(line.label, (line.color or COLORS[len(look) % len(COLORS)], line.is_dashed))
+    return look
+
+
+def _panel(panel: Panel, left: int, width: int, height: int, labels: Look) -> str:
     xs = panel.x_range or _range([x for line in panel.lines for x in line.xs])
     ys = panel.y_range or _range([y for line in panel.lines for y in (*line.ys, *line.low, *line.high)])
     inner_width, inner_height = width - _LEFT - _RIGHT, height - _TOP - _BOTTOM
@@ -116,14 +130,14 @@ def _path(points: Sequence[tuple[float, float]], at: Callable[[float, float], st
     return "".join(steps)
 
 
-def _legend(labels: dict[str, tuple[str, bool]], columns: int, width: int, top: int) -> list[str]:
+def _legend(labels: Look, columns: int, left: int, width: int, top: int) -> list[str]:
     parts = []
     for place, (label, (color, is_dashed)) in enumerate(labels.items()):
-        left = 16 + (place % columns) * (width - 16) / columns
+        x = left + 16 + (place % columns) * (width - 16) / columns
         y = top + (place // columns) * _LEGEND_LINE
         dash = ' stroke-dasharray="5 4"' if is_dashed else ""
-        parts.append(f'<path d="M{left:.1f},{y}h18" stroke="{color}" stroke-width="2"{dash}/>')
-        parts.append(f'<text x="{left + 24:.1f}" y="{y + 4}">{escape(label)}</text>')
+        parts.append(f'<path d="M{x:.1f},{y}h18" stroke="{color}" stroke-width="2"{dash}/>')
+        parts.append(f'<text x="{x + 24:.1f}" y="{y + 4}">{escape(label)}</text>')
     return parts
 
 

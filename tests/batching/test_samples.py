@@ -10,7 +10,7 @@ import torch
 
 from temper.batching import CreditRules, assign_credit, make_batch, pack, rows_of, rows_of_groups, with_column
 from temper.objectives import PRESETS, Scored, Tokens, measures_batch, objective_loss, resolve
-from temper.types import Sample, Status
+from temper.types import Sample, Score, Status
 
 PLAIN = [
     name
@@ -184,6 +184,66 @@ def test_kl_in_reward_uses_the_proximal_and_reference_passes(group) -> None:
     assert drawn(rows[0], rows[0].reference_logprobs) == [-3, -3]
     assert drawn(rows[0], rows[0].proximal_logprobs) == [-1, -1]
     assert batch.metrics["reward/mean"] == 0.5
+
+
+@pytest.mark.parametrize("observation", [[], [8, 9, 8]])
+def test_a_critics_advantages_skip_what_the_policy_did_not_draw(group, turn, observation) -> None:
+    """Specification 1.2: R = (0, 0, 1), V = (.2, .5, .7); an observation between the first two changes nothing."""
+    turns = [turn([1, 2], [3]), turn([1, 2, 3, *observation], [5, 6])]
+    made = [group([(1.0, turns)])]
+
+    def score(rows, who):
+        values = iter([0.2, 0.5, 0.7])
+        assert who == "critic"
+        return [[next(values) if is_drawn else 99.0 for is_drawn in row.loss_mask] for row in rows]
+
+    given = rules("ppo", {"shaping": [], "normalizers": []})
+    (rows,) = make_batch(made, given, score=score, version=0).updates
+    assert drawn(rows[0], rows[0].advantages) == pytest.approx([0.76075, 0.485, 0.3])
+    assert drawn(rows[0], rows[0].targets) == pytest.approx([0.96075, 0.985, 1.0])
+    assert len(rows[0].token_ids) == 5 + len(observation)
+
+
+def test_step_values_reach_the_tokens_of_their_steps(group) -> None:
+    """Specification 1.2: values (.25, .5, .25, .75), reward 1 -> (.25, -.25, .5, .25)."""
+    made = group([(1.0, 6), (0.0, 2)])
+    first = dataclasses.replace(made.trajectories[0], step_starts=(0, 1, 3, 5), step_values=(0.25, 0.5, 0.25, 0.75))
+    second = dataclasses.replace(made.trajectories[1], step_starts=(0,), step_values=(0.5,))
+    groups = [dataclasses.replace(made, trajectories=(first, second))]
+    (rows,) = make_batch(groups, rules("vineppo"), score=no_pass, version=0).updates
+    assert drawn(rows[0], rows[0].advantages) == pytest.approx([0.25, -0.25, -0.25, 0.5, 0.5, 0.25])
+    assert drawn(rows[1], rows[1].advantages) == pytest.approx([-0.5, -0.5])
+
+
+def test_a_greedy_attempt_is_the_baseline_and_is_not_trained(group) -> None:
+    made = group([(1.0, 2), (0.0, 3)])
+    greedy = dataclasses.replace(group([(0.25, 4)]).trajectories[0], index=-1)
+    groups = [dataclasses.replace(made, greedy=greedy)]
+    (rows,) = make_batch(groups, rules("remax", {"shaping": []}), score=no_pass, version=0).updates
+    assert [drawn(row, row.advantages)[0] for row in rows] == pytest.approx([0.75, -0.25])
+    assert [row.index for row in rows] == [0, 1]
+    assert groups[0].tokens_drawn == 9
+
+
+def test_parts_of_the_reward_are_credited_one_by_one(group) -> None:
+    parts = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 10.0}, {"right": 0.0}]
+    made = group([(1.0, 1), (1.0, 1), (0.0, 1)])
+    members = tuple(
+        dataclasses.replace(t, score_parts={name: Score.of(value) for name, value in given.items()})
+        for t, given in zip(made.trajectories, parts, strict=True)
+    )
+    groups = [dataclasses.replace(made, trajectories=members)]
+    given = rules("gdpo", {"normalizers": []}, part_weights={"right": 1.0, "short": 0.5})
+    (rows,) = credited(groups, given).updates
+    right = torch.tensor([1.0, 0.0, 0.0]).double()
+    right = (right - right.mean()) / right.std()
+    expected = [right[0] - 0.5 / 2**0.5, right[1] + 0.5 / 2**0.5, right[2]]
+    assert [drawn(row, row.advantages)[0] for row in rows] == pytest.approx([float(e) for e in expected], abs=1e-5)
+
+
+def test_a_learned_weighting_hands_on_its_slope(group) -> None:
+    (rows,) = credited([group([(1.0, 3), (0.0, 1)])], rules("lambda_grpo")).updates
+    assert rows[0].weight_slope > 0 > rows[1].weight_slope, "more power favours the longer"
 
 
 # Passes

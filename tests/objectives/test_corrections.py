@@ -216,3 +216,27 @@ def test_needs_and_doubts_are_declared() -> None:
         "kept_denominator",
     }
     assert "not public" in opsm().experimental
+
+
+@pytest.mark.parametrize(("member", "mean"), enumerate([1.141678, 2.236068, 0.975610, 0.912871]))
+def test_geometric_keep_bounds_the_geometric_mean_of_the_specification(f1, member, mean) -> None:
+    tokens = f1()
+    inside = geometric_keep(low=mean - 2e-6, high=mean + 2e-6)(tokens).multiplier
+    assert set(tokens.trajectory_ids[inside > 0].tolist()) == {member}
+    assert not geometric_keep(low=mean + 2e-6, high=mean + 4e-6)(tokens).multiplier.any()
+
+
+@pytest.mark.parametrize("base", ["behavior", "proximal"])
+def test_opsm_bounds_the_mean_log_ratio_of_the_specification(f1, base) -> None:
+    """Specification 1.6; with pi_old as the base the means are those of the second list."""
+    means = {"behavior": [-0.180532, 0.052680, -0.070618, -0.655291]}
+    means["proximal"] = [-0.048033, 0.857399, -0.095310, -0.746452]
+    tokens = f1()
+    if base == "proximal":
+        tokens = dataclasses.replace(tokens, behavior_logprobs=tokens.proximal_logprobs)
+    for member in (1, 2, 3):  # those with a negative advantage
+        mean = means[base][member]
+        for threshold, is_kept in ((mean - 2e-6, False), (mean + 2e-6, True)):
+            kept = opsm(threshold=threshold)(tokens).multiplier[tokens.trajectory_ids == member]
+            assert bool(kept.all()) == is_kept
+    assert opsm(threshold=-1.0)(tokens).multiplier[tokens.trajectory_ids == 0].all(), "good answers stay"
