@@ -255,7 +255,7 @@ def page(outcomes: dict[str, list[Outcome]], options: argparse.Namespace) -> str
         "The problem of `make demo`: a million parameters, 100 supervised steps, then reinforcement learning with one",
         f"preset: {options.steps} steps of 128 tasks x 8 answers, {len(options.seeds)} seeds, learning rate 4e-4, four",
         "updates per batch. Nothing was tuned to a preset but what is listed below. It shows that they learn and how",
-        "they differ on one small problem, not which is best. Scores are of 512 held-out words; gains are taken seed by",
+        "they differ on one small problem, not which is best. Scores are of 512 held-out words; gains are seed by",
         "seed, in points, with Student's t interval over the seeds.",
         "",
         *changes,
