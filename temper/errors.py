@@ -25,6 +25,10 @@ class TaskError(TemperError):
     """One task or episode failed. Recorded as that trajectory's status; never a reward, never the end of a run."""
 
 
+class ContextFull(TaskError):
+    """The prompt leaves no room for an answer."""
+
+
 class BackendError(TemperError):
     """An engine, trainer, verifier or store broke. The run stops and names the part."""
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from temper.types import (
     Batch,
     Completion,
+    Event,
+    Group,
     Message,
     Publication,
     Request,
     Sample,
     Scalar,
     Score,
+    Status,
     Task,
     TrainResult,
     Trajectory,
@@ -102,6 +105,16 @@ class BatchSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnvOpening:
+    """How an episode begins."""
+
+    messages: tuple[Message, ...]
+    """What the policy sees first."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the tools it may call, as chat templates take them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvReply:
     """What an environment answers to one message of the policy."""
 
@@ -110,18 +123,40 @@ class EnvReply:
     reward: float | None = None
     """Reward of this turn; None when only the end is scored."""
     is_done: bool = False
+    events: tuple[Event, ...] = ()
+    """What happened on the way: tool calls, errors, denials, side effects."""
+    status: Status | None = None
+    """How the episode ended, when is_done and not as it should, e.g. BAD_FORMAT. None: COMPLETED."""
 
 
 class Env(Protocol):
     """One episode of one task. Single-use: started once, closed always."""
 
-    async def start(self, task: Task, seed: int) -> tuple[Message, ...]:
-        """The messages the policy sees first."""
-        ...
+    async def start(self, task: Task, seed: int) -> EnvOpening: ...
 
     async def step(self, message: Message) -> EnvReply: ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class PreparedReward(Protocol):
+    """A reward that has something to prove before it is trained on, e.g. that its judge agrees with people."""
+
+    async def start(self) -> Mapping[str, float]:
+        """What it measured. Raises UserError when it is not fit to be trained on."""
+        ...
+
+
+@runtime_checkable
+class LearningReward(Protocol):
+    """A reward that changes with what it sees. Groups come in draw order, never from evaluation."""
+
+    async def evolve(self, group: Group) -> object: ...
+
+    def state(self) -> dict[str, Scalar | list[Scalar]]: ...
+
+    def load_state(self, state: Mapping[str, Scalar | list[Scalar]]) -> None: ...
 
 
 class RewardFn(Protocol):

@@ -8,50 +8,96 @@ from __future__ import annotations
 import importlib.util
 
 from temper.errors import UserError
-from temper.rewards.answers import equal_plain, find_answer, gold_answer
+from temper.rewards.answers import count_words, find_answers, gold_answer
+from temper.rewards.forms import decide, form, is_refused, plain_number, sides
+from temper.rewards.second_opinion import second_opinion as ask_second
 from temper.rewards.workers import WorkerFailed, WorkerPool
 from temper.types import Score, Task, Trajectory
 
+MAX_ANSWERS = 3
+"""One answer may be written in a few ways. More is spam, and not worth a worker's time."""
+
 
 class MathReward:
-    r"""1 when the final answer equals the gold answer, else 0.
+    r"""1 when the final answer equals the gold answer, else 0. The rules of writing are in docs/rewards.md.
 
-    Plain numbers are compared here, everything else by math-verify in a worker. The final answer is the last
-    \boxed{...}, else what follows "####", else the last number. A response without one is wrong (0), not an error.
+    Plain numbers are compared here, everything else by math-verify in a worker. A response that states no answer, or
+    several different ones, is wrong (0), not an error. With second_opinion a verdict that the second checker
+    contradicts is unscorable.
     """
 
     name = "math"
 
-    def __init__(self, *, require_boxed: bool = False, workers: int = 2, deadline_seconds: float = 5.0) -> None:
+    def __init__(
+        self,
+        *,
+        strict: bool = False,
+        require_boxed: bool = False,
+        min_words: int = 0,
+        second_opinion: bool = False,
+        workers: int = 2,
+        deadline_seconds: float = 5.0,
+    ) -> None:
+        """strict: the last number of a response is no answer. min_words: of argument beside the answer, or 0."""
         if importlib.util.find_spec("math_verify") is None:
             raise UserError('reward "math" needs the package math-verify. Run: pip install "temper-rl[math]"')
+        self._is_strict = strict
         self._require_boxed = require_boxed
+        self._min_words = min_words
+        self._has_second_opinion = second_opinion
         self._pool = WorkerPool("temper.rewards.math_worker:verify", size=workers, deadline_seconds=deadline_seconds)
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         if task.answer is None:
             return Score.error("the task has no gold answer")
-        answer = find_answer(trajectory.text, require_boxed=self._require_boxed)
-        if answer is None:
+        text = trajectory.text
+        answers = find_answers(text, is_strict=self._is_strict, require_boxed=self._require_boxed)
+        if not 1 <= len(answers) <= MAX_ANSWERS:
+            return Score.of(0.0)
+        if self._min_words and count_words(text, answers) < self._min_words:
             return Score.of(0.0)
         gold = gold_answer(task.answer)
-        if (is_equal := equal_plain(gold, answer)) is not None:
-            return Score.of(float(is_equal))
-        try:
-            verdict = await self._pool.call(gold, answer)
-        except WorkerFailed as error:
-            return Score.error(str(error))
-        return Score.error("the gold answer cannot be parsed") if verdict is None else Score.of(float(verdict))
+        for answer in answers:
+            score = await self._judge(gold, answer)
+            if score != Score.of(1.0):
+                return score
+        return Score.of(1.0)
+
+    async def _judge(self, gold: str, answer: str) -> Score:
+        """Every side of an answer such as "6 = 2 * 3" must equal gold."""
+        if not answer or is_refused(answer):
+            return Score.of(0.0)
+        claims = sides(gold, answer)
+        for place, side in enumerate(claims, 1):
+            try:
+                verdict = await self._equal(gold, side, is_final=place == len(claims))
+            except WorkerFailed as error:
+                return Score.error(str(error))
+            if verdict is None:
+                return Score.error("the gold answer cannot be parsed")
+            if self._has_second_opinion and ask_second(gold, side) is (not verdict):
+                return Score.unscorable(f"the second opinion contradicts: equal is {verdict} by math-verify")
+            if not verdict:
+                return Score.of(0.0)
+        return Score.of(1.0)
+
+    async def _equal(self, gold: str, answer: str, *, is_final: bool) -> bool | None:
+        if (verdict := decide(gold, answer, is_final=is_final)) is not None:
+            return verdict
+        return await self._pool.call(form(gold).text, form(answer).text)
 
     def check(self, task: Task) -> str | None:
         """A gold answer must be understood and equal to itself; otherwise no response could ever be right."""
         if task.answer is None:
             return "it has no gold answer"
         gold = gold_answer(task.answer)
-        if equal_plain(gold, gold):
+        if is_refused(gold):
+            return f"its answer {task.answer!r} is written in a way that is refused in responses"
+        text = form(gold).text
+        if plain_number(text) is not None:
             return None
         try:
-            verdict = self._pool.submit(gold, gold).result(timeout=300.0)
+            verdict = self._pool.submit(text, text).result(timeout=300.0)
         except WorkerFailed as error:
             return f"its answer {task.answer!r} breaks math-verify: {error}"
         return None if verdict else f"its answer {task.answer!r} cannot be parsed as mathematics"

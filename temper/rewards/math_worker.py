@@ -25,6 +25,12 @@ def verify(gold: str, answer: str) -> bool | None:
     return bool(math_verify.verify(list(parsed), list(_parse(answer)), timeout_seconds=None, raise_on_error=True))
 
 
+def verify_response(gold: str, response: str) -> bool:
+    """math-verify alone on a whole response, as its documentation has it: what Temper's rules are compared with."""
+    wanted = math_verify.parse(rf"\boxed{{{gold.strip().strip('$')}}}", parsing_timeout=None)
+    return bool(math_verify.verify(wanted, math_verify.parse(response, parsing_timeout=None), timeout_seconds=None))
+
+
 @functools.lru_cache(maxsize=1024)
 def _parse(text: str) -> tuple[Any, ...]:
     configs = [math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig()]

@@ -11,8 +11,20 @@ from collections.abc import Callable, Mapping
 from temper.errors import UserError, did_you_mean
 from temper.named import require_options
 from temper.protocols import RewardFn
+from temper.rewards.code import CodeReward
+from temper.rewards.env import EnvReward
+from temper.rewards.evolving import EvolvingRubricReward
+from temper.rewards.format import FormatReward, JsonSchemaReward, TagsReward
+from temper.rewards.instructions import InstructionReward
+from temper.rewards.judge import JudgeReward, PairwiseReward
+from temper.rewards.language import LanguageReward
+from temper.rewards.length import LengthReward
 from temper.rewards.math import MathReward
-from temper.rewards.text import COMPARISONS, FormatReward, TextReward
+from temper.rewards.model import RewardModelReward
+from temper.rewards.process import ProcessReward
+from temper.rewards.repetition import RepetitionReward
+from temper.rewards.rubrics import RubricReward
+from temper.rewards.text import COMPARISONS, TextReward
 from temper.rewards.user import UserReward
 from temper.types import Scalar
 
@@ -21,12 +33,28 @@ RewardFactory = Callable[..., RewardFn]
 
 REWARDS: dict[str, RewardFactory] = {
     **{name: functools.partial(TextReward, name) for name in COMPARISONS},
+    "code": CodeReward,
+    "env": EnvReward,
+    "evolving_rubric": EvolvingRubricReward,
     "format": FormatReward,
+    "ifeval": InstructionReward,
+    "json_schema": JsonSchemaReward,
+    "judge": JudgeReward,
+    "language": LanguageReward,
+    "length": LengthReward,
     "math": MathReward,
+    "pairwise": PairwiseReward,
+    "process": ProcessReward,
+    "repetition": RepetitionReward,
+    "reward_model": RewardModelReward,
+    "rubric": RubricReward,
+    "tags": TagsReward,
 }
 
 
-def make_reward(kind: str, options: Mapping[str, Scalar], rewards: Mapping[str, RewardFactory] = REWARDS) -> RewardFn:
+def make_reward(
+    kind: str, options: Mapping[str, Scalar | list[Scalar]], rewards: Mapping[str, RewardFactory] = REWARDS
+) -> RewardFn:
     """The reward of that kind; "package.module:function" is one of the user's own."""
     where = f'reward "{kind}"'
     if ":" in kind:

@@ -1,4 +1,4 @@
-"""A reward made of weighted parts.
+"""A reward made of parts: weighted, gated, bounded.
 
 Owns: running the parts of one trajectory together and guarding their results. Refuses: what each part computes.
 """
@@ -6,35 +6,76 @@ Owns: running the parts of one trajectory together and guarding their results. R
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from temper.protocols import RewardFn
-from temper.rewards.score import combine, finite
-from temper.types import Score, Task, Trajectory
+from temper.errors import UserError
+from temper.protocols import LearningReward, PreparedReward, RewardFn
+from temper.rewards.score import Rule, combine, finite, weigh
+from temper.types import Group, Score, Task, Trajectory
+
+
+class Part(NamedTuple):
+    """A reward and what it means for the whole; a plain (reward, weight) does as well. Fields as in score.Rule."""
+
+    reward: RewardFn
+    weight: float = 1.0
+    is_gate: bool = False
+    clip: tuple[float, float] | None = None
 
 
 class Rubric:
-    """Weighted parts. A part that appears twice is told apart by a number: "format", "format_2"."""
+    """Parts that make one reward. A part that appears twice is told apart by a number: "format", "format_2"."""
 
-    def __init__(self, parts: Sequence[tuple[RewardFn, float]]) -> None:
+    def __init__(self, parts: Sequence[Part | tuple[RewardFn, float]]) -> None:
         self._parts: dict[str, RewardFn] = {}
-        self._weights: dict[str, float] = {}
-        for reward, weight in parts:
+        self._rules: dict[str, Rule] = {}
+        for part in parts:
+            reward, weight, is_gate, clip = Part(*part)
             copies = sum(other.name == reward.name for other in self._parts.values())
             name = f"{reward.name}_{copies + 1}" if copies else reward.name
             self._parts[name] = reward
-            self._weights[name] = weight
+            self._rules[name] = Rule(weight=weight, is_gate=is_gate, clip=clip)
+        _require_rules(self._rules)
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """By name of the part, as in the parts of a score."""
-        return self._weights
+        """By name of the part, as in the parts of a score. A gate has none."""
+        return {name: 0.0 if rule.is_gate else rule.weight for name, rule in self._rules.items()}
 
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, dict[str, Score]]:
-        """The total, and each part before weighting."""
+        """The total, and each part before weighting; all parts are run, closed gates or not."""
         scores = await asyncio.gather(*(_guarded(part, task, trajectory) for part in self._parts.values()))
         parts = dict(zip(self._parts, scores, strict=True))
-        return combine(parts, self._weights), parts
+        return combine(parts, self._rules), parts
+
+    def weighted(self, parts: Mapping[str, Score]) -> dict[str, Score]:
+        """What each part added to the total: the same parts after bounds, weight and gates."""
+        return weigh(parts, self._rules)
+
+    async def start(self) -> dict[str, float]:
+        """What the parts measured before training, by name. Raises UserError when one is not fit to be trained on."""
+        measured: dict[str, float] = {}
+        for name, part in self._parts.items():
+            if isinstance(part, PreparedReward):
+                measured |= {f"{name}/{key}": value for key, value in (await part.start()).items()}
+        return measured
+
+    async def evolve(self, groups: Sequence[Group]) -> None:
+        """Lets the parts that learn see trained groups, in draw order."""
+        for part in self._parts.values():
+            if isinstance(part, LearningReward):
+                for group in groups:
+                    await part.evolve(group)
+
+    def state(self) -> dict[str, Any]:
+        return {name: part.state() for name, part in self._parts.items() if isinstance(part, LearningReward)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name, part in self._parts.items():
+            if isinstance(part, LearningReward):
+                part.load_state(state[name])
 
     def check(self, task: Task) -> str | None:
         """Why some part can never score this task, or None."""
@@ -45,6 +86,18 @@ class Rubric:
 
     async def close(self) -> None:
         await asyncio.gather(*(part.close() for part in self._parts.values()))
+
+
+def _require_rules(rules: Mapping[str, Rule]) -> None:
+    for name, rule in rules.items():
+        if not math.isfinite(rule.weight):
+            raise UserError(f'reward "{name}": weight={rule.weight} must be a finite number.')
+        if rule.is_gate and rule.clip is not None:
+            raise UserError(f'reward "{name}": a gate is open or closed and has no bounds. Remove clip or gate.')
+        if rule.clip is not None and not rule.clip[0] <= rule.clip[1]:
+            raise UserError(f'reward "{name}": clip={rule.clip} must be (low, high) with low <= high.')
+    if rules and all(rule.is_gate for rule in rules.values()):
+        raise UserError("every part of the reward is a gate, so the reward is always 0. Add a part that is none.")
 
 
 async def _guarded(part: RewardFn, task: Task, trajectory: Trajectory) -> Score:

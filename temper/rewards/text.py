@@ -1,16 +1,14 @@
-"""Rewards on the text itself: equality, containment, edit distance, rearrangement, format.
+"""Rewards on the text itself: equality, containment, overlap of words, edit distance, rearrangement.
 
-Owns: kinds "exact", "contains", "edit", "rearranged", "format".
-Refuses: regular expressions in this process; one can take for ever.
+Owns: kinds "exact", "contains", "f1", "edit", "rearranged". Refuses: form (format.py) and meaning.
 """
 
 from __future__ import annotations
 
-import re
+import string
+from collections import Counter
 from collections.abc import Callable
 
-from temper.errors import UserError
-from temper.rewards.workers import WorkerFailed, WorkerPool
 from temper.types import Score, Task, Trajectory
 
 
@@ -29,6 +27,25 @@ def edit_similarity(text: str, answer: str) -> float:
     return 1.0 - edit_distance(text, answer) / max(len(text), len(answer), 1)
 
 
+def token_f1(text: str, answer: str) -> float:
+    """Harmonic mean of precision and recall over words, as in SQuAD: case, punctuation and articles do not count.
+
+    A response that lists every word pays with its precision.
+    """
+    words, wanted = Counter(_bare_words(text)), Counter(_bare_words(answer))
+    if not words or not wanted:
+        return float(words == wanted)
+    return 2 * (words & wanted).total() / (words.total() + wanted.total())
+
+
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def _bare_words(text: str) -> list[str]:
+    words = text.lower().translate(_NO_PUNCTUATION).split()
+    return [word for word in words if word not in ("a", "an", "the")]
+
+
 def same_letters(text: str, answer: str) -> float:
     """1 when the response has exactly the letters of the answer, in any order."""
     return float(sorted(text) == sorted(answer))
@@ -38,6 +55,7 @@ COMPARISONS: dict[str, Callable[[str, str], float]] = {
     "contains": contains,
     "edit": edit_similarity,
     "exact": equal,
+    "f1": token_f1,
     "rearranged": same_letters,
 }
 
@@ -87,29 +105,3 @@ def edit_distance(left: str, right: str) -> int:
         fall = (fall << 1) & full
         up, down = fall | (full & ~(diagonal | rise)), rise & diagonal
     return distance
-
-
-class FormatReward:
-    """1 when the whole response matches the regular expression ("." also matches line ends), else 0."""
-
-    name = "format"
-
-    def __init__(self, *, pattern: str, workers: int = 1, deadline_seconds: float = 2.0) -> None:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise UserError(f'reward "format": pattern {pattern!r} is not a regular expression: {error}') from error
-        self._pattern = pattern
-        self._pool = WorkerPool("temper.rewards.patterns:matches", size=workers, deadline_seconds=deadline_seconds)
-
-    async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        try:
-            return Score.of(float(await self._pool.call(self._pattern, trajectory.text)))
-        except WorkerFailed as error:
-            return Score.error(str(error))
-
-    def check(self, task: Task) -> str | None:
-        return None
-
-    async def close(self) -> None:
-        self._pool.close()

@@ -18,6 +18,8 @@ from temper.types.checks import require_parallel
 from temper.types.rollouts import (
     TRAINABLE_STATUSES,
     Completion,
+    Event,
+    EventKind,
     Finish,
     Group,
     Message,
@@ -38,6 +40,8 @@ __all__ = [
     "Batch",
     "Completion",
     "EvaluationResult",
+    "Event",
+    "EventKind",
     "Finish",
     "Group",
     "Message",

@@ -88,10 +88,39 @@ class Message:
     role: str
     """system, user, assistant or tool."""
     content: str
+    name: str = ""
+    """Of the tool that answers; empty for everyone else."""
 
     def as_dict(self) -> dict[str, str]:
         """What chat templates take."""
-        return {"role": self.role, "content": self.content}
+        named = {"name": self.name} if self.name else {}
+        return {"role": self.role, "content": self.content, **named}
+
+
+class EventKind(StrEnum):
+    """What happened in an environment beside its words."""
+
+    TOOL_CALL = "tool_call"
+    TOOL_ERROR = "tool_error"
+    """The tool ran and failed."""
+    TOOL_TIMEOUT = "tool_timeout"
+    BAD_CALL = "bad_call"
+    """The policy asked for something that is no tool, or with arguments that do not fit."""
+    DENIED = "denied"
+    """Asked for and refused: a limit, a missing permission, an irreversible act that nobody approved."""
+    SIDE_EFFECT = "side_effect"
+    """Something outside the conversation changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    kind: EventKind
+    name: str
+    """Of the tool or the thing changed."""
+    detail: str = ""
+    seconds: float = 0.0
+    cost: float = 0.0
+    """In whatever unit the environment charges."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +194,7 @@ class Turn:
     replies: tuple[Message, ...] = ()
     reward: float | None = None
     """Reward of this turn alone; None when the environment gives none per turn."""
+    events: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +210,8 @@ class Trajectory:
     score: Score
     score_parts: Mapping[str, Score] = field(default_factory=dict)
     """Each reward part before weighting, by name."""
+    weighted_parts: Mapping[str, Score] = field(default_factory=dict)
+    """What each part added to the score, after bounds, weight and gates."""
     error: str | None = None
     """What went wrong when status is TOOL_ERROR, TIMEOUT or ABORTED."""
     seconds: float = 0.0

@@ -12,7 +12,7 @@ from temper.envs.env import make_env
 from temper.errors import BackendError
 from temper.evals.evaluate import Evaluation, constant_answer_score, evaluate, prompts_hash
 from temper.rollout.episode import EpisodeSetup
-from temper.types import Message, Request, SamplingParams, Score, Task, Trajectory
+from temper.types import Group, Message, Request, SamplingParams, Score, Task, Trajectory
 
 
 class Digits:
@@ -21,10 +21,10 @@ class Digits:
     def prompt_messages(self, task: Task) -> tuple[Message, ...]:
         return task.messages
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt_ids(self, messages: Sequence[Message], tools=()) -> tuple[int, ...]:
         return (int(messages[-1].content) + 10,)
 
-    def extend_ids(self, *_: object) -> tuple[int, ...]:
+    def extend_ids(self, *_: object, tools=()) -> tuple[int, ...]:
         raise AssertionError("one turn only")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -36,6 +36,12 @@ class Equal:
         if task.answer == "broken":
             return Score.error("verifier crashed"), {}
         return Score.of(float(trajectory.text == task.answer)), {}
+
+    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
+        return parts
+
+    async def evolve(self, groups: Sequence[Group]) -> None:
+        """Learns nothing."""
 
 
 def tasks(*answers: str) -> list[Task]:

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -41,6 +44,12 @@ def score(reward: MathReward, gold: str | None, response: Trajectory) -> Score:
         (r"\sqrt{2}", r"\boxed{2}", 0.0),
         (r"\sqrt{2}", r"\boxed{!!}", 0.0),
         ("72", "I do not know.", 0.0),
+        ("72", r"\boxed{72} or \boxed{73}", 0.0),
+        ("1/2", r"\boxed{0.5}, that is \boxed{\frac{1}{2}}", 1.0),
+        ("42", r"\boxed{41 = 42}", 0.0),
+        ("42", r"\boxed{6 \cdot 7 = 42}", 1.0),
+        ("42", r"\boxed{6 \cdot 7}", 0.0),
+        (r"5\text{ cm}", r"\boxed{5\text{ km}}", 0.0),
         ("72", "", 0.0),
     ],
 )
@@ -50,15 +59,38 @@ def test_right_is_one_and_wrong_or_absent_is_zero(
     assert score(reward, gold, say(response)) == Score.of(value)
 
 
-def test_a_power_tower_is_an_error_and_the_next_answer_is_scored(say: Say) -> None:
+def test_power_towers_are_wrong_and_cost_no_worker(reward: MathReward, say: Say) -> None:
+    before = len(psutil.Process().children())
+    assert score(reward, "x+1", say(r"\boxed{9^{9^{9^{9}}} \cdot \sin(9^{9^{9^{9}}})}")) == Score.of(0.0)
+    assert len(psutil.Process().children()) == before
+
+
+def test_an_answer_that_hangs_math_verify_is_an_error_and_the_next_one_is_scored(say: Say) -> None:
     reward = MathReward(workers=1, deadline_seconds=2.0)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    tower = score(reward, "x+1", say(r"\boxed{9^{9^{9^{9}}} \cdot \sin(9^{9^{9^{9}}})}"))
+    hanging = score(reward, "x+1", say(r"\boxed{(x+y+z+w+1)^{400}}"))
     right = score(reward, "x+1", say(r"\boxed{1+x}"))
     asyncio.run(reward.close())
-    assert tower == Score.error("timeout after 2 s")
+    assert hanging == Score.error("timeout after 2 s")
     assert right == Score.of(1.0)
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_contradicted_verdict_is_unscorable_and_never_a_number(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = MathReward(workers=1, second_opinion=True)
+    assert score(reward, "72", say("so 72")) == Score.of(1.0)
+    monkeypatch.setattr("temper.rewards.math.ask_second", lambda gold, answer: False)
+    assert "contradicts" in (score(reward, "72", say("so 72")).reason or "")
+    monkeypatch.setattr("temper.rewards.math.ask_second", lambda gold, answer: None)
+    assert score(reward, "72", say("so 72")) == Score.of(1.0)
+    asyncio.run(reward.close())
+
+
+def test_options_ask_for_more_than_the_answer(say: Say) -> None:
+    assert score(MathReward(strict=True), "72", say("so 72")) == Score.of(0.0)
+    assert score(MathReward(strict=True), "72", say("the answer is 72")) == Score.of(1.0)
+    assert score(MathReward(min_words=3), "72", say("<think></think> #### 72")) == Score.of(0.0)
+    assert score(MathReward(min_words=3), "72", say("<think>eight times nine</think> #### 72")) == Score.of(1.0)
 
 
 def test_gold_that_cannot_be_parsed_is_found_when_data_is_loaded(reward: MathReward, say: Say) -> None:
@@ -80,3 +112,16 @@ def test_without_math_verify_the_install_line_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'pip install "temper-rl\[math\]"'):
         MathReward()
+
+
+def real_answers() -> list[str]:
+    data = Path(os.environ.get("TEMPER_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+    math500, gsm8k = data / "math500" / "test.jsonl", data / "gsm8k" / "test.jsonl"
+    if not math500.exists() or not gsm8k.exists():
+        pytest.skip(f"{math500} or {gsm8k} is not here; set TEMPER_TEST_DATA to the folder with the data files")
+    rows = [json.loads(line)["answer"] for path in (math500, gsm8k) for line in path.read_text().splitlines()]
+    return [answer.rpartition("####")[2].strip() for answer in rows]
+
+
+def test_every_gold_answer_of_math500_and_gsm8k_can_be_scored(reward: MathReward) -> None:
+    assert [reason for answer in real_answers() if (reason := reward.check(task(answer)))] == []

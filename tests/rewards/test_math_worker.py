@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
-from temper.rewards.answers import equal_plain, plain_number
+from temper.rewards.forms import decide, form, plain_number
 
 pytest.importorskip("math_verify")
 
@@ -21,16 +22,40 @@ PLAIN = [
 
 
 def test_every_number_of_the_grid_takes_the_fast_path() -> None:
-    assert [text for text in PLAIN if plain_number(text) is None] == []
+    assert [text for text in PLAIN if plain_number(form(text).text) is None] == []
 
 
 def test_the_fast_path_agrees_with_math_verify_on_the_whole_grid() -> None:
-    verdicts = {pair: equal_plain(*pair) for pair in itertools.product(PLAIN, repeat=2)}
+    verdicts = {pair: decide(*pair) for pair in itertools.product(PLAIN, repeat=2)}
     wrong = [(pair, fast) for pair, fast in verdicts.items() if fast is not None and fast != verify(*pair)]
     assert wrong == []
     # The check can fail: most pairs are decided here, and both ways.
     assert sum(fast is not None for fast in verdicts.values()) > 0.9 * len(verdicts)
     assert sum(fast is True for fast in verdicts.values()) > len(PLAIN)
+
+
+def written(value: int, below: int, draw: random.Random) -> str:
+    """A number in one of the ways people write it: sign, commas, decimals, fractions."""
+    forms = [f"{value / below:.4f}", f"{value / below:,.3f}", f"{value}/{below}", rf"\frac{{{value}}}{{{below}}}"]
+    if value < 0:
+        forms[3] = rf"-\frac{{{-value}}}{{{below}}}"
+    if value % below == 0:
+        forms += [str(value // below), f"{value // below:,}", f"{value // below}.0", f"${value // below}$"]
+    return draw.choice(forms)
+
+
+def test_the_fast_path_agrees_with_math_verify_on_random_numbers() -> None:
+    draw = random.Random(0)
+    decided = {True: 0, False: 0}
+    for _ in range(2000):
+        value = draw.choice((1, -1)) * draw.randrange(1, draw.choice((20, 2000, 10**6)))
+        below = draw.choice((1, 1, 1, 2, 4, 5, 8, 10, 100))
+        left = written(value, below, draw)
+        right = written(draw.choice((value, value, -value, value + 1, value * 10)), below, draw)
+        if (fast := decide(left, right)) is not None:
+            assert fast == verify(form(left).text, form(right).text), (left, right)
+            decided[fast] += 1
+    assert min(decided.values()) > 300, "the check can fail: both verdicts occur"
 
 
 @pytest.mark.parametrize(

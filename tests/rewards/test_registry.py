@@ -1,17 +1,31 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from temper.errors import UserError
 from temper.rewards.registry import REWARDS, make_reward
 from temper.rewards.text import TextReward
+from temper.sandbox import require_sandbox
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "format": {"pattern": "x"},
+    "json_schema": {"schema": "true"},
+    "length": {"high": 9},
+}
 
 
 @pytest.mark.parametrize("kind", sorted(REWARDS))
 def test_every_kind_can_be_made_and_carries_its_name(kind: str) -> None:
     if kind == "math":
         pytest.importorskip("math_verify")
-    assert make_reward(kind, {"pattern": "x"} if kind == "format" else {}).name == kind
+    if kind == "code":
+        try:
+            require_sandbox()
+        except UserError as error:
+            pytest.skip(str(error))
+    assert make_reward(kind, NEEDED.get(kind, {})).name == kind
 
 
 @pytest.mark.parametrize(
@@ -21,6 +35,7 @@ def test_every_kind_can_be_made_and_carries_its_name(kind: str) -> None:
         ("exact", {"ignore_cases": True}, 'Did you mean "ignore_case"'),
         ("exact", {"ignore_case": "yes"}, "must be of type bool"),
         ("format", {}, 'option "pattern" is missing'),
+        ("length", {}, 'option "high" is missing'),
         ("format", {"pattern": "x", "workers": True}, "must be of type int"),
         ("format", {"pattern": "x", "deadline_seconds": "soon"}, "must be of type float"),
     ],

@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 
 import psutil
+import pytest
 
-from temper.rewards.rubric import Rubric
+from temper.errors import UserError
+from temper.rewards.rubric import Part, Rubric
 from temper.rewards.text import TextReward
 from temper.rewards.user import UserReward
 from temper.types import Message, Score, ScoreKind, Task, Trajectory
@@ -79,3 +81,35 @@ def test_check_names_the_reward_and_the_task() -> None:
     assert Rubric([(TextReward("exact"), 1.0)]).check(TASK) is None
     reason = Rubric([(Broken(), 1.0)]).check(TASK)
     assert reason == 'reward "broken" cannot score task train.jsonl:3: it is broken'
+
+
+def test_a_gate_is_applied_and_every_part_is_still_logged_before_and_after(say: Say) -> None:
+    gated = Rubric([Part(TextReward("exact"), is_gate=True), (TextReward("contains"), 2.0), (TextReward("edit"), 0.5)])
+    assert gated.weights == {"exact": 0.0, "contains": 2.0, "edit": 0.5}
+    total, parts = asyncio.run(gated.score(TASK, say("right!!!!!")))
+    assert total == Score.of(0.0)
+    assert parts == {"exact": Score.of(0.0), "contains": Score.of(1.0), "edit": Score.of(0.5)}
+    assert set(gated.weighted(parts).values()) == {Score.of(0.0)}
+    total, parts = asyncio.run(gated.score(TASK, say("right")))
+    assert total == Score.of(2.5)
+    assert gated.weighted(parts) == {"exact": Score.of(0.0), "contains": Score.of(2.0), "edit": Score.of(0.5)}
+
+
+def test_bounds_are_applied_before_the_weight(say: Say) -> None:
+    bounded = Rubric([Part(TextReward("exact"), 10.0, clip=(0.0, 0.25))])
+    total, parts = asyncio.run(bounded.score(TASK, say("right")))
+    assert (total, parts) == (Score.of(2.5), {"exact": Score.of(1.0)})
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (Part(TextReward("exact"), is_gate=True), "every part of the reward is a gate"),
+        (Part(TextReward("exact"), clip=(1.0, 0.0)), "low <= high"),
+        (Part(TextReward("exact"), float("nan")), "finite"),
+        (Part(TextReward("exact"), is_gate=True, clip=(0.0, 1.0)), "no bounds"),
+    ],
+)
+def test_rules_that_do_not_fit_are_the_users_mistake(part: Part, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Rubric([part])

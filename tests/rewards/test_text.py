@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper.errors import UserError
-from temper.rewards.text import FormatReward, TextReward, edit_distance
+from temper.rewards.text import TextReward, edit_distance
 from temper.types import Score, Task, Trajectory
 
 Say = Callable[[str], Trajectory]
@@ -44,6 +43,12 @@ def test_edit_distance_equals_the_textbook_table(left: str, right: str) -> None:
         ("rearranged", "helloo", "hello", 0.0),
         ("edit", "olleh", "olleh", 1.0),
         ("edit", "kitten", "sitting", 1 - 3 / 7),
+        ("f1", "The cat sat.", "a cat sat", 1.0),
+        ("f1", "cat", "cat sat", 2 / 3),
+        ("f1", "cat cat", "cat", 2 / 3),
+        ("f1", "dog", "cat", 0.0),
+        ("f1", "", "cat", 0.0),
+        ("f1", "the", "cat", 0.0),
         ("edit", "", "ab", 0.0),
         ("edit", "abcd", "efgh", 0.0),
     ],
@@ -63,29 +68,6 @@ def test_a_task_without_an_answer_is_refused_when_data_is_loaded(answer: str | N
     assert TextReward("contains").check(task("x")) is None
 
 
-def test_format_matches_the_whole_response_over_lines(say: Say) -> None:
-    reward = FormatReward(pattern="<think>.*</think>\\s*<answer>.*</answer>")
-
-    async def go() -> list[float | None]:
-        texts = ["<think>a\nb</think>\n<answer>5</answer>\n", "x <think></think><answer></answer>"]
-        values = [(await reward.score(task(None), say(text))).value for text in texts]
-        await reward.close()
-        return values
-
-    assert asyncio.run(go()) == [1.0, 0.0]
-
-
-def test_a_regex_bomb_is_an_error_and_the_next_response_is_scored(say: Say) -> None:
-    reward = FormatReward(pattern="(a+)+b", deadline_seconds=1.0)
-
-    async def go() -> list[Score]:
-        scores = [await reward.score(task(None), say(text)) for text in ("a" * 64, "aab")]
-        await reward.close()
-        return scores
-
-    assert asyncio.run(go()) == [Score.error("timeout after 1 s"), Score.of(1.0)]
-
-
-def test_a_pattern_that_does_not_compile_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match="not a regular expression"):
-        FormatReward(pattern="(")
+def test_listing_every_answer_pays_with_precision(say: Say) -> None:
+    spam = " ".join(f"answer{number}" for number in range(100))
+    assert asyncio.run(TextReward("f1").score(task("answer7"), say(spam))).value == pytest.approx(2 / 101)

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    PreTrainedTokenizerFast,
+)
+
+from temper.errors import UserError
+from temper.rewards.process import AGGREGATES, ProcessReward, Step, split_steps, turn_rewards, with_turn_rewards
+from temper.types import Message, Score, ScoreKind, Task, Trajectory
+
+Say = Callable[[str], Trajectory]
+TASK = Task(id="t:1", messages=(Message(role="user", content="abc"),))
+
+
+class JudgeServer(ThreadingHTTPServer):
+    """Answers what `answer(texts)` says of the framed texts by name; None is a status 500."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answer: Callable[[dict[str, str]], object] = lambda texts: {"score": 10}
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self.server_port}/v1"
+        return {"base_url": url, "model": "judge", "retries": 0, "deadline_seconds": 10.0, **more}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: JudgeServer
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        user = body["messages"][1]["content"]
+        answer = self.server.answer(dict(re.findall(r"<data-\w+ (\w+)>\n(.*?)\n</data-\w+ \1>", user, re.DOTALL)))
+        self.send_response(500 if answer is None else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"message": {"content": json.dumps(answer)}}]}).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[JudgeServer]:
+    with JudgeServer() as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join(timeout=5)
+
+
+def write_model(folder: Path, kind: Any, num_labels: int) -> Path:
+    vocabulary = {token: i for i, token in enumerate(("<end>", *"abcdefghijklmnopqrstuvwxyz;: \n"))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<end>", eos_token="<end>", unk_token=" ")
+    wrapped.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}:{% endfor %}{% if add_generation_prompt %};{% endif %}"
+    )
+    config = LlamaConfig(
+        vocab_size=len(wrapped), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, num_labels=num_labels, pad_token_id=0, eos_token_id=0,
+        bos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        kind(config).save_pretrained(folder)
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+def many_turns(say: Say, *texts: str, reply: str = "") -> Trajectory:
+    replies = (Message(role="tool", content=reply),) if reply else ()
+    turns = tuple(dataclasses.replace(say(text).turns[0], replies=replies) for text in texts)
+    return dataclasses.replace(say(""), turns=turns)
+
+
+def score(reward: ProcessReward, trajectory: Trajectory) -> Score:
+    async def run() -> Score:
+        scored = await reward.score(TASK, trajectory)
+        await reward.close()
+        return scored
+
+    return asyncio.run(run())
+
+
+def test_aggregates_worked_by_hand() -> None:
+    steps = (0.9, 0.8, 0.7)
+    assert AGGREGATES["min"](steps) == 0.7
+    assert AGGREGATES["product"](steps) == pytest.approx(0.504)
+    assert AGGREGATES["last"](steps) == 0.7
+    assert AGGREGATES["last"]((0.1, 0.9)) == 0.9
+
+
+def test_steps_are_what_stands_between_separators(say: Say) -> None:
+    trajectory = many_turns(say, "a\n\nb\n\n\n\n", "", "c")
+    assert split_steps(trajectory, "\n\n") == (Step("a", 0), Step("b", 0), Step("c", 2))
+    assert split_steps(trajectory, "\n\n", per_turn=True) == (Step("a\n\nb", 0), Step("c", 2))
+
+
+@pytest.mark.parametrize("num_labels", [1, 2])
+@pytest.mark.parametrize("kind", [LlamaForTokenClassification, LlamaForSequenceClassification])
+def test_a_model_is_read_at_the_end_of_each_separator(tmp_path: Path, say: Say, kind: Any, num_labels: int) -> None:
+    folder = write_model(tmp_path, kind, num_labels)
+    reward = ProcessReward(path=str(folder), aggregate="product")
+    model = kind.from_pretrained(folder).eval()
+    encode = PreTrainedTokenizerFast.from_pretrained(folder).encode
+    ids = encode("abc:;one\n\ntwo x\n\nresult\n\nlast\n\n", add_special_tokens=False)
+    ends = [len("abc:;one\n\n") - 1, len("abc:;one\n\ntwo x\n\n") - 1, len(ids) - 1]
+    with torch.no_grad():
+        logits = model.score(model.model(torch.tensor([ids])).last_hidden_state[0, ends])
+    good = logits[:, 0].sigmoid() if num_labels == 1 else logits.softmax(-1)[:, 1]
+    trajectory = many_turns(say, "one\n\ntwo x", "last", reply="result")
+    assert score(reward, trajectory).value == pytest.approx(math.prod(good.tolist()), abs=1e-5)
+    *steps, _ = reward.log.take()
+    assert [record["value"] for record in steps] == pytest.approx(good.tolist(), abs=1e-5)
+
+
+def test_a_judge_scores_each_step_with_what_came_before(server: JudgeServer, say: Say) -> None:
+    seen = []
+
+    def judge(texts: dict[str, str]) -> object:
+        seen.append((texts["before"], texts["step"]))
+        return {"score": {"a": 9, "b": 4, "c": 7}[texts["step"]]}
+
+    server.answer = judge
+    assert score(ProcessReward(**server.options()), say("a\n\nb\n\nc")) == Score.of(0.4)
+    assert sorted(seen) == [("", "a"), ("a", "b"), ("a\n\nb", "c")]
+    assert score(ProcessReward(**server.options(aggregate="last")), say("a\n\nb\n\nc")) == Score.of(0.7)
+
+
+def test_a_step_without_a_score_leaves_none(server: JudgeServer, say: Say) -> None:
+    server.answer = lambda texts: {"score": 10} if texts["step"] == "a" else {"score": "?"}
+    assert score(ProcessReward(**server.options()), say("a\n\nb")).kind is ScoreKind.UNSCORABLE
+    server.answer = lambda texts: {"score": 10} if texts["step"] == "a" else None
+    assert score(ProcessReward(**server.options()), say("a\n\nb")).kind is ScoreKind.ERROR
+
+
+def test_a_response_without_steps_is_worth_nothing(server: JudgeServer, say: Say) -> None:
+    assert score(ProcessReward(**server.options()), say(" \n\n ")) == Score.of(0.0)
+
+
+def test_turn_rewards_are_sums_of_steps_below_the_outcome() -> None:
+    steps = (Step("a", 0), Step("b", 0), Step("c", 2))
+    assert turn_rewards(steps, (0.1, 0.1, 0.2), 3) == [pytest.approx(0.2), None, pytest.approx(0.2)]
+    capped = turn_rewards(steps, (1.0, 1.0, 1.0), 3)
+    assert capped == [pytest.approx(1 / 3), None, pytest.approx(1 / 6)]
+    many = turn_rewards((Step("x", 0),) * 100, (1.0,) * 100, 1)
+    assert many == [pytest.approx(0.5)]
+    assert turn_rewards((), (), 2) == [None, None]
+
+
+def test_turn_rewards_are_added_to_the_environments(say: Say) -> None:
+    trajectory = many_turns(say, "a", "b", "c")
+    turns = (dataclasses.replace(trajectory.turns[0], reward=1.0), *trajectory.turns[1:])
+    rewarded = with_turn_rewards(dataclasses.replace(trajectory, turns=turns), [0.25, 0.5, None])
+    assert [turn.reward for turn in rewarded.turns] == [1.25, 0.5, None]
+    assert rewarded.score == trajectory.score
+
+
+def test_a_response_that_does_not_fit_the_model_is_unscorable(tmp_path: Path, say: Say) -> None:
+    folder = write_model(tmp_path, LlamaForTokenClassification, 2)
+    assert score(ProcessReward(path=str(folder)), say("a" * 100)).kind is ScoreKind.UNSCORABLE
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"aggregate": "mean"}, {"separator": "", "base_url": "http://a", "model": "m"},
+              {"path": "/no/such", "base_url": "http://a", "model": "m"}, {"path": "/no/such"},
+              {"base_url": "http://a", "model": "m", "show_answer": True},
+              {"base_url": "http://a", "model": "m", "device": "cuda"}]
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        ProcessReward(**wrong)
