@@ -1,23 +1,65 @@
-"""Which environments a task can name.
+"""Which environments a recipe or a task can name.
 
-Owns: the registry. Refuses: anything an environment does; each has its own file.
+Owns: the registry, and finding a user's own. Refuses: anything an environment does; each has its own file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
+from temper.envs.adapters.gymnasium import GymnasiumEnv
+from temper.envs.adapters.mcp import McpEnv
+from temper.envs.adapters.openenv import OpenEnv
+from temper.envs.adapters.textarena import TextArenaEnv
+from temper.envs.adapters.verifiers import VerifiersEnv
+from temper.envs.library.calculator import Calculator
+from temper.envs.library.files import FilesEnv
+from temper.envs.library.game import Game
+from temper.envs.library.python_tool import Python
+from temper.envs.library.search import SearchEnv
+from temper.envs.library.shop import ShopEnv
 from temper.envs.single_turn import SingleTurn
 from temper.errors import UserError, did_you_mean
+from temper.named import load_function, require_options
 from temper.protocols import Env
+from temper.types import Scalar
 
-EnvFactory = Callable[[], Env]
-"""Makes a fresh environment for one episode."""
+EnvFactory = Callable[..., Env]
+"""Makes a fresh environment for one episode; takes the recipe's env.options as keyword arguments."""
 
-ENVS: dict[str, EnvFactory] = {"single_turn": SingleTurn}
+ENVS: dict[str, EnvFactory] = {
+    "calculator": Calculator,
+    "files": FilesEnv,
+    "game": Game,
+    "gymnasium": GymnasiumEnv,
+    "mcp": McpEnv,
+    "openenv": OpenEnv,
+    "python": Python,
+    "search": SearchEnv,
+    "shop": ShopEnv,
+    "single_turn": SingleTurn,
+    "textarena": TextArenaEnv,
+    "verifiers": VerifiersEnv,
+}
 
 
-def make_env(name: str, envs: Mapping[str, EnvFactory] = ENVS) -> Env:
-    if name not in envs:
-        raise UserError(f'env "{name}" is unknown.{did_you_mean(name, envs)} Known: {", ".join(sorted(envs))}.')
-    return envs[name]()
+def find_env(
+    name: str, options: Mapping[str, Scalar | list[Scalar]] | None = None, envs: Mapping[str, EnvFactory] = ENVS
+) -> Callable[[], Env]:
+    """What makes environments of this name; "package.module:Class" is a user's own. Options are checked now."""
+    where, options = f'env "{name}"', options or {}
+    if ":" in name:
+        factory: EnvFactory = load_function(name, where=where)
+    elif name in envs:
+        factory = envs[name]
+    else:
+        known = ", ".join(sorted(envs))
+        raise UserError(f'{where} is unknown.{did_you_mean(name, envs)} Known: {known}, or "package.module:Class".')
+    require_options(factory, options, where=where)
+    return partial(factory, **options)
+
+
+def make_env(name: str) -> Env:
+    """An environment without options."""
+    return find_env(name)()

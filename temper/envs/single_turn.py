@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from temper.protocols import EnvReply
+from temper.protocols import EnvOpening, EnvReply
 from temper.types import Message, Task
 
 
 class SingleTurn:
     """Shows the task's messages and ends with the first reply."""
 
-    async def start(self, task: Task, seed: int) -> tuple[Message, ...]:
-        return task.messages
+    async def start(self, task: Task, seed: int) -> EnvOpening:
+        return EnvOpening(messages=task.messages)
 
     async def step(self, message: Message) -> EnvReply:
         return EnvReply(is_done=True)

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from temper.envs.adapters import reasoning_gym as adapter
-from temper.envs.adapters.reasoning_gym import ReasoningGymReward, final_answer, reasoning_gym
+from temper.envs.adapters.reasoning_gym import ReasoningGymReward, final_answer, reasoning_gym, reasoning_gym_mix
 from temper.errors import UserError
 from temper.rewards.registry import make_reward
 from temper.rewards.workers import WorkerPool
@@ -148,3 +151,91 @@ def test_the_reward_registers_with_its_pool_passed_in() -> None:
 )
 def test_final_answer(response: str, gold: str | None, strict: bool, answer: str) -> None:
     assert final_answer(response, gold, strict=strict) == answer
+
+
+def test_levels_of_a_curriculum_are_harder_and_options_by_name_come_first() -> None:
+    easy, hard = (reasoning_gym(3, 0, family="chain_sum", curriculum=level) for level in (0, 9))
+    assert json.loads(str(easy.extra["options"])) == {"max_digits": 1, "max_terms": 2, "min_digits": 1, "min_terms": 2}
+    assert json.loads(str(hard.extra["options"]))["max_digits"] == 10
+    own = reasoning_gym(3, 0, family="chain_sum", curriculum=9, max_digits=2)
+    assert json.loads(str(own.extra["options"]))["max_digits"] == 2
+    beyond = reasoning_gym(3, 0, family="chain_sum", curriculum=10**6)
+    assert json.loads(str(beyond.extra["options"]))["max_terms"] == 12, "a level beyond the last is the last"
+
+
+def test_every_curriculum_makes_items_at_its_first_level_and_its_verifier_agrees_with_them() -> None:
+    from reasoning_gym.factory import CURRICULA
+
+    from temper.envs.adapters.reasoning_gym_items import score
+
+    quick = ["chain_sum", "basic_arithmetic", "mini_sudoku", "maze", "spell_backward", "base_conversion", "gcd"]
+    for family in quick:
+        assert family in CURRICULA
+        task = reasoning_gym(1, 0, family=family, curriculum=1)
+        options, question = str(task.extra["options"]), task.messages[0].content
+        assert score(family, options, 0, 1, question, task.answer or "") == 1.0, family
+
+
+def test_items_of_a_level_can_be_scored(reward: ReasoningGymReward) -> None:
+    task = reasoning_gym(4, 1, family="chain_sum", curriculum=3)
+    right, wrong = scores(reward, (task, task.answer or ""), (task, "no"))
+    assert (right.value, wrong.value) == (1.0, 0.0)
+
+
+def test_a_mixture_draws_by_weight_and_its_level_rises_with_the_index() -> None:
+    mix = functools.partial(reasoning_gym_mix, families=["chain_sum", "gcd"], weights=[3.0, 1.0])
+    drawn = [str(mix(i, 0).extra["family"]) for i in range(400)]
+    assert 250 < drawn.count("chain_sum") < 350
+    assert drawn == [str(mix(i, 0).extra["family"]) for i in range(400)], "equal arguments, equal tasks"
+    assert drawn != [str(mix(i, 1).extra["family"]) for i in range(400)]
+
+    rising = functools.partial(reasoning_gym_mix, families=["chain_sum"], first_level=1, last_level=3, level_every=10)
+    levels = [json.loads(str(rising(i, 0).extra["options"]))["max_digits"] for i in (0, 9, 10, 20, 29, 30, 10**6)]
+    assert levels == [2, 2, 3, 4, 4, 4, 4]
+
+
+def test_a_mixture_holds_families_without_a_curriculum_at_their_defaults() -> None:
+    task = reasoning_gym_mix(0, 0, families=["gsm_symbolic"], first_level=2)
+    assert task.extra["options"] == "{}"
+
+
+def test_mixtures_are_equal_in_another_process_whatever_its_hash_seed() -> None:
+    program = (
+        "from temper.envs.adapters.reasoning_gym import reasoning_gym_mix as mix\n"
+        "print([mix(i, 5, families=['chain_sum', 'gcd'], first_level=1, level_every=3).messages[0].content "
+        "for i in range(8)])"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"families": []}, "of one length"),
+        ({"families": ["gcd"], "weights": [1.0, 2.0]}, "of one length"),
+        ({"families": ["gcd", "chain_sum"], "weights": [1.0, 0.0]}, "more than 0"),
+        ({"families": ["gcd", "chain_summ"], "weights": [1e9, 1e-9]}, 'Did you mean "chain_sum"'),
+        ({"families": ["gcd"], "level_every": 5}, "a schedule needs both"),
+    ],
+)
+def test_mistakes_in_a_mixture_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        reasoning_gym_mix(0, 0, **options)  # type: ignore[arg-type]
+
+
+def test_mistakes_in_a_level_are_named() -> None:
+    with pytest.raises(UserError, match="has no curriculum"):
+        reasoning_gym(0, 0, family="gsm_symbolic", curriculum=1)
+    with pytest.raises(UserError, match="must be a level from 0"):
+        reasoning_gym(0, 0, family="chain_sum", curriculum=-2)

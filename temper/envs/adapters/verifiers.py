@@ -1,0 +1,174 @@
+"""Environments of the package verifiers (0.1.14 to 0.2): their rows as tasks, their turns, their rubric's verdict.
+
+Owns: generator, environment and reward "verifiers". Refuses: versions from 0.3 on, which have no such environments; a
+rubric's habit of turning an exception into 0.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import threading
+from typing import Any
+
+from temper.envs.adapters.third_party import EpisodeThread, require_package
+from temper.envs.adapters.verifiers_rollout import Rollout, readable
+from temper.envs.tool_calls import find_parser, parse
+from temper.errors import TaskError, TemperError, UserError
+from temper.named import load_function
+from temper.protocols import EnvOpening, EnvReply
+from temper.types import Event, EventKind, Message, Scalar, Score, Task, Trajectory
+
+_LOADING = threading.Lock()
+
+
+def verifiers(
+    index: int, seed: int, *, environment: str, split: str = "train", **arguments: Scalar | list[Scalar]
+) -> Task:
+    """Row `index` of the environment's data, in an order drawn by the seed, again and again in a new one.
+
+    environment: an installed one's id, or "package.module:function" that returns one. arguments: its own.
+    """
+    text = json.dumps(arguments, sort_keys=True)
+    rows = _rows(environment, text, split)
+    turn, place = divmod(index, len(rows))
+    number = _order(len(rows), seed, turn)[place]
+    row = rows[number]
+    prompt = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
+    return Task(
+        id=f"{environment}:{split}:{number}",
+        messages=tuple(Message(role=part["role"], content=str(part["content"])) for part in prompt),
+        env="verifiers",
+        answer=None if row.get("answer") in (None, "") else str(row["answer"]),
+        extra={"environment": environment, "arguments": text, "split": split, "row": number},
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _order(count: int, seed: int, turn: int) -> list[int]:
+    order = list(range(count))
+    random.Random(f"verifiers/{seed}/{turn}").shuffle(order)
+    return order
+
+
+def _rows(environment: str, arguments: str, split: str) -> Any:
+    if split not in ("train", "eval"):
+        raise UserError(f'split "{split}" is unknown. Known: train, eval.')
+    loaded = _environment(environment, arguments)
+    try:
+        rows = loaded.get_dataset() if split == "train" else loaded.get_eval_dataset()
+    except Exception as error:
+        raise UserError(f"{environment} has no rows for split {split}: {type(error).__name__}: {error}") from error
+    if not len(rows):
+        raise UserError(f"{environment} has no rows for split {split}.")
+    return rows
+
+
+def _environment(name: str, arguments: str) -> Any:
+    with _LOADING:  # episodes start side by side, and one copy of the data is enough
+        return _loaded(name, arguments)
+
+
+@functools.lru_cache(maxsize=16)
+def _loaded(name: str, arguments: str) -> Any:
+    package = require_package("verifiers", extra="verifiers", package="verifiers", what='environment "verifiers"')
+    kind = getattr(package, "MultiTurnEnv", None)
+    if kind is None:
+        raise UserError(
+            f"verifiers {package.__version__} has no environments with rubrics; they ended with version 0.2. "
+            'Run: pip install "temper-rl[verifiers]"'
+        )
+    load = (
+        load_function(name, where="environment") if ":" in name else functools.partial(package.load_environment, name)
+    )
+    try:
+        loaded = load(**json.loads(arguments))
+    except TemperError:
+        raise
+    except Exception as error:
+        raise UserError(f"verifiers cannot load {name!r} with {arguments}: {type(error).__name__}: {error}") from error
+    if not isinstance(loaded, kind):
+        raise UserError(f"{name} returned {type(loaded).__name__}; it must be a SingleTurnEnv or MultiTurnEnv.")
+    return loaded
+
+
+def _open(task: Task) -> Rollout:
+    environment, arguments, split, row = (task.extra[key] for key in ("environment", "arguments", "split", "row"))
+    rows = _rows(str(environment), str(arguments), str(split))
+    return Rollout(_environment(str(environment), str(arguments)), dict(rows[int(row)]))
+
+
+def _missing(task: Task) -> str | None:
+    missing = {"environment", "arguments", "split", "row"} - set(task.extra)
+    return f"it does not come from the generator verifiers (no {', '.join(sorted(missing))})" if missing else None
+
+
+class VerifiersEnv:
+    """One episode. The rubric judges the state the episode ended in, and its verdict is the last turn's reward.
+
+    call_format: how the policy writes tool calls, see tool_calls.py.
+    """
+
+    def __init__(self, *, call_format: str = "auto", step_seconds: float = 60.0) -> None:
+        find_parser(call_format)
+        self._call_format = call_format
+        self._thread = EpisodeThread("verifiers", seconds=step_seconds)
+        self._rollout: Rollout | None = None
+
+    async def start(self, task: Task, seed: int) -> EnvOpening:
+        if (reason := _missing(task)) is not None:
+            raise TaskError(f"task {task.id} cannot be played by verifiers: {reason}")
+        self._rollout = await self._thread.call(_open, task)
+        return EnvOpening(messages=self._rollout.messages, tools=self._rollout.tools)
+
+    async def step(self, message: Message) -> EnvReply:
+        assert self._rollout is not None, "step() before start()"
+        calls, bad = readable(parse(message.content, self._call_format).calls) if self._rollout.tools else ([], [])
+        events = [Event(kind=EventKind.TOOL_CALL, name=call.name, detail=str(call.arguments)[:200]) for call in calls]
+        events += [Event(kind=EventKind.BAD_CALL, name="", detail=reason) for reason in bad]
+        replies = await self._thread.call(self._rollout.say, message.content, calls)
+        if replies is not None:
+            return EnvReply(messages=replies, events=tuple(events))
+        return EnvReply(is_done=True, reward=await self._thread.call(self._rollout.score), events=tuple(events))
+
+    async def close(self) -> None:
+        rollout, self._rollout = self._rollout, None
+        await self._thread.close(None if rollout is None else rollout.close)
+
+
+class VerifiersReward:
+    """The rubric's verdict on the conversation alone: for single-turn environments, cut answers included.
+
+    Rubrics that read what a multi-turn environment wrote into its state need the reward "env" instead.
+    """
+
+    name = "verifiers"
+
+    def __init__(self, *, deadline_seconds: float = 60.0) -> None:
+        self._seconds = deadline_seconds
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        thread = EpisodeThread("verifiers rubric", seconds=self._seconds)
+        try:
+            return Score.of(await thread.call(_judged, task, trajectory))
+        except TaskError as error:
+            return Score.error(str(error))
+        finally:
+            await thread.close()
+
+    def check(self, task: Task) -> str | None:
+        return _missing(task)
+
+    async def close(self) -> None:
+        pass
+
+
+def _judged(task: Task, trajectory: Trajectory) -> float:
+    rollout = _open(task)
+    try:
+        for turn in trajectory.turns:
+            rollout.append(turn.message.content, turn.replies)
+        return rollout.score()
+    finally:
+        rollout.close()
