@@ -4,13 +4,20 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test adapters lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/temper train recipes/demo.toml
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# Two adapters whose packages want other versions than the rest: an environment of their own.
+adapters:
+	$(PYTHON) -m venv $(VENV)-adapters
+	$(VENV)-adapters/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[verifiers,openenv]" pytest
+	$(VENV)-adapters/bin/python -m pytest tests/envs/adapters/test_verifiers.py tests/envs/adapters/test_openenv.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -27,4 +34,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-adapters build dist *.egg-info

@@ -22,17 +22,18 @@ from temper.batching.samples import CreditRules, make_batch
 from temper.config import RunConfig
 from temper.data import StageData, open_data
 from temper.engine.local.engine import EngineSettings, LocalEngine
-from temper.envs.env import make_env
+from temper.envs.env import find_env
 from temper.errors import UserError
 from temper.evals.evaluate import Evaluation, constant_answer_score, evaluate
 from temper.models.load import find_checkpoint, load_model, require_same_tokenizer
 from temper.models.tiny import make_tiny_model
 from temper.objectives import Objective, check_objective, resolve
 from temper.objectives.resolve import REGISTRY
-from temper.protocols import BatchSource
+from temper.protocols import BatchSource, Env
 from temper.rollout.buffer import Buffer, Taken
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.gate import BUDGETS, Agreement, check_before_training, require_agreement
+from temper.rollout.group import Extras
 from temper.rollout.roller import Roller, RollSettings
 from temper.rollout.steps import StepSplit
 from temper.stages.sft import Examples, supervised_objective
@@ -149,6 +150,7 @@ def build_stage(config: RunConfig, index: int, model_folder: Path, checkpoint: P
     source = _source(config, index, objective, data, trainer, setup)
     if resumed is not None:
         source.load_state(resumed["source"])
+        data.rubric.load_state(resumed["rubric"])
     return Stage(
         config=config,
         index=index,
@@ -241,7 +243,7 @@ def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sam
         sampler=sampler,
         renderer=data.renderer,
         scorer=data.rubric,
-        make_env=make_env,
+        make_env=partial(_env_of, config),
         params=SamplingParams(
             temperature=config.sampling.temperature,
             max_new_tokens=config.sampling.max_new_tokens,
@@ -250,8 +252,14 @@ def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sam
         ),
         max_turns=config.rollout.max_turns,
         episode_seconds=config.rollout.episode_seconds,
+        max_episode_tokens=config.rollout.max_episode_tokens,
         seed=config.seed,
     )
+
+
+def _env_of(config: RunConfig, name: str) -> Env:
+    """A fresh environment: the recipe's, or the one that the task names."""
+    return find_env(config.env.name or name, config.env.options)()
 
 
 def _source(
@@ -292,8 +300,11 @@ def _source(
         error_limit=rollout.error_limit,
         step_seconds=rollout.step_seconds,
         prefix=f"stage {index}",
-        greedy="greedy" in objective.needs,
-        steps=_step_split(objective) if "step_values" in objective.needs else None,
+        extras=Extras(
+            greedy="greedy" in objective.needs,
+            steps=_step_split(objective) if "step_values" in objective.needs else None,
+            retries=rollout.retries,
+        ),
     )
     return Roller(setup, data.stream, buffer, settings, credit)
 
@@ -325,6 +336,7 @@ async def _gate(stage: Stage, first_step: int) -> None:
     """Rows of a pack are apart, and sampler and trainer agree: both proven on this model before it is trained."""
     await asyncio.to_thread(check_isolation, stage.model, stage.data.shape.vocab_size)
     if stage.config.stage == "rl":
+        await stage.data.rubric.start()
         await check_before_training(
             stage.setup,
             stage.data.probe[:GATE_PROMPTS],

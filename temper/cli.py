@@ -162,6 +162,25 @@ def presets(
 
 
 @app.command()
+def verify(
+    kind: Annotated[str, typer.Argument(help="A kind of reward: math, code, format ...")],
+    golden: Annotated[Path | None, typer.Option(help="Your own golden set; default: the shipped one")] = None,
+    attack: Annotated[bool, typer.Option("--attack", help="Run the attack pack: none may score")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="math: beside math-verify and equal strings")] = False,
+    options: Annotated[str, typer.Option(help="Options of the reward, as JSON")] = "{}",
+) -> None:
+    """How often a verifier is wrong on a golden set, with intervals; or whether attacks score."""
+    from temper.commands import verify as command
+
+    result = command.verify(kind, golden=golden, attack=attack, options=command.read_options(options))
+    out.print(command.render(result), markup=False)
+    if compare:
+        out.print(command.compare(result), markup=False)
+    if not result.is_fine:
+        raise typer.Exit(1)
+
+
+@app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint or run directory")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New directory")],

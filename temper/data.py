@@ -13,17 +13,43 @@ from pathlib import Path
 from typing import Any
 
 from temper.config import RunConfig, SourceConfig
-from temper.envs.adapters.reasoning_gym import ReasoningGymReward, reasoning_gym
+from temper.envs.adapters.gymnasium import gymnasium
+from temper.envs.adapters.reasoning_gym import ReasoningGymReward, reasoning_gym, reasoning_gym_mix
+from temper.envs.adapters.textarena import textarena
+from temper.envs.adapters.verifiers import VerifiersReward, verifiers
+from temper.envs.library.calculator import arithmetic, arithmetic_demo
+from temper.envs.library.countdown import CountdownReward, countdown
+from temper.envs.library.files import files
+from temper.envs.library.game import game
+from temper.envs.library.problems import PROBLEMS
+from temper.envs.library.search import search
+from temper.envs.library.shop import shop
 from temper.errors import UserError
 from temper.models.load import ModelShape, end_ids, load_tokenizer, read_shape
 from temper.rewards.registry import REWARDS, RewardFactory, make_reward
-from temper.rewards.rubric import Rubric
+from temper.rewards.rubric import Part, Rubric
 from temper.rewards.workers import WorkerPool
 from temper.tasks.dataset import Stream, TaskSource, fingerprint, read_file, take_all
-from temper.tasks.generators import GENERATORS, make_source
+from temper.tasks.generators import GENERATORS, Generator, make_source
 from temper.tasks.render import Renderer
 from temper.types import Task
 
+ENV_GENERATORS: dict[str, Generator] = {
+    **PROBLEMS,
+    "arithmetic": arithmetic,
+    "arithmetic_demo": arithmetic_demo,
+    "countdown": countdown,
+    "files": files,
+    "game": game,
+    "gymnasium": gymnasium,
+    "reasoning_gym": reasoning_gym,
+    "reasoning_gym_mix": reasoning_gym_mix,
+    "search": search,
+    "shop": shop,
+    "textarena": textarena,
+    "verifiers": verifiers,
+}
+"""Generators that come with an environment."""
 PROBE_TASKS = 256
 """Training tasks looked at before a run: their prompts are rendered and measured, their answers checked."""
 
@@ -54,8 +80,18 @@ def open_data(config: RunConfig, model_folder: Path) -> StageData:
         template=config.prompt.template,
         eos_ids=end_ids(model_folder, tokenizer),
     )
-    rewards: dict[str, RewardFactory] = {**REWARDS, "reasoning_gym": partial(ReasoningGymReward, WorkerPool)}
-    rubric = Rubric([(make_reward(part.kind, part.options, rewards), part.weight) for part in config.reward])
+    rewards: dict[str, RewardFactory] = {
+        **REWARDS,
+        "countdown": CountdownReward,
+        "reasoning_gym": partial(ReasoningGymReward, WorkerPool),
+        "verifiers": VerifiersReward,
+    }
+    rubric = Rubric(
+        [
+            Part(make_reward(part.kind, part.options, rewards), part.weight, part.gate, part.clip)
+            for part in config.reward
+        ]
+    )
     heldout = take_all(_source(config.heldout)) if config.heldout else ()
     sources = [_source(part) for part in config.train]
     stream = _open_stream(config, sources, heldout)
@@ -99,7 +135,7 @@ def _source(config: SourceConfig) -> TaskSource:
     if config.path:
         path = Path(config.path).expanduser()
         return read_file(path, config.prompt_field, config.answer_field, config.answer_pattern, config.size)
-    generators = {**GENERATORS, "reasoning_gym": reasoning_gym}
+    generators = {**GENERATORS, **ENV_GENERATORS}
     return make_source(config.generator, config.options, seed=config.seed, size=config.size, generators=generators)
 
 

@@ -7,12 +7,13 @@ filtering does not flatter the reward. Refuses: metrics of the policy (objective
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from temper.types import Group, Status, Trajectory
+from temper.types import EventKind, Group, Status, Trajectory
 
 _FAILED = (Status.TOOL_ERROR, Status.TIMEOUT, Status.ABORTED)
 
@@ -24,6 +25,7 @@ def measure_groups(groups: Sequence[Group], dropped: Sequence[tuple[Group, str]]
     trained = [trajectory for group in groups for trajectory in group.trainable]
     return {
         **_reward_metrics([reward for group in generated for reward in group.rewards]),
+        **_part_metrics([trajectory for group in generated for trajectory in group.trainable]),
         **_generation_metrics([trajectory for trajectory in trajectories if trajectory.num_tokens]),
         **_data_metrics(generated, num_accepted=len(groups)),
         "data/unscorable": float(sum(not t.score.is_value for t in trajectories)),
@@ -53,6 +55,19 @@ def _reward_metrics(rewards: list[float]) -> dict[str, float]:
     return {"reward/mean": statistics.fmean(rewards), "reward/std": statistics.pstdev(rewards)}
 
 
+def _part_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Each part of the reward over the members that have it, before and after weighting."""
+    if all(len(trajectory.score_parts) < 2 for trajectory in trajectories):
+        return {}  # a single part is the reward
+    found: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for suffix, parts in (("", trajectory.score_parts), ("_weighted", trajectory.weighted_parts)):
+            for name, score in parts.items():
+                if score.value is not None:
+                    found.setdefault(f"reward/{name}{suffix}", []).append(score.value)
+    return {name: statistics.fmean(values) for name, values in found.items()}
+
+
 def _generation_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     if not trajectories:
         return {}
@@ -62,6 +77,27 @@ def _generation_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         "gen/len_max": float(max(lengths)),
         "gen/truncation_rate": statistics.fmean(t.status is Status.TRUNCATED_LENGTH for t in trajectories),
         "gen/turns_mean": statistics.fmean(len(t.turns) for t in trajectories),
+        **_event_metrics(trajectories),
+    }
+
+
+def _event_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """What agents did, per episode and per call; nothing for runs without environments that report events."""
+    events = [event for t in trajectories for turn in t.turns for event in turn.events]
+    if not events:
+        return {}
+    counts = Counter(event.kind for event in events)
+    calls = max(1, counts[EventKind.TOOL_CALL])
+    num_episodes = len(trajectories)
+    num_solved = sum(t.score.value is not None and t.score.value >= 1.0 for t in trajectories)
+    return {
+        "gen/tool_calls_mean": counts[EventKind.TOOL_CALL] / num_episodes,
+        "gen/tool_error_rate": counts[EventKind.TOOL_ERROR] / calls,
+        "gen/tool_timeout_rate": counts[EventKind.TOOL_TIMEOUT] / calls,
+        "gen/bad_call_rate": counts[EventKind.BAD_CALL] / num_episodes,
+        "gen/permission_denied": counts[EventKind.DENIED] / num_episodes,
+        "gen/side_effect_rate": counts[EventKind.SIDE_EFFECT] / num_episodes,
+        "gen/cost_per_success": sum(event.cost for event in events) / max(1, num_solved),
     }
 
 

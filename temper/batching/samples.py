@@ -131,7 +131,7 @@ def _credit(
     # By place in the batch, not by task: the same task drawn twice is two groups with two baselines.
     group_ids = [place for place, group in enumerate(groups) for _ in group.trainable]
     lengths = [sum(row.num_actions for row in own) for own in member_rows]
-    steps = _steps(members, lengths)
+    steps, turns = _steps(members, lengths), _turns(members)
     return Credit(
         rewards=_float64(reward for group in groups for reward in group.rewards),
         group_ids=torch.tensor(group_ids, dtype=torch.int64),
@@ -146,6 +146,8 @@ def _credit(
         reference_logprobs=_drawn(rows, "reference_logprobs"),
         teacher_logprobs=_drawn(rows, "teacher_logprobs"),
         values=_drawn(rows, "values"),
+        turn_ids=turns[0],
+        turn_rewards=turns[1],
         step_ids=None if steps is None else steps[0],
         step_values=None if steps is None else steps[1],
         member_keys=torch.tensor([_key(rules.seed, version, member) for member in members], dtype=torch.int64),
@@ -195,6 +197,19 @@ def _steps(members: Sequence[Trajectory], lengths: Sequence[int]) -> tuple[Tenso
             ids += [number] * (end - start)
             values += [member.step_values[number]] * (end - start)
     return torch.tensor(ids), _float64(values)
+
+
+def _turns(members: Sequence[Trajectory]) -> tuple[Tensor, Tensor | None]:
+    """For each drawn token: the number of its turn, and what the environment paid when the turn ended."""
+    ids: list[int] = []
+    rewards: list[float] = []
+    for member in members:
+        for number, turn in enumerate(member.turns):
+            size = len(turn.completion.token_ids)
+            ids += [number] * size
+            rewards += [0.0] * (size - 1) + [turn.reward or 0.0] * min(size, 1)
+    is_paid = any(turn.reward is not None for member in members for turn in member.turns)
+    return torch.tensor(ids, dtype=torch.int64), _float64(rewards) if is_paid else None
 
 
 def _key(seed: int, version: int, member: Trajectory) -> int:

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from temper.errors import UserError
+from temper.sandbox import require_sandbox
+
 CORE = ("torch", "transformers", "pydantic", "typer", "rich", "numpy", "safetensors")
 
 
@@ -32,12 +35,17 @@ OPTIONAL = (
     Part("reasoning_gym", "generated tasks of reasoning-gym", 'pip install "temper-rl[gym]"'),
     Part("gguf", "temper model fetch", 'pip install "temper-rl[gguf]"'),
     Part("pyarrow", "Parquet files", 'pip install "temper-rl[parquet]"'),
+    Part("textarena", "games of TextArena", 'pip install "temper-rl[textarena]"'),
+    Part("gymnasium", "environments of Gymnasium", 'pip install "temper-rl[gymnasium]"'),
+    Part("mcp", "tools of MCP servers", 'pip install "temper-rl[mcp]"'),
+    Part("openenv", "environments of OpenEnv", 'pip install "temper-rl[openenv]"'),
+    Part("verifiers", "environments of verifiers", 'pip install "temper-rl[verifiers]"'),
 )
 
 
 def examine() -> list[tuple[str, bool, str]]:
     """(what, is it fine, detail or remedy), in the order a user should read it."""
-    return [*_machine(), *_core(), *_optional()]
+    return [*_machine(), *_core(), *_optional(), _sandbox()]
 
 
 def _machine() -> Iterable[tuple[str, bool, str]]:
@@ -58,6 +66,15 @@ def _core() -> Iterable[tuple[str, bool, str]]:
             yield name, True, importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield name, False, f"missing: pip install {name}"
+
+
+def _sandbox() -> tuple[str, bool, str]:
+    """Built and used once, not only looked for: many machines have bubblewrap and forbid it."""
+    try:
+        require_sandbox()
+    except UserError as problem:
+        return "sandbox", False, str(problem)
+    return "sandbox", True, "bubblewrap: model-written code runs behind an OS boundary"
 
 
 def _optional() -> Iterable[tuple[str, bool, str]]:

@@ -82,7 +82,12 @@ async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, store: Ru
 
 def _checkpoint(stage: Stage, checkpoints: Path, store: RunStore, step: int) -> None:
     store.flush()  # first: a checkpoint must never be ahead of the records that a resume keeps
-    state = {"stage": stage.index, "step": step, "source": stage.source.state()}
+    state = {
+        "stage": stage.index,
+        "step": step,
+        "source": stage.source.state(),
+        "rubric": stage.data.rubric.state(),
+    }
     write_checkpoint(checkpoints, f"step-{step}", {"trainer": stage.trainer.save}, state)
     prune(checkpoints, stage.config.checkpoint.keep)
 

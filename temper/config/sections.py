@@ -103,10 +103,26 @@ class PromptConfig(Section):
 
 class RewardConfig(Section):
     kind: str
-    """exact, contains, edit, rearranged, math, format or reasoning_gym; or "package.module:function" of your own."""
+    """math, code, exact, contains, f1, edit, rearranged, format, tags, json_schema, ifeval, length, repetition,
+    language, judge, pairwise, rubric, evolving_rubric, reward_model, process, env, countdown, reasoning_gym or
+    verifiers; or "package.module:function" of your own."""
     weight: float = 1.0
-    options: dict[str, Scalar] = {}
+    gate: bool = False
+    """The whole reward is 0 unless this part is at least 1. A gate has no weight of its own."""
+    clip: tuple[float, float] | None = None
+    """Bounds of the part before weighting."""
+    options: dict[str, Scalar | list[Scalar]] = {}
     """Arguments of the reward, e.g. {pattern = "<answer>.*</answer>"}."""
+
+
+class EnvConfig(Section):
+    """Where episodes are played."""
+
+    name: str = ""
+    """An environment ("single_turn", "calculator", ...), or "package.module:Class" of your own. Empty: as each task
+    says, which is single_turn unless its source says otherwise."""
+    options: dict[str, Scalar | list[Scalar]] = {}
+    """Arguments of the environment."""
 
 
 class RolloutConfig(Section):
@@ -122,6 +138,10 @@ class RolloutConfig(Section):
     """Give up when this many times groups_per_step were rolled without filling a step."""
     max_turns: int = Field(1, ge=1)
     """Turns of one episode."""
+    max_episode_tokens: int = Field(0, ge=0)
+    """Tokens drawn over all turns of one episode; 0: no limit but that of each turn."""
+    retries: int = Field(0, ge=0)
+    """How often an episode that failed (environment error, time-out) is played anew before it is given up."""
     episode_seconds: float = Field(600.0, gt=0)
     """Deadline of one episode; past it the episode is TIMEOUT and not trained."""
     step_seconds: float = Field(3600.0, gt=0)
@@ -232,6 +252,7 @@ class RunConfig(Section):
     heldout: SourceConfig | None = None
     """Tasks for evaluation. Never trained on: equal prompts are removed from every training source."""
     prompt: PromptConfig = PromptConfig()
+    env: EnvConfig = EnvConfig()
     reward: list[RewardConfig] = []
     """Parts of the reward; the score is their weighted sum."""
     rollout: RolloutConfig = RolloutConfig()

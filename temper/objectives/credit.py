@@ -34,6 +34,10 @@ class Credit:
     max_new_tokens: int
     token_rewards: Tensor | None = None
     """[N] rewards inside the trajectories, such as -beta KL, added to the outcome. None: none."""
+    turn_rewards: Tensor | None = None
+    """[N] what the environment paid for each turn, on the turn's last token. None: it paid for no turn."""
+    turn_ids: Tensor | None = None
+    """[N] number of the turn that each token belongs to, from 0 in each trajectory."""
     reward_parts: Mapping[str, Tensor] = field(default_factory=dict)
     """[B] parts of the reward before weighting, by name; NaN where a member lacks the part."""
     part_weights: Mapping[str, float] = field(default_factory=dict)
@@ -63,7 +67,7 @@ class Credit:
         require_parallel(self, "rewards", "group_ids", "lengths", "is_truncated", *given)
         by_token = ("token_rewards", "behavior_logprobs", "proximal_logprobs", "reference_logprobs", "teacher_logprobs")
         total = int(self.lengths.sum())
-        for name in (*by_token, "values", "step_ids", "step_values"):
+        for name in (*by_token, "values", "step_ids", "step_values", "turn_rewards", "turn_ids"):
             column = getattr(self, name)
             assert column is None or len(column) == total, f"{name} needs one entry per drawn token"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from temper.objectives.advantages import returns_of
+from temper.objectives.advantages import group_sum, returns_of
 from temper.objectives.credit import Credit
 from temper.objectives.factor import factor, require
 from temper.objectives.objective import Advantage
@@ -29,7 +29,7 @@ def returns_to_go(gamma: float = 1.0) -> AdvantageFn:
     whitens over the batch afterwards; OpenRLHF, verl. Specification 1.2 (rf++).
     """
     require_share("returns_to_go", "gamma", gamma)
-    return lambda credit: discounted_sums(rewards_at_tokens(credit), gamma, credit)
+    return lambda credit: discounted_sums(rewards_at_tokens(credit), gamma, credit.lengths)
 
 
 @factor(needs=("greedy",))
@@ -42,7 +42,7 @@ def greedy_baseline(gamma: float = 1.0) -> AdvantageFn:
 
     def advantage(credit: Credit) -> Tensor:
         assert credit.greedy_rewards is not None, "greedy_baseline needs one greedy rollout per task"
-        to_go_N = discounted_sums(rewards_at_tokens(credit), gamma, credit)
+        to_go_N = discounted_sums(rewards_at_tokens(credit), gamma, credit.lengths)
         return to_go_N - credit.spread(credit.greedy_rewards)
 
     return advantage
@@ -91,13 +91,43 @@ def step_values(samples: int = 9, separator: str = "\n", tokens: int = 0) -> Adv
         steps_N, values_N = credit.step_ids, credit.step_values
         assert steps_N is not None, "step_values needs the reasoning steps"
         assert values_N is not None, "step_values needs rollouts from inside each completion"
-        is_last_N = _tokens_after(credit) == 0
+        is_last_N = _tokens_after(credit.lengths) == 0
         is_end_N = is_last_N | (steps_N != _following(steps_N))
         next_N = torch.where(is_end_N & ~is_last_N, _following(values_N), torch.zeros_like(values_N))
         # Steps numbered over the whole batch: as many as have ended before this token.
         number_N = is_end_N.cumsum(0) - is_end_N.long()
         gains = values_N.new_zeros(len(values_N)).index_add(0, number_N, rewards_at_tokens(credit) + next_N)
         return gains[number_N] - values_N
+
+    return advantage
+
+
+@factor(min_group=2)
+def turn_returns(gamma: float = 1.0) -> AdvantageFn:
+    """A of turn k = G_k - mean over the group of G_k, G_k = what turn k and later ones were paid, discounted by turn.
+
+    Credit by turn for environments that pay per turn: a good first call is not blamed for a bad last answer. The mean
+    is over the members that reached turn k; one alone there gets 0. Without payment per turn: group_mean.
+    The outcome is not added: use it when the reward is what the environment pays. Specification 1.2 (group_mean).
+    """
+    require_share("turn_returns", "gamma", gamma)
+
+    def advantage(credit: Credit) -> Tensor:
+        assert credit.turn_ids is not None, "turn_returns needs the turns"
+        if credit.turn_rewards is None:
+            mean_B = group_sum(returns_of(credit), credit.group_ids) / group_sum(
+                torch.ones_like(credit.rewards), credit.group_ids
+            )
+            return credit.spread(returns_of(credit) - mean_B)
+        width = int(credit.turn_ids.max()) + 1 if len(credit.turn_ids) else 1
+        # One entry per member and turn, in that order, however many tokens the turn has.
+        pairs, pair_of_N = torch.unique(credit.owners * width + credit.turn_ids, return_inverse=True)
+        members, turns = pairs // width, pairs % width
+        paid = torch.zeros(len(pairs), dtype=torch.float64).index_add(0, pair_of_N, credit.turn_rewards)
+        returns = discounted_sums(paid, gamma, torch.bincount(members, minlength=len(credit.lengths)))
+        cells = torch.unique(credit.group_ids[members] * width + turns, return_inverse=True)[1]
+        means = group_sum(returns, cells) / group_sum(torch.ones_like(returns), cells)
+        return (returns - means)[pair_of_N]
 
     return advantage
 
@@ -120,7 +150,7 @@ def teacher_advantages(credit: Credit, coefficient: float, discount: float) -> T
     assert credit.behavior_logprobs is not None, "distillation needs the sampled log-probabilities"
     assert credit.teacher_logprobs is not None, "distillation needs the log-probabilities of a teacher"
     excess_N = bounded(credit.behavior_logprobs - credit.teacher_logprobs)
-    return -coefficient * discounted_sums(excess_N, discount, credit)
+    return -coefficient * discounted_sums(excess_N, discount, credit.lengths)
 
 
 def generalized_advantages(credit: Credit, gamma: float, lam: float | Tensor, is_bootstrapped: bool = False) -> Tensor:
@@ -130,8 +160,8 @@ def generalized_advantages(credit: Credit, gamma: float, lam: float | Tensor, is
     count = int((~values_N.isfinite()).sum())
     require(count == 0, f"{count} values of the critic are not finite: it diverged. Try a smaller learning rate.")
     last_N = torch.where(credit.spread(credit.is_truncated & is_bootstrapped), values_N, 0.0)
-    next_N = torch.where(_tokens_after(credit) > 0, _following(values_N), last_N)
-    return discounted_sums(rewards_at_tokens(credit) + gamma * next_N - values_N, gamma * lam, credit)
+    next_N = torch.where(_tokens_after(credit.lengths) > 0, _following(values_N), last_N)
+    return discounted_sums(rewards_at_tokens(credit) + gamma * next_N - values_N, gamma * lam, credit.lengths)
 
 
 def lambda_by_length(lengths_B: Tensor, alpha: float) -> Tensor:
@@ -142,17 +172,17 @@ def lambda_by_length(lengths_B: Tensor, alpha: float) -> Tensor:
 def rewards_at_tokens(credit: Credit) -> Tensor:
     """[N] what is paid at each token: rewards inside the trajectory, and its outcome at the last token."""
     returns_of(credit)  # Refuses what is not finite.
-    outcome_N = torch.where(_tokens_after(credit) == 0, credit.spread(credit.rewards), 0.0)
+    outcome_N = torch.where(_tokens_after(credit.lengths) == 0, credit.spread(credit.rewards), 0.0)
     return outcome_N if credit.token_rewards is None else outcome_N + credit.token_rewards
 
 
-def discounted_sums(values_N: Tensor, discount: float | Tensor, credit: Credit) -> Tensor:
+def discounted_sums(values_N: Tensor, discount: float | Tensor, lengths_B: Tensor) -> Tensor:
     """[N] y_t = x_t + discount * y_{t+1} inside each trajectory; `discount` is the same for all of its tokens.
 
     By doubling: a sum over 2k tokens is one over k tokens and the discounted one that starts k later, so a trajectory
     of 32768 tokens takes 15 steps of whole columns.
     """
-    after_N = _tokens_after(credit)
+    after_N = _tokens_after(lengths_B)
     power_N = torch.as_tensor(discount, dtype=values_N.dtype).expand(len(values_N))
     sums_N, span = values_N, 1
     while span <= (int(after_N.max()) if len(after_N) else 0):
@@ -166,9 +196,9 @@ def require_share(place: str, name: str, value: float) -> None:
     require(0 <= value <= 1, f"{place}: {name}={value} must be between 0 and 1, e.g. 0.95")
 
 
-def _tokens_after(credit: Credit) -> Tensor:
+def _tokens_after(lengths_B: Tensor) -> Tensor:
     """[N] drawn tokens that follow in the same trajectory."""
-    return credit.spread(credit.lengths.cumsum(0)) - 1 - torch.arange(int(credit.lengths.sum()))
+    return lengths_B.cumsum(0).repeat_interleave(lengths_B) - 1 - torch.arange(int(lengths_B.sum()))
 
 
 def _following(values_N: Tensor) -> Tensor:
@@ -177,6 +207,7 @@ def _following(values_N: Tensor) -> Tensor:
 
 
 TOKEN_ADVANTAGES: dict[str, Callable[..., Advantage]] = {
+    "turn_returns": turn_returns,
     "returns_to_go": returns_to_go,
     "greedy_baseline": greedy_baseline,
     "gae": gae,

@@ -10,14 +10,15 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from temper.errors import BackendError, TemperError
+from temper.errors import BackendError, ContextFull, TemperError
 from temper.protocols import Env, Sampler
 from temper.types import (
     TRAINABLE_STATUSES,
     Completion,
     Finish,
+    Group,
     Message,
     Request,
     SamplingParams,
@@ -28,18 +29,22 @@ from temper.types import (
     Turn,
 )
 
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of what an environment lets the policy call."""
+
 
 class Renderer(Protocol):
     """Messages to ids and back; tasks/render.py implements it."""
 
     def prompt_messages(self, task: Task) -> tuple[Message, ...]: ...
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]: ...
     def extend_ids(
         self,
         prompt_ids: Sequence[int],
         completion_ids: Sequence[int],
         replies: Sequence[Message],
         history: Sequence[Message],
+        tools: Tools = (),
     ) -> tuple[int, ...]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -48,6 +53,8 @@ class Scorer(Protocol):
     """The reward; rewards/rubric.py implements it."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]: ...
+    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]: ...
+    async def evolve(self, groups: Sequence[Group]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +68,8 @@ class EpisodeSetup:
     params: SamplingParams
     max_turns: int
     episode_seconds: float
+    max_episode_tokens: int = 0
+    """Drawn over all turns of an episode; 0: no limit but that of each turn."""
     seed: int
 
 
@@ -97,25 +106,52 @@ async def _play(setup: EpisodeSetup, task: Task, turns: list[Turn], request_id: 
     env = setup.make_env(task.env)
     try:
         opening = await env.start(task, setup.seed)
-        history = setup.renderer.prompt_messages(dataclasses.replace(task, messages=opening))
-        prompt_ids = setup.renderer.prompt_ids(history)
+        history = setup.renderer.prompt_messages(dataclasses.replace(task, messages=opening.messages))
+        prompt_ids = setup.renderer.prompt_ids(history, opening.tools)
         for number in range(setup.max_turns):
-            request = Request(id=f"{request_id}/{number}", prompt_ids=prompt_ids, params=setup.params)
-            completion = await setup.sampler.generate(request)
+            params = _within_budget(setup, sum(len(turn.completion.token_ids) for turn in turns))
+            if params is None:
+                return Status.TRUNCATED_LENGTH
+            request = Request(id=f"{request_id}/{number}", prompt_ids=prompt_ids, params=params)
+            try:
+                completion = await setup.sampler.generate(request)
+            except ContextFull:
+                if not turns:
+                    raise
+                return Status.TRUNCATED_LENGTH  # the conversation has filled the context: cut, not broken
             message = Message(role="assistant", content=setup.renderer.decode(completion.token_ids))
             if (cut := cut_status(completion)) is not None:
                 turns.append(Turn(completion=completion, message=message))
                 return cut
             reply = await env.step(message)
-            turns.append(Turn(completion=completion, message=message, replies=reply.messages, reward=reply.reward))
+            turns.append(
+                Turn(
+                    completion=completion,
+                    message=message,
+                    replies=reply.messages,
+                    reward=reply.reward,
+                    events=reply.events,
+                )
+            )
             if reply.is_done:
-                return Status.COMPLETED
+                return reply.status or Status.COMPLETED
             history = (*history, message)
-            prompt_ids = setup.renderer.extend_ids(prompt_ids, completion.token_ids, reply.messages, history)
+            prompt_ids = setup.renderer.extend_ids(
+                prompt_ids, completion.token_ids, reply.messages, history, opening.tools
+            )
             history = (*history, *reply.messages)
         return Status.TRUNCATED_TURNS
     finally:
         await env.close()
+
+
+def _within_budget(setup: EpisodeSetup, num_drawn: int) -> SamplingParams | None:
+    """The parameters of the next turn, shortened to what the episode has left; None when that is nothing."""
+    if not setup.max_episode_tokens:
+        return setup.params
+    left = setup.max_episode_tokens - num_drawn
+    longest = min(setup.params.max_new_tokens, left)
+    return dataclasses.replace(setup.params, max_new_tokens=longest) if left > 0 else None
 
 
 def cut_status(completion: Completion) -> Status | None:
@@ -131,4 +167,4 @@ async def _scored(scorer: Scorer, task: Task, trajectory: Trajectory) -> Traject
     if trajectory.status not in TRAINABLE_STATUSES:
         return dataclasses.replace(trajectory, score=Score.error(f"{trajectory.status}: {trajectory.error}"))
     score, parts = await scorer.score(task, trajectory)
-    return dataclasses.replace(trajectory, score=score, score_parts=parts)
+    return dataclasses.replace(trajectory, score=score, score_parts=parts, weighted_parts=scorer.weighted(parts))

@@ -7,11 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from dataclasses import dataclass
 
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.rollout.steps import StepSplit, estimate_steps
-from temper.types import Group, Task, Trajectory
+from temper.types import TRAINABLE_STATUSES, Group, Task, Trajectory
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What a group is played with beside its members."""
+
+    greedy: bool = False
+    """One more attempt at temperature 0, as a baseline."""
+    steps: StepSplit | None = None
+    """How answers are cut into steps whose values are estimated; None: not at all."""
+    retries: int = 0
+    """How often a member whose environment failed is played anew."""
+
+
+NOTHING = Extras()
 GREEDY_INDEX = -1
 """Place of the greedy baseline, which is no member."""
 
@@ -23,21 +38,20 @@ async def run_group(
     draw: int,
     group_size: int,
     prefix: str,
-    greedy: bool = False,
-    steps: StepSplit | None = None,
+    extras: Extras = NOTHING,
 ) -> Group:
     """Plays `group_size` episodes at once, and a greedy one if asked. Equal prompts are prefilled once by the engine.
 
-    With `steps`, the values of a member's reasoning steps are estimated as soon as it is scored.
+    Values of a member's reasoning steps are estimated as soon as it is scored.
     """
     group_id = f"{task.id}#{draw}"
     name = f"{prefix}/{group_id}"
     async with asyncio.TaskGroup() as members:
         running = [
-            members.create_task(_member(setup, task, group_id, index, f"{name}/{index}", steps))
+            members.create_task(_member(setup, task, group_id, index, f"{name}/{index}", extras))
             for index in range(group_size)
         ]
-        baselines = [members.create_task(_greedy(setup, task, group_id, f"{name}/greedy"))] if greedy else []
+        baselines = [members.create_task(_greedy(setup, task, group_id, f"{name}/greedy"))] if extras.greedy else []
     return Group(
         id=group_id,
         draw=draw,
@@ -60,10 +74,18 @@ def reason_to_drop(group: Group, *, min_members: int, drop_degenerate: bool) -> 
 
 
 async def _member(
-    setup: EpisodeSetup, task: Task, group_id: str, index: int, request_id: str, steps: StepSplit | None
+    setup: EpisodeSetup, task: Task, group_id: str, index: int, request_id: str, extras: Extras
 ) -> Trajectory:
+    """One attempt; played anew when the environment failed, as often as allowed. What failed is never trained."""
     trajectory = await run_episode(setup, task, group_id=group_id, index=index, request_id=request_id)
-    return trajectory if steps is None else await estimate_steps(setup, task, trajectory, steps, request_id)
+    for retry in range(1, extras.retries + 1):
+        if trajectory.status in TRAINABLE_STATUSES:
+            break
+        again = f"{request_id}/retry {retry}"
+        trajectory = await run_episode(setup, task, group_id=group_id, index=index, request_id=again)
+    if extras.steps is None:
+        return trajectory
+    return await estimate_steps(setup, task, trajectory, extras.steps, request_id)
 
 
 async def _greedy(setup: EpisodeSetup, task: Task, group_id: str, request_id: str) -> Trajectory:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from temper.errors import BackendError
+from temper.errors import BackendError, TaskError
 from temper.rollout.buffer import Buffer, Taken
 from temper.rollout.episode import EpisodeSetup
-from temper.rollout.group import reason_to_drop, run_group
-from temper.rollout.steps import StepSplit
+from temper.rollout.group import NOTHING, Extras, reason_to_drop, run_group
 from temper.types import Batch, Scalar, ScoreKind, Task
 
 LONGEST_STEP_SECONDS = 7 * 24 * 3600.0
@@ -42,10 +41,7 @@ class RollSettings:
     step_seconds: float
     prefix: str
     """Start of every request id: the stage, so that two stages never draw the same numbers."""
-    greedy: bool = False
-    """Whether every group gets one more attempt at temperature 0, as a baseline."""
-    steps: StepSplit | None = None
-    """How answers are cut into steps whose values are estimated. None: the objective needs no step values."""
+    extras: Extras = NOTHING
 
 
 class Roller:
@@ -72,6 +68,7 @@ class Roller:
         rolled = time.monotonic()
         self._check_failures(taken, step)
         batch = await asyncio.to_thread(self._make_batch, taken)
+        await self._learn(taken)
         seconds = {"rollout": rolled - started, "credit": time.monotonic() - rolled, **batch.seconds}
         first_open = self._buffer.first_open()
         self._stream_states = {
@@ -83,6 +80,16 @@ class Roller:
 
     async def release(self, version: int) -> None:
         await self._buffer.release(version)
+
+    async def _learn(self, taken: Taken) -> None:
+        """Rewards that learn see what was trained. A judge that fails here is the judge's fault, not the task's."""
+        try:
+            await asyncio.wait_for(self._evolve(taken), self._settings.step_seconds)
+        except TaskError as error:
+            raise BackendError(f"a reward could not learn from this step: {error}") from error
+
+    async def _evolve(self, taken: Taken) -> None:
+        await self._setup.scorer.evolve(sorted(taken.groups, key=lambda group: group.draw))
 
     def state(self) -> dict[str, Scalar | list[Scalar]]:
         """The task stream as it was before the first draw that is not consumed yet."""
@@ -116,8 +123,7 @@ class Roller:
             draw=draw,
             group_size=settings.group_size,
             prefix=settings.prefix,
-            greedy=settings.greedy,
-            steps=settings.steps,
+            extras=settings.extras,
         )
         reason = reason_to_drop(group, min_members=settings.min_members, drop_degenerate=settings.drop_degenerate)
         await self._buffer.finish(group, reason)

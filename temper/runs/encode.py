@@ -69,6 +69,7 @@ def group_row(report: StepReport, group: Group, outcome: str) -> Row:
 def trajectory_row(report: StepReport, trajectory: Trajectory) -> Row:
     score = trajectory.score
     parts = to_json({name: _score(part) for name, part in trajectory.score_parts.items()})
+    weighted = to_json({name: _score(part) for name, part in trajectory.weighted_parts.items()})
     said = [message for turn in trajectory.turns for message in (turn.message, *turn.replies)]
     return (
         report.stage,
@@ -80,12 +81,14 @@ def trajectory_row(report: StepReport, trajectory: Trajectory) -> Row:
         None if score.value is None else number(score.value),
         score.reason,
         parts,
+        weighted,
         trajectory.text,
         _messages(said) if len(said) > 1 else None,
         trajectory.turns[-1].completion.finish.value if trajectory.turns else None,
         trajectory.num_tokens,
         trajectory.error,
         trajectory.seconds,
+        _events(trajectory),
     )
 
 
@@ -139,6 +142,16 @@ def _sample_arrays(sample: Sample) -> Row:
 
 def _array(values: Sequence[float], dtype: str) -> bytes:
     return np.array(values, dtype=dtype).tobytes()
+
+
+def _events(trajectory: Trajectory) -> str | None:
+    """What its environment did, turn by turn; None when it reported nothing."""
+    found = [
+        {"turn": number, "kind": event.kind.value, "name": event.name, "detail": event.detail, "cost": event.cost}
+        for number, turn in enumerate(trajectory.turns)
+        for event in turn.events
+    ]
+    return to_json(found) if found else None
 
 
 def _messages(messages: Sequence[Message]) -> str:

@@ -120,12 +120,16 @@ class TrajectoryRecord:
     reason: str | None
     parts: Mapping[str, float | str | None]
     """Value of each reward part, or the reason why it has none."""
+    weighted: Mapping[str, float | str | None]
+    """What each part added to the score, after bounds, weight and gates."""
     text: str
     messages: tuple[Message, ...]
     """Everything after the prompt, policy and environment in turn."""
     finish: str | None
     num_tokens: int
     error: str | None
+    events: tuple[Mapping[str, Any], ...]
+    """What its environment did: turn, kind, name, detail, cost."""
     rows: tuple[TokenRow, ...]
 
 
@@ -218,8 +222,8 @@ class RunReader:
             "ledger": "SELECT * FROM ledger ORDER BY stage, step, place",
             "evaluations": "SELECT * FROM evaluations ORDER BY stage, step, name",
             "groups": "SELECT * FROM groups ORDER BY stage, step, group_id",
-            "trajectories": "SELECT stage, step, group_id, member, status, score_kind, score, reason, parts, text, "
-            "messages, finish, num_tokens FROM trajectories ORDER BY stage, step, group_id, member",
+            "trajectories": "SELECT stage, step, group_id, member, status, score_kind, score, reason, parts, weighted, "
+            "text, messages, finish, num_tokens, events FROM trajectories ORDER BY stage, step, group_id, member",
             "token_rows": "SELECT * FROM token_rows ORDER BY stage, step, group_id, member, row",
         }
         prints = {}
@@ -266,13 +270,15 @@ def _with_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
 def _trajectory(row: Mapping[str, Any], rows: tuple[TokenRow, ...]) -> TrajectoryRecord:
     alone = [{"role": "assistant", "content": row["text"]}] if row["finish"] else []
     said = json.loads(row["messages"]) if row["messages"] else alone
-    decoded = ("prompt", "parts", "messages")
+    decoded = ("prompt", "parts", "weighted", "messages", "events")
     plain = {name: row[name] for name in TrajectoryRecord.__dataclass_fields__ if name in row and name not in decoded}
     return TrajectoryRecord(
         **plain,
         index=row["member"],
         prompt=tuple(Message(**message) for message in json.loads(row["prompt"])),
         parts=json.loads(row["parts"]),
+        weighted=json.loads(row["weighted"]),
         messages=tuple(Message(**message) for message in said),
+        events=tuple(json.loads(row["events"])) if row["events"] else (),
         rows=rows,
     )

@@ -10,7 +10,7 @@ import sqlite3
 
 from temper.errors import UserError
 
-VERSION = "1"
+VERSION = "2"
 
 SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -37,8 +37,9 @@ CREATE TABLE groups (
 
 CREATE TABLE trajectories (
     stage INTEGER, step INTEGER, group_id TEXT, member INTEGER, status TEXT NOT NULL,
-    score_kind TEXT NOT NULL, score REAL, reason TEXT, parts TEXT NOT NULL, text TEXT NOT NULL, messages TEXT,
-    finish TEXT, num_tokens INTEGER NOT NULL, error TEXT, seconds REAL NOT NULL,
+    score_kind TEXT NOT NULL, score REAL, reason TEXT, parts TEXT NOT NULL, weighted TEXT NOT NULL,
+    text TEXT NOT NULL, messages TEXT, finish TEXT, num_tokens INTEGER NOT NULL, error TEXT, seconds REAL NOT NULL,
+    events TEXT,
     PRIMARY KEY (stage, step, group_id, member));
 
 CREATE TABLE token_rows (

@@ -197,6 +197,8 @@ def fingerprint(task: Task) -> str:
     parts = [
         [message.role, " ".join(unicodedata.normalize("NFC", message.content).split())] for message in task.messages
     ]
+    if "episode_seed" in task.extra:  # what is asked is hidden in the environment's state, not in its words
+        parts.append(["episode", str(task.extra["episode_seed"])])
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 

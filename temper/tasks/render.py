@@ -5,12 +5,15 @@ Owns: what the model sees. Refuses: encoding again what the policy drew; the nex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from temper.errors import UserError
 from temper.types import Message, Task
+
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of what an environment lets the policy call."""
 
 # A template that edits what assistants said, e.g. drops their reasoning, shows it on this text.
 PROBE = "<think>\nprobe one\n</think>\n\nprobe two"
@@ -51,9 +54,9 @@ class Renderer:
             )
         return (Message(role="system", content=self._system), *messages)
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The ids up to where the model begins to speak."""
-        return tuple(self._encode(self._render(messages, for_generation=True)))
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
+        """The ids up to where the model begins to speak. `tools` are JSON schemas that the template shows."""
+        return tuple(self._encode(self._render(messages, for_generation=True, tools=tools)))
 
     def completion_ids(self, text: str) -> list[int]:
         """The ids a model should draw to say this text: the text and the end of its turn."""
@@ -83,6 +86,7 @@ class Renderer:
         completion_ids: Sequence[int],
         replies: Sequence[Message],
         history: Sequence[Message] = (),
+        tools: Tools = (),
     ) -> tuple[int, ...]:
         """The next turn's prompt: what was seen and drawn, untouched, then the template's glue and the replies.
 
@@ -91,7 +95,7 @@ class Renderer:
         """
         if not self.is_append_only:
             assert history, "a template that rewrites history needs the whole conversation"
-            return self.prompt_ids((*history, *replies))
+            return self.prompt_ids((*history, *replies), tools)
         glue = self._encode(self._after_probe(replies))
         if completion_ids and completion_ids[-1] in self.stop_ids and glue and glue[0] in self.stop_ids:
             glue = glue[1:]  # the model has drawn the end of its turn already
@@ -102,11 +106,32 @@ class Renderer:
         said = (Message(role="user", content="probe zero"), Message(role="assistant", content=PROBE))
         return self._render((*said, *replies), for_generation=bool(replies)).rpartition("probe two")[2]
 
-    def _render(self, messages: Sequence[Message], *, for_generation: bool) -> str:
+    @cached_property
+    def has_tool_role(self) -> bool:
+        """Whether the template has words of its own for what a tool says."""
+        said = (Message(role="user", content="probe zero"), Message(role="assistant", content=PROBE))
+        try:
+            text = self._render_as_given((*said, Message(role="tool", content="probe three", name="probe")), False, ())
+        except UserError:
+            return False
+        unknown = self._tokenizer.unk_token_id
+        return "probe three" in text and (unknown is None or unknown not in self._raw_ids(text))
+
+    def _render(self, messages: Sequence[Message], *, for_generation: bool, tools: Tools = ()) -> str:
+        if not self.has_tool_role:  # then the user speaks for the tools
+            messages = [_as_user(message) if message.role == "tool" else message for message in messages]
+        return self._render_as_given(messages, for_generation, tools)
+
+    def _render_as_given(self, messages: Sequence[Message], for_generation: bool, tools: Tools) -> str:
         conversation = [message.as_dict() for message in messages]
         try:
             return str(
-                self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=for_generation)
+                self._tokenizer.apply_chat_template(
+                    conversation,
+                    tokenize=False,
+                    add_generation_prompt=for_generation,
+                    **({"tools": list(tools)} if tools else {}),
+                )
             )
         except Exception as error:  # jinja's TemplateError: the template refuses these roles or their order
             roles = ", ".join(message.role for message in messages)
@@ -140,3 +165,7 @@ class Renderer:
 
     def _raw_ids(self, text: str) -> list[int]:
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+
+
+def _as_user(message: Message) -> Message:
+    return Message(role="user", content=message.content)

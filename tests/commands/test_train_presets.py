@@ -16,6 +16,7 @@ from temper.models.load import load_model, save_model
 from temper.models.tiny import character_tokenizer, make_tiny_model
 from temper.objectives import PRESETS
 from temper.runs.display import Display
+from temper.runs.metrics import describe
 from temper.runs.reader import RunReader
 from temper.runs.store import open_run
 
@@ -81,6 +82,7 @@ def test_every_preset_trains(name: str, models: dict[str, Path], tmp_path: Path)
         assert all(step.loss is not None for step in steps)
         metrics = reader.metrics_at(0, 2)
         assert ("critic/explained_var" in metrics) == ("values" in PRESETS[name].needs)
+        assert [name for name in metrics if describe(name) is None] == [], "a metric that nobody explains"
         assert ("policy/reference_moved" in metrics) == (PRESETS[name].reference is not None)
     before, after = (
         load_model(folder, torch.float32, torch.device("cpu")).state_dict()

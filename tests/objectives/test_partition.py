@@ -113,6 +113,8 @@ def random_step(rewards: list[float], lengths: list[int], group_ids: list[int], 
         teacher_logprobs=near["teacher"],
         values=draw(total),
         step_ids=place_N // 2,
+        turn_ids=place_N // 2,
+        turn_rewards=(place_N % 3).double(),
         step_values=draw(total),
         member_keys=torch.arange(count) * 7919,
     )

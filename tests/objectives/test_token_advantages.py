@@ -21,6 +21,7 @@ from temper.objectives.token_advantages import (
     lambda_by_length,
     returns_to_go,
     step_values,
+    turn_returns,
 )
 
 LENGTHS = [3, 1, 5, 2]
@@ -36,6 +37,7 @@ def full_credit(credit, order: list[int] | None = None) -> Credit:
     names = ("token_rewards", "values", "step_values", "behavior_logprobs", "teacher_logprobs")
     drawn = {name: torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64) for name in names}
     drawn["step_ids"] = torch.tensor([0, 0, 1, 0, 0, 1, 1, 2, 2, 0, 0])
+    drawn["turn_ids"], drawn["turn_rewards"] = drawn["step_ids"], 0.1 * torch.arange(11).double()
     order = order or [0, 1, 2, 3]
     tokens = torch.cat([torch.arange(sum(LENGTHS)).split(LENGTHS)[place] for place in order])
     return credit(
@@ -183,7 +185,7 @@ def test_a_token_that_the_teacher_rules_out_has_a_finite_advantage(credit) -> No
 
 def test_discounted_sums_hold_for_long_trajectories(credit) -> None:
     given = credit([0.0, 0.0], lengths=torch.tensor([5000, 777]))
-    sums = discounted_sums(torch.ones(5777, dtype=torch.float64), 0.999, given)
+    sums = discounted_sums(torch.ones(5777, dtype=torch.float64), 0.999, given.lengths)
     left = torch.cat([torch.arange(5000, 0, -1), torch.arange(777, 0, -1)]).double()
     assert torch.allclose(sums, (1 - 0.999**left) / (1 - 0.999), atol=1e-9)
 
@@ -200,7 +202,8 @@ def test_advantages_follow_the_order_of_trajectories(credit, name) -> None:
 def test_an_empty_batch_has_no_token_advantages(credit, name) -> None:
     nothing = column([])
     names = ("values", "step_values", "behavior_logprobs", "teacher_logprobs", "greedy_rewards")
-    given = credit([], [], step_ids=torch.tensor([], dtype=torch.int64), **dict.fromkeys(names, nothing))
+    ids = dict.fromkeys(("step_ids", "turn_ids"), torch.tensor([], dtype=torch.int64))
+    given = credit([], [], turn_rewards=nothing, **ids, **dict.fromkeys(names, nothing))
     assert len(TOKEN_ADVANTAGES[name]()(given)) == 0
 
 
@@ -220,6 +223,7 @@ def test_needs_are_declared() -> None:
         "gae_by_length": {"values"},
         "step_values": {"step_values"},
         "distillation": {"teacher"},
+        "turn_returns": set(),
     }
 
 
@@ -234,3 +238,30 @@ def test_what_is_not_finite_is_refused(credit) -> None:
         returns_to_go()(credit([math.nan]))
     with pytest.raises(UserError, match="1 values of the critic are not finite"):
         gae()(credit([1.0, 0.0], values=column([math.nan, 0.0])))
+
+
+def test_turns_are_credited_by_what_they_and_later_ones_were_paid(credit) -> None:
+    """Two members: paid (1, 0) and (0, 1) over two turns of two and one tokens."""
+    given = credit(
+        [1.0, 1.0],
+        lengths=torch.tensor([3, 3]),
+        turn_ids=torch.tensor([0, 0, 1, 0, 0, 1]),
+        turn_rewards=torch.tensor([0, 1.0, 0, 0, 0, 1.0], dtype=torch.float64),
+    )
+    assert turn_returns()(given).tolist() == [0, 0, -0.5, 0, 0, 0.5]
+    assert turn_returns(gamma=0.5)(given).tolist() == [0.25, 0.25, -0.5, -0.25, -0.25, 0.5]
+
+
+def test_a_member_alone_in_a_turn_has_nothing_to_be_compared_with(credit) -> None:
+    given = credit(
+        [1.0, 0.0],
+        lengths=torch.tensor([2, 1]),
+        turn_ids=torch.tensor([0, 1, 0]),
+        turn_rewards=torch.tensor([0, 1.0, 0], dtype=torch.float64),
+    )
+    assert turn_returns()(given).tolist() == [0.5, 0.0, -0.5]
+
+
+def test_without_payment_per_turn_credit_is_the_groups_mean(credit) -> None:
+    given = credit([1.0, 0.0], lengths=torch.tensor([2, 1]), turn_ids=torch.tensor([0, 1, 0]))
+    assert turn_returns()(given).tolist() == [0.5, 0.5, -0.5]

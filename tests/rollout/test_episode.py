@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from temper.engine.fake import FakeSampler
 from temper.errors import BackendError
-from temper.protocols import Env, EnvReply
+from temper.protocols import Env, EnvOpening, EnvReply
 from temper.rollout.episode import EpisodeSetup, run_episode
-from temper.types import Message, Request, SamplingParams, Score, ScoreKind, Status, Task, Trajectory
+from temper.types import Group, Message, Request, SamplingParams, Score, ScoreKind, Status, Task, Trajectory
 
 STOP = 0
 TASK = Task(id="t", messages=(Message(role="user", content="ab"),), answer="x")
@@ -24,7 +25,7 @@ class Letters:
     def prompt_messages(self, task: Task) -> tuple[Message, ...]:
         return task.messages
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         return tuple(ord(c) for m in messages for c in m.content)
 
     def extend_ids(
@@ -33,6 +34,7 @@ class Letters:
         completion_ids: Sequence[int],
         replies: Sequence[Message],
         history: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[int, ...]:
         return (*prompt_ids, *completion_ids, *self.prompt_ids(replies))
 
@@ -44,6 +46,12 @@ class Always:
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         return Score.of(1.0), {"always": Score.of(1.0)}
 
+    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
+        return parts
+
+    async def evolve(self, groups: Sequence[Group]) -> None:
+        """Learns nothing."""
+
 
 @dataclass
 class TalkingEnv:
@@ -53,8 +61,8 @@ class TalkingEnv:
     num_steps: int = 0
     closed: list[bool] = field(default_factory=list)
 
-    async def start(self, task: Task, seed: int) -> tuple[Message, ...]:
-        return task.messages
+    async def start(self, task: Task, seed: int) -> EnvOpening:
+        return EnvOpening(messages=task.messages)
 
     async def step(self, message: Message) -> EnvReply:
         self.num_steps += 1

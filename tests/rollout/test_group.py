@@ -9,8 +9,10 @@ import pytest
 
 from temper.engine.fake import FakeSampler
 from temper.envs.env import make_env
+from temper.envs.single_turn import SingleTurn
+from temper.protocols import Env, EnvReply
 from temper.rollout.episode import EpisodeSetup
-from temper.rollout.group import reason_to_drop, run_group
+from temper.rollout.group import Extras, reason_to_drop, run_group
 from temper.rollout.steps import StepSplit
 from temper.types import Group, Message, Request, SamplingParams, Score, Task, Trajectory
 
@@ -23,10 +25,10 @@ class Letters:
     def prompt_messages(self, task: Task) -> tuple[Message, ...]:
         return task.messages
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt_ids(self, messages: Sequence[Message], tools=()) -> tuple[int, ...]:
         return tuple(ord(c) for c in messages[-1].content)
 
-    def extend_ids(self, *_: object) -> tuple[int, ...]:
+    def extend_ids(self, *_: object, tools=()) -> tuple[int, ...]:
         raise AssertionError("one turn only")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -39,6 +41,12 @@ class Judge:
 
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         return self._verdict(trajectory), {}
+
+    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
+        return parts
+
+    async def evolve(self, groups: Sequence[Group]) -> None:
+        """Learns nothing."""
 
 
 def by_index(trajectory: Trajectory) -> Score:
@@ -53,9 +61,8 @@ def play(
         params=SamplingParams(max_new_tokens=8, stop_ids=(STOP,), temperature=0.9, top_logprobs=2), max_turns=1,
         episode_seconds=5.0, seed=0,
     )  # fmt: skip
-    return asyncio.run(
-        run_group(setup, TASK, draw=4, group_size=3, prefix="stage 1", greedy=greedy, steps=steps)
-    )  # fmt: skip
+    extras = Extras(greedy=greedy, steps=steps)
+    return asyncio.run(run_group(setup, TASK, draw=4, group_size=3, prefix="stage 1", extras=extras))
 
 
 def script(request: Request) -> list[int]:
@@ -134,3 +141,33 @@ def test_a_member_whose_steps_cannot_be_valued_is_not_trained() -> None:
     assert [t.is_trainable for t in group.trajectories] == [True, False, True]
     reason = reason_to_drop(group, min_members=3, drop_degenerate=False)
     assert reason == "too few scored members: step 0 has no value: judge answered 500"
+
+
+def flaky(failures: int) -> Callable[[str], Env]:
+    """Environments of which the first `failures` break."""
+    made: list[int] = []
+
+    class Flaky(SingleTurn):
+        async def step(self, message: Message) -> EnvReply:
+            if len(made) <= failures:
+                raise RuntimeError("no connection")
+            return await super().step(message)
+
+    def make(name: str) -> Env:
+        made.append(1)
+        return Flaky()
+
+    return make
+
+
+@pytest.mark.parametrize(("retries", "is_scored"), [(0, False), (1, False), (2, True), (5, True)])
+def test_a_failed_episode_is_played_anew_as_often_as_allowed(retries: int, is_scored: bool) -> None:
+    sampler = FakeSampler(script)
+    setup = EpisodeSetup(
+        sampler=sampler, renderer=Letters(), scorer=Judge(by_index), make_env=flaky(2),
+        params=SamplingParams(max_new_tokens=8, stop_ids=(STOP,)), max_turns=1, episode_seconds=5.0, seed=0,
+    )  # fmt: skip
+    group = asyncio.run(run_group(setup, TASK, draw=0, group_size=1, prefix="s", extras=Extras(retries=retries)))
+    assert group.trajectories[0].score.is_value == is_scored
+    ids = [request.id for request in sampler.requests]
+    assert len(ids) == len(set(ids)) == min(retries, 2) + 1, "every attempt draws other numbers"

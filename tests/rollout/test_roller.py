@@ -13,21 +13,22 @@ from temper.envs.env import make_env
 from temper.errors import BackendError
 from temper.rollout.buffer import Buffer
 from temper.rollout.episode import EpisodeSetup
+from temper.rollout.group import Extras
 from temper.rollout.roller import Roller, RollSettings
 from temper.rollout.steps import StepSplit
 from temper.tasks.dataset import Stream
 from temper.tasks.generators import make_source
-from temper.types import Batch, Message, Publication, Request, SamplingParams, Score, Task, Trajectory
+from temper.types import Batch, Group, Message, Publication, Request, SamplingParams, Score, Task, Trajectory
 
 
 class Words:
     def prompt_messages(self, task: Task) -> tuple[Message, ...]:
         return task.messages
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt_ids(self, messages: Sequence[Message], tools=()) -> tuple[int, ...]:
         return tuple(ord(c) for c in messages[-1].content)
 
-    def extend_ids(self, *_: object) -> tuple[int, ...]:
+    def extend_ids(self, *_: object, tools=()) -> tuple[int, ...]:
         raise AssertionError("one turn only")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -41,6 +42,12 @@ class Judge:
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         score = self._verdict(task, trajectory.index)
         return score, {"judge": score}
+
+    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
+        return parts
+
+    async def evolve(self, groups: Sequence[Group]) -> None:
+        """Learns nothing."""
 
 
 def is_hopeless(task: Task) -> bool:
@@ -72,7 +79,7 @@ def make_roller(
     buffer = Buffer(groups_per_step=4, max_staleness=staleness, max_rounds=10)
     settings = RollSettings(
         group_size=2, min_members=2, drop_degenerate=drop, error_limit=0.2, step_seconds=5.0, prefix="stage 0",
-        greedy=greedy, steps=steps,
+        extras=Extras(greedy=greedy, steps=steps),
     )  # fmt: skip
     return Roller(setup, stream, buffer, settings, lambda taken: Batch(updates=(), groups=taken.groups))
 

@@ -14,7 +14,19 @@ from temper.envs.env import make_env
 from temper.errors import BackendError, TaskError, UserError
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.steps import StepSplit, estimate_steps, step_starts
-from temper.types import Completion, Finish, Message, Request, SamplingParams, Score, Status, Task, Trajectory, Turn
+from temper.types import (
+    Completion,
+    Finish,
+    Group,
+    Message,
+    Request,
+    SamplingParams,
+    Score,
+    Status,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 STOP = 0
 PIECES = [b"", b"a", b"b", b"\n", b"\n\n", b"a\nb", b"b\n", b"\na", b"\na\nb", "ü".encode()[:1], "ü".encode()[1:]]
@@ -30,10 +42,10 @@ class Pieces:
     def prompt_messages(self, task: Task) -> tuple[Message, ...]:
         return task.messages
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt_ids(self, messages: Sequence[Message], tools=()) -> tuple[int, ...]:
         return PROMPT
 
-    def extend_ids(self, *_: object) -> tuple[int, ...]:
+    def extend_ids(self, *_: object, tools=()) -> tuple[int, ...]:
         raise AssertionError("one turn only")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -52,6 +64,12 @@ class Judge:
         if trajectory.text.endswith("?"):
             return Score.unscorable("the judge is silent"), {}
         return Score.of(float(trajectory.text.endswith("yes"))), {}
+
+    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
+        return parts
+
+    async def evolve(self, groups: Sequence[Group]) -> None:
+        """Learns nothing."""
 
 
 def completion(ids: list[int], finish: Finish = Finish.STOP) -> Completion:

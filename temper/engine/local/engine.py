@@ -20,7 +20,7 @@ from temper.engine.local.runner import Drawn, Runner
 from temper.engine.local.sampling import uniforms
 from temper.engine.local.scheduler import Scheduler
 from temper.engine.local.sequence import Sequence, random_key
-from temper.errors import BackendError, TaskError
+from temper.errors import BackendError, ContextFull, TaskError
 from temper.models.load import shape_of
 from temper.types import Completion, Finish, Publication, Request
 
@@ -255,7 +255,7 @@ class LocalEngine:
         if length == 0:
             raise TaskError("the prompt has no tokens")
         if length >= settings.max_length:
-            raise TaskError(
+            raise ContextFull(
                 f"the prompt has {length} tokens and the longest sequence is {settings.max_length}: no room to answer"
             )
         asked, vocabulary = request.params.top_logprobs, self._runner.vocabulary_size

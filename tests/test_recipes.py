@@ -1,0 +1,30 @@
+"""Every recipe in the repository is one that Temper accepts: keys, objective, environment, rewards, tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from temper.build import resolve_objective
+from temper.config import load_recipe
+from temper.data import _source
+from temper.envs.env import find_env
+from temper.rewards.registry import REWARDS, make_reward
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_accepted(path: Path) -> None:
+    for config in load_recipe(path):
+        resolve_objective(config)
+        for source in (*config.train, *([config.heldout] if config.heldout else [])):
+            if source.path:
+                continue  # the user's own file
+            task = _source(source).task(0)
+            find_env(config.env.name or task.env, config.env.options)
+        for part in config.reward:
+            if part.kind in REWARDS:
+                asyncio.run(make_reward(part.kind, part.options).close())
