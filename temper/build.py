@@ -59,6 +59,8 @@ class Stage:
     sampler: LocalEngine
     source: BatchSource
     setup: EpisodeSetup
+    note: Callable[[str], None] = print
+    """Where facts about the run go: the store's events."""
     constant_score: float | None = None
 
     async def evaluate(self, step: int) -> list[EvaluationResult]:
@@ -336,7 +338,8 @@ async def _gate(stage: Stage, first_step: int) -> None:
     """Rows of a pack are apart, and sampler and trainer agree: both proven on this model before it is trained."""
     await asyncio.to_thread(check_isolation, stage.model, stage.data.shape.vocab_size)
     if stage.config.stage == "rl":
-        await stage.data.rubric.start()
+        for name, value in (await stage.data.rubric.start()).items():
+            stage.note(f"reward {name} = {value:g}")
         await check_before_training(
             stage.setup,
             stage.data.probe[:GATE_PROMPTS],
@@ -374,6 +377,7 @@ def _measure_system(stage: Stage, batch: Batch, seconds: Mapping[str, float]) ->
         "sys/peak_memory_bytes": float(stage.trainer.peak_memory_bytes()),
         "sys/kv_use": stats["kv_use"],
         "sys/preemptions": stats["preemptions"],
+        **stage.data.rubric.metrics(),
     }
     if "rollout" in seconds:
         system["sys/rollout_tok_s"] = drawn / max(seconds["rollout"], 1e-9)

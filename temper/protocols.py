@@ -148,6 +148,34 @@ class PreparedReward(Protocol):
         ...
 
 
+class VerdictLog(Protocol):
+    def take(self) -> list[dict[str, Scalar]]:
+        """One record per verdict since the last call."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start."""
+        ...
+
+
+@runtime_checkable
+class LoggedReward(Protocol):
+    """A reward that keeps a record of every verdict."""
+
+    @property
+    def log(self) -> VerdictLog: ...
+
+
+@runtime_checkable
+class FrozenReward(Protocol):
+    """A reward whose question must not change within a run."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the prompt, the model asked and how it is asked."""
+        ...
+
+
 @runtime_checkable
 class LearningReward(Protocol):
     """A reward that changes with what it sees. Groups come in draw order, never from evaluation."""

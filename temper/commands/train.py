@@ -68,6 +68,7 @@ async def run_stages(stages: Sequence[RunConfig], folder: Path, store: RunStore,
 
 
 async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, store: RunStore, display: Display) -> None:
+    stage.note = partial(store.event, "info")
     plan = make_plan(
         stage,
         first_step=first_step,

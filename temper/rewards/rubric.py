@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from temper.errors import UserError
-from temper.protocols import LearningReward, PreparedReward, RewardFn
+from temper.protocols import FrozenReward, LearningReward, LoggedReward, PreparedReward, RewardFn
 from temper.rewards.score import Rule, combine, finite, weigh
-from temper.types import Group, Score, Task, Trajectory
+from temper.types import Group, Scalar, Score, Task, Trajectory
 
 
 class Part(NamedTuple):
@@ -69,13 +69,38 @@ class Rubric:
                 for group in groups:
                     await part.evolve(group)
 
+    def metrics(self) -> dict[str, float]:
+        """Verdicts by outcome since the start, of the parts that keep a log; how often a judge contradicted itself."""
+        found: dict[str, float] = {}
+        for name, part in self._parts.items():
+            if isinstance(part, LoggedReward):
+                found |= {f"judge/{name}_{what}": times for what, times in part.log.metrics().items()}
+        return found
+
+    def records(self) -> dict[str, list[dict[str, Scalar]]]:
+        """What the parts judged since the last call, by name: who was asked, what was said."""
+        return {name: part.log.take() for name, part in self._parts.items() if isinstance(part, LoggedReward)}
+
     def state(self) -> dict[str, Any]:
-        return {name: part.state() for name, part in self._parts.items() if isinstance(part, LearningReward)}
+        """What a checkpoint needs: what parts have learned, and which question each judge is asked."""
+        learned = {name: part.state() for name, part in self._parts.items() if isinstance(part, LearningReward)}
+        return {"learned": learned, "fingerprints": self._fingerprints()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Refuses a judge that is asked otherwise than before: its scores could not be compared."""
+        own = self._fingerprints()
+        for name, fingerprint in state["fingerprints"].items():
+            if own.get(name) != fingerprint:
+                raise UserError(
+                    f'reward "{name}" was {fingerprint} when this run began and is {own.get(name)} now: its prompt, '
+                    f"model or decoding changed. Restore it, or start a new run from the checkpoint with model.path"
+                )
         for name, part in self._parts.items():
             if isinstance(part, LearningReward):
-                part.load_state(state[name])
+                part.load_state(state["learned"][name])
+
+    def _fingerprints(self) -> dict[str, str]:
+        return {name: part.fingerprint for name, part in self._parts.items() if isinstance(part, FrozenReward)}
 
     def check(self, task: Task) -> str | None:
         """Why some part can never score this task, or None."""

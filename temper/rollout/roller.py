@@ -75,7 +75,11 @@ class Roller:
             d: s for d, s in self._stream_states.items() if first_open is not None and d >= first_open
         }
         return Batch(
-            updates=batch.updates, groups=batch.groups, dropped=taken.dropped, metrics=batch.metrics, seconds=seconds
+            updates=batch.updates,
+            groups=batch.groups,
+            dropped=taken.dropped,
+            seconds=seconds,
+            metrics=batch.metrics,
         )
 
     async def release(self, version: int) -> None:

@@ -60,6 +60,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("critic/explained_var", "share", "over trained tokens", "1 - Var(R - V)/Var(R): 1 is perfect, 0 a constant"),
     Metric("critic/*", "", TOKENS, "The value model: its predictions, its bound, its gradient"),
+    Metric("judge/*", "verdicts", "count since the start", "What a judge said: values, unscorable, errors"),
     Metric("control/*", "", STEP, "What a controller remembers, e.g. the factor on a coefficient"),
     Metric("policy/grad_norm", "norm", "L2 over all parameters, mean over updates", "Gradient before clipping"),
     Metric("policy/update_norm_ratio", "ratio", STEP, "Norm of the change of the weights over norm of the weights"),

@@ -6,6 +6,7 @@ Owns: what the model sees. Refuses: encoding again what the policy drew; the nex
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -120,7 +121,27 @@ class Renderer:
     def _render(self, messages: Sequence[Message], *, for_generation: bool, tools: Tools = ()) -> str:
         if not self.has_tool_role:  # then the user speaks for the tools
             messages = [_as_user(message) if message.role == "tool" else message for message in messages]
-        return self._render_as_given(messages, for_generation, tools)
+        return self._render_as_given([self._defused(message) for message in messages], for_generation, tools)
+
+    def _defused(self, message: Message) -> Message:
+        """The message without markers of the chat format: text from outside must not end its turn and speak as another.
+
+        A space behind the first character leaves the marker readable, and none.
+        """
+        if message.role not in ("user", "tool"):
+            return message
+        content = message.content
+        for marker in self._markers:
+            content = content.replace(marker, f"{marker[0]} {marker[1:]}")
+        return message if content == message.content else replace(message, content=content)
+
+    @cached_property
+    def _markers(self) -> tuple[str, ...]:
+        """Texts that the tokenizer turns into control tokens, longest first."""
+        decoder = getattr(self._tokenizer, "added_tokens_decoder", {})
+        special = {str(token) for token in decoder.values() if getattr(token, "special", False)}
+        special |= set(getattr(self._tokenizer, "all_special_tokens", ()))
+        return tuple(sorted((marker for marker in special if len(marker) > 1), key=len, reverse=True))
 
     def _render_as_given(self, messages: Sequence[Message], for_generation: bool, tools: Tools) -> str:
         conversation = [message.as_dict() for message in messages]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ from temper.errors import UserError
 from temper.rewards.rubric import Part, Rubric
 from temper.rewards.text import TextReward
 from temper.rewards.user import UserReward
-from temper.types import Message, Score, ScoreKind, Task, Trajectory
+from temper.types import Group, Message, Score, ScoreKind, Task, Trajectory
 
 TASK = Task(id="train.jsonl:3", messages=(Message(role="user", content="p"),), answer="right")
 Say = Callable[[str], Trajectory]
@@ -113,3 +114,52 @@ def test_bounds_are_applied_before_the_weight(say: Say) -> None:
 def test_rules_that_do_not_fit_are_the_users_mistake(part: Part, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Rubric([part])
+
+
+class Remembering:
+    """A judge of fixed wording that learns and keeps a log."""
+
+    name = "remembering"
+
+    def __init__(self, fingerprint: str = "abc") -> None:
+        self.fingerprint = fingerprint
+        self.seen: list[str] = []
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        return Score.of(1.0)
+
+    def check(self, task: Task) -> str | None:
+        return None
+
+    async def close(self) -> None:
+        pass
+
+    async def start(self) -> dict[str, float]:
+        return {"kappa": 0.8}
+
+    async def evolve(self, group: Group) -> None:
+        self.seen.append(group.id)
+
+    def state(self) -> dict[str, Any]:
+        return {"seen": list(self.seen)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+
+def test_parts_that_learn_are_shown_groups_and_come_back_as_they_were() -> None:
+    part = Remembering()
+    rubric = Rubric([(part, 1.0)])
+    groups = [Group(id=name, draw=0, task=Task(id="t", messages=()), trajectories=()) for name in "ab"]
+    asyncio.run(rubric.evolve(groups))
+    assert part.seen == ["a", "b"]
+    other = Remembering()
+    Rubric([(other, 1.0)]).load_state(rubric.state())
+    assert other.seen == ["a", "b"]
+    assert asyncio.run(rubric.start()) == {"remembering/kappa": 0.8}
+
+
+def test_a_judge_that_is_asked_otherwise_after_a_resume_is_refused() -> None:
+    state = Rubric([(Remembering("abc"), 1.0)]).state()
+    with pytest.raises(UserError, match='reward "remembering" was abc when this run began and is xyz now'):
+        Rubric([(Remembering("xyz"), 1.0)]).load_state(state)

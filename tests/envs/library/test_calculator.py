@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from temper.models.tiny import character_tokenizer
 from temper.protocols import EnvReply
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.tasks.render import Renderer
-from temper.types import Message, Request, SamplingParams, Score, Status, Task, Trajectory
+from temper.types import Group, Message, Request, SamplingParams, Score, Status, Task, Trajectory
 
 MODELS = (
     Path(os.environ.get("TEMPER_TEST_DATA", Path(__file__).parents[3].parent / "shared" / "data")).parent / "models"
@@ -135,6 +135,12 @@ def test_bad_options_are_refused() -> None:
 class Exact:
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         return Score.of(float(trajectory.text == task.answer)), {}
+
+    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
+        return parts
+
+    async def evolve(self, groups: Sequence[Group]) -> None:
+        """Learns nothing."""
 
 
 def roll(task: Task, said: list[str], renderer: Renderer | None = None, env: Calculator | None = None) -> Trajectory:
