@@ -4,20 +4,25 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test adapters lint format clean
+.PHONY: demo test heavy adapters lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/temper train recipes/demo.toml
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not heavy"
 
-# Two adapters whose packages want other versions than the rest: an environment of their own.
+# Verifiers over whole golden sets and attack packs, programs and escapes in the sandbox (needs bubblewrap).
+heavy: $(INSTALLED)
+	$(BIN)/python -m pytest -m "heavy and not slow"
+
+# Two adapters whose packages want other versions than the rest, and Ray: an environment of their own.
 adapters:
 	$(PYTHON) -m venv $(VENV)-adapters
 	$(VENV)-adapters/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[verifiers,openenv]" pytest
-	$(VENV)-adapters/bin/python -m pytest tests/envs/adapters/test_verifiers.py tests/envs/adapters/test_openenv.py
+		-e ".[verifiers,openenv,ray]" pytest
+	$(VENV)-adapters/bin/python -m pytest tests/envs/adapters/test_verifiers.py tests/envs/adapters/test_openenv.py \
+		tests/rewards/test_workers_ray.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -94,7 +94,7 @@ def test_a_run_killed_ten_times_ends_like_one_that_was_left_alone(tiny_recipe: d
     assert actual["files"] == expected["files"]
     assert actual["ledger"] == expected["ledger"]
     assert actual["records"] == expected["records"]
-    assert len(where) == KILLS
+    assert "during a write" in where, "no kill met a checkpoint being written: the test proves less than it says"
 
 
 def test_the_identity_sees_a_single_changed_weight(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from temper.errors import UserError
 from temper.rewards.text import TextReward
 from temper.types import Score, Task, Trajectory
 
+pytestmark = pytest.mark.heavy
+
 
 class Scripted:
     """Gives the number that the response spells; "down" breaks and "shy" will not answer."""

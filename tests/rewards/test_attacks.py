@@ -18,6 +18,8 @@ from temper.rewards.text import TextReward
 from temper.sandbox import require_sandbox
 from temper.types import Scalar, ScoreKind
 
+pytestmark = pytest.mark.heavy
+
 
 def why_no_sandbox() -> str:
     try:

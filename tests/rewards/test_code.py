@@ -20,6 +20,8 @@ from temper.rewards.code_tests import BadTests, FunctionTest, StreamTest, read_t
 from temper.sandbox import SandboxFailed, require_sandbox
 from temper.types import Score, ScoreKind, Task, Trajectory
 
+pytestmark = pytest.mark.heavy
+
 DATA = Path(os.environ.get("TEMPER_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 Say = Callable[[str], Trajectory]
 STREAM = json.dumps([{"input": "2 3\n", "output": "5\n"}, {"input": "10 -4\n", "output": "6\n"}])

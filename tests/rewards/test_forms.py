@@ -8,6 +8,8 @@ import pytest
 
 from temper.rewards.forms import Form, decide, form, is_refused, plain_number, sides
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.mark.parametrize("text", ["1,00", "5.", "1e3", "1 000", "x", "", "1/0", "2/3/4", "--3", "9" * 5000, "٣", "1 2"])
 def test_what_is_not_clearly_a_plain_number_is_left_to_math_verify(text: str) -> None:

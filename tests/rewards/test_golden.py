@@ -12,6 +12,8 @@ from temper.errors import UserError
 from temper.rewards.golden.make_math import rows as made_rows
 from temper.rewards.golden.rows import FOLDER, load_attacks, load_golden
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.mark.parametrize(("kind", "least"), [("math", 400), ("code", 60), ("format", 80)])
 def test_golden_sets_are_large_and_hold_both_verdicts(kind: str, least: int) -> None:

@@ -14,6 +14,8 @@ from temper.errors import UserError
 from temper.rewards.math import MathReward
 from temper.types import Score, Task, Trajectory
 
+pytestmark = pytest.mark.heavy
+
 pytest.importorskip("math_verify")
 Say = Callable[[str], Trajectory]
 

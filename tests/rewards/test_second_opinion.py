@@ -10,6 +10,8 @@ import pytest
 from temper.rewards import second_opinion as module
 from temper.rewards.second_opinion import second_opinion
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.mark.parametrize(
     ("gold", "answer", "verdict"),

@@ -20,7 +20,7 @@ from temper.errors import UserError
 from temper.sandbox import Limits, Program, Sandbox, SandboxFailed, boundary
 from temper.sandbox.filter import ARCHITECTURES, CLONE3, DENIED
 
-pytestmark = pytest.mark.usefixtures("healthy")
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("healthy")]
 
 Outside = Callable[..., str]
 
