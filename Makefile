@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# One process per core; each with one thread, or they would fight over the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .PHONY: demo test heavy adapters lint format clean
 
@@ -10,11 +12,11 @@ demo: $(INSTALLED)
 	$(BIN)/temper train recipes/demo.toml
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not heavy"
+	$(PYTEST) -m "not heavy"
 
 # Verifiers over whole golden sets and attack packs, programs and escapes in the sandbox (needs bubblewrap).
 heavy: $(INSTALLED)
-	$(BIN)/python -m pytest -m "heavy and not slow"
+	$(PYTEST) -m "heavy and not slow"
 
 # Two adapters whose packages want other versions than the rest, and Ray: an environment of their own.
 adapters:

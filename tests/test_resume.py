@@ -22,8 +22,21 @@ KILLS = 10
 DEADLINE_SECONDS = 240.0
 
 
-def start(recipe: Path, run: Path, *, resume: bool) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "temper", "train", str(recipe), "--run", str(run)]
+KILLED_IN_A_WRITE = """
+import os, signal, sys
+from temper.trainer import checkpoint
+from temper.cli import main
+setattr(checkpoint, sys.argv.pop(1), lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+main()
+"""
+INSTANTS_OF_A_WRITE = ("_write_manifest", "_sync", "_move_into_place")
+"""Parts are there and no manifest; the manifest is there; everything is on the disk and not yet in its place."""
+
+
+def start(recipe: Path, run: Path, *, resume: bool, killed_in: str = "") -> subprocess.Popen[bytes]:
+    """killed_in: the function of a checkpoint's write that SIGKILLs the process instead of doing its work."""
+    program = ["-c", KILLED_IN_A_WRITE, killed_in] if killed_in else ["-m", "temper"]
+    command = [sys.executable, *program, "train", str(recipe), "--run", str(run)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*command, "--resume"] if resume else command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -57,25 +70,14 @@ def identity(run: Path) -> dict[str, Any]:
         }
 
 
-def kill_somewhere(process: subprocess.Popen[bytes], run: Path, random_: random.Random, number: int) -> str:
-    """Lets the run get on for a moment, then SIGKILLs it. Every third kill waits for a checkpoint being written."""
-    seen = len(list((run / "checkpoints").glob("*/step-*")))
+def kill_somewhere(process: subprocess.Popen[bytes], run: Path, random_: random.Random) -> None:
+    """Lets the run get on for a moment, then SIGKILLs it."""
     deadline = time.monotonic() + DEADLINE_SECONDS
-    wait_for_write = number % 3 == 2
-    instant = None
-    while process.poll() is None and time.monotonic() < deadline:
-        if wait_for_write and list((run / "checkpoints").glob("*/.tmp-step-*")):
-            break
-        if not wait_for_write and instant is None and (run / "run.db").exists():
-            instant = time.monotonic() + random_.uniform(0.0, 2.0)
-        if instant is not None and time.monotonic() >= instant:
-            break
-        if wait_for_write and len(list((run / "checkpoints").glob("*/step-*"))) > seen + 2:
-            break  # the write was too quick to be caught: kill right behind it
+    while process.poll() is None and not (run / "run.db").exists() and time.monotonic() < deadline:
         time.sleep(0.001)
+    time.sleep(random_.uniform(0.0, 2.0))
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    return "during a write" if list((run / "checkpoints").glob("*/.tmp-step-*")) else "between writes"
 
 
 @pytest.mark.slow
@@ -85,16 +87,20 @@ def test_a_run_killed_ten_times_ends_like_one_that_was_left_alone(tiny_recipe: d
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     finish(start(recipe, alone, resume=False))
     random_ = random.Random(0)
-    where = []
     for number in range(KILLS):
-        process = start(recipe, killed, resume=killed.exists())
-        where.append(kill_somewhere(process, killed, random_, number))
+        aimed = INSTANTS_OF_A_WRITE[number] if number < len(INSTANTS_OF_A_WRITE) else ""
+        process = start(recipe, killed, resume=killed.exists(), killed_in=aimed)
+        if not aimed:
+            kill_somewhere(process, killed, random_)
+            continue
+        output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        assert process.returncode == -signal.SIGKILL, output.decode()
+        assert list((killed / "checkpoints").glob("*/.tmp-step-*")), f"the kill in {aimed} met no write"
     finish(start(recipe, killed, resume=True))
     expected, actual = identity(alone), identity(killed)
     assert actual["files"] == expected["files"]
     assert actual["ledger"] == expected["ledger"]
     assert actual["records"] == expected["records"]
-    assert "during a write" in where, "no kill met a checkpoint being written: the test proves less than it says"
 
 
 def test_the_identity_sees_a_single_changed_weight(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:

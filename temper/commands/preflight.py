@@ -13,8 +13,7 @@ from pathlib import Path
 from temper.build import first_model, resolve_objective
 from temper.config import RunConfig, load_recipe
 from temper.data import StageData, open_data
-from temper.evals.evaluate import answered
-from temper.types import Score
+from temper.types import Score, Trajectory
 
 REWARD_TRIALS = 16
 
@@ -69,8 +68,8 @@ async def _reward_rows(data: StageData) -> dict[str, str]:
     """The reward of gold and empty answers: a verifier that rejects its own gold answers cannot teach anything."""
     tasks = [task for task in (*data.heldout, *data.probe) if task.answer is not None][:REWARD_TRIALS]
     try:
-        gold = [(await data.rubric.score(task, answered(task, task.answer or "")))[0] for task in tasks]
-        empty = [(await data.rubric.score(task, answered(task, "")))[0] for task in tasks]
+        gold = [(await data.rubric.score(task, Trajectory.saying(task.id, task.answer or "")))[0] for task in tasks]
+        empty = [(await data.rubric.score(task, Trajectory.saying(task.id, "")))[0] for task in tasks]
     finally:
         await data.rubric.close()
     return {"reward of gold answers": _summary(gold), "reward of empty answers": _summary(empty)}

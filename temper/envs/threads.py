@@ -236,6 +236,12 @@ class InThread:
         return await self._worker.call(function, self._seconds)
 
 
+async def play_script(env: Env, task: Task, said: Sequence[str], seed: int = 0) -> list[EnvReply]:
+    """What an environment answers to a policy that says these things, up to the end: for trying one out."""
+    answers = [answer async for answer in _replies(env, task, said, seed)]
+    return answers[1:]  # the first is the opening
+
+
 async def check_isolation_of_episodes(
     make_env: Callable[[], Env], task: Task, *, said: Sequence[str], other: Sequence[str], seed: int = 0
 ) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from temper.errors import BackendError
 from temper.evals.passk import clustered_interval
 from temper.rollout.episode import EpisodeSetup, run_episode
-from temper.types import Completion, EvaluationResult, Finish, Message, Score, Status, Task, Trajectory, Turn
+from temper.types import EvaluationResult, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,23 +74,9 @@ async def constant_answer_score(setup: EpisodeSetup, tasks: Sequence[Task]) -> f
         return 0.0
     # Ties are broken by the text, so that the number does not depend on the order of the tasks.
     answer = min(answers, key=lambda text: (-answers[text], text))
-    scores = [await setup.scorer.score(task, answered(task, answer)) for task in tasks]
+    scores = [await setup.scorer.score(task, Trajectory.saying(task.id, answer)) for task in tasks]
     values = [score.value for score, _ in scores if score.value is not None]
     return sum(values) / len(values) if values else 0.0
-
-
-def answered(task: Task, text: str) -> Trajectory:
-    """A trajectory that just says `text`: what rewards are tried on without a model."""
-    completion = Completion(prompt_ids=(0,), token_ids=[0], logprobs=[0.0], versions=[0], finish=Finish.STOP)
-    turn = Turn(completion=completion, message=Message(role="assistant", content=text))
-    return Trajectory(
-        task_id=task.id,
-        group_id=task.id,
-        index=0,
-        turns=(turn,),
-        status=Status.COMPLETED,
-        score=Score.unscorable("not scored yet"),
-    )
 
 
 def prompts_hash(tasks: Sequence[Task]) -> str:

@@ -111,7 +111,7 @@ def find_boundary() -> Boundary:
 
 
 def _drop_root(moved: str | None) -> tuple[str, ...]:
-    """`moved`: a folder only root can walk to (below /root); root mounts it where nobody can, for the child alone."""
+    """`moved`: a folder only root can walk to (in its home); root mounts it where nobody can, for the child alone."""
     tools = {name: shutil.which(name) for name in ("setpriv", "unshare", "mount", "sh")}
     for name, path in tools.items():
         if path is None:

@@ -222,6 +222,19 @@ class Trajectory:
     extra_tokens: int = 0
     """Drawn by those rollouts."""
 
+    @staticmethod
+    def saying(task_id: str, text: str) -> Trajectory:
+        """A finished episode of one turn that just says `text`: what rewards are tried on without a model."""
+        completion = Completion(prompt_ids=(0,), token_ids=[0], logprobs=[0.0], versions=[0], finish=Finish.STOP)
+        return Trajectory(
+            task_id=task_id,
+            group_id=task_id,
+            index=0,
+            turns=(Turn(completion=completion, message=Message(role="assistant", content=text)),),
+            status=Status.COMPLETED,
+            score=Score.unscorable("not scored yet"),
+        )
+
     @property
     def text(self) -> str:
         """The last thing the model said; '' when it said nothing."""

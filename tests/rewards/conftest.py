@@ -1,9 +1,14 @@
-"""What reward tests share: a trajectory that says one thing, and a folder of verifiers that misbehave."""
+"""What reward tests share: a trajectory that says one thing, verifiers that misbehave, endpoints that judge."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,3 +72,72 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / f"{name}.py").write_text(MISBEHAVING)
     monkeypatch.syspath_prepend(str(tmp_path))
     return name
+
+
+class JudgeServer(ThreadingHTTPServer):
+    """An OpenAI-compatible endpoint that answers what `answer(system, user)` says; None is a status 500."""
+
+    daemon_threads = True
+    model = "judge-1"
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[tuple[str, str]] = []
+        self.answer: Callable[[str, str], str | None] = lambda system, user: '{"score": 7}'
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self.server_port}/v1"
+        return {"base_url": url, "model": "judge", "retries": 0, "deadline_seconds": 10.0, **more}
+
+    def reply(self, system: str, user: str) -> str | None:
+        return self.answer(system, user)
+
+
+class FramedJudgeServer(JudgeServer):
+    """Answers what `answer(texts)` says of the framed texts by name, as JSON; None is a status 500."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer: Callable[[dict[str, str]], object] = lambda texts: {"score": 10}  # type: ignore[assignment]
+
+    def reply(self, system: str, user: str) -> str | None:
+        texts = dict(re.findall(r"<data-\w+ (\w+)>\n(.*?)\n</data-\w+ \1>", user, re.DOTALL))
+        answer = self.answer(texts)  # type: ignore[call-arg, arg-type]
+        return None if answer is None else json.dumps(answer)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: JudgeServer
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        system, user = (message["content"] for message in body["messages"])
+        self.server.asked.append((system, user))
+        text = self.server.reply(system, user)
+        self.send_response(500 if text is None else 200)
+        self.end_headers()
+        answer = {"model": self.server.model, "choices": [{"message": {"content": text}}]}
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def _serving(server: JudgeServer) -> Iterator[JudgeServer]:
+    with server as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join(timeout=5)
+
+
+@pytest.fixture
+def judge_server() -> Iterator[JudgeServer]:
+    yield from _serving(JudgeServer())
+
+
+@pytest.fixture
+def server() -> Iterator[JudgeServer]:
+    """The one whose answers depend on the framed texts."""
+    yield from _serving(FramedJudgeServer())

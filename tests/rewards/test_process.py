@@ -2,12 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import math
-import re
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,45 +23,6 @@ from temper.types import Message, Score, ScoreKind, Task, Trajectory
 
 Say = Callable[[str], Trajectory]
 TASK = Task(id="t:1", messages=(Message(role="user", content="abc"),))
-
-
-class JudgeServer(ThreadingHTTPServer):
-    """Answers what `answer(texts)` says of the framed texts by name; None is a status 500."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.answer: Callable[[dict[str, str]], object] = lambda texts: {"score": 10}
-
-    def options(self, **more: Any) -> dict[str, Any]:
-        url = f"http://127.0.0.1:{self.server_port}/v1"
-        return {"base_url": url, "model": "judge", "retries": 0, "deadline_seconds": 10.0, **more}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: JudgeServer
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        user = body["messages"][1]["content"]
-        answer = self.server.answer(dict(re.findall(r"<data-\w+ (\w+)>\n(.*?)\n</data-\w+ \1>", user, re.DOTALL)))
-        self.send_response(500 if answer is None else 200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"choices": [{"message": {"content": json.dumps(answer)}}]}).encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[JudgeServer]:
-    with JudgeServer() as running:
-        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
-        yield running
-        running.shutdown()
-        thread.join(timeout=5)
 
 
 def write_model(folder: Path, kind: Any, num_labels: int) -> Path:
@@ -135,7 +92,7 @@ def test_a_model_is_read_at_the_end_of_each_separator(tmp_path: Path, say: Say, 
     assert [record["value"] for record in steps] == pytest.approx(good.tolist(), abs=1e-5)
 
 
-def test_a_judge_scores_each_step_with_what_came_before(server: JudgeServer, say: Say) -> None:
+def test_a_judge_scores_each_step_with_what_came_before(server: Any, say: Say) -> None:
     seen = []
 
     def judge(texts: dict[str, str]) -> object:
@@ -148,14 +105,14 @@ def test_a_judge_scores_each_step_with_what_came_before(server: JudgeServer, say
     assert score(ProcessReward(**server.options(aggregate="last")), say("a\n\nb\n\nc")) == Score.of(0.7)
 
 
-def test_a_step_without_a_score_leaves_none(server: JudgeServer, say: Say) -> None:
+def test_a_step_without_a_score_leaves_none(server: Any, say: Say) -> None:
     server.answer = lambda texts: {"score": 10} if texts["step"] == "a" else {"score": "?"}
     assert score(ProcessReward(**server.options()), say("a\n\nb")).kind is ScoreKind.UNSCORABLE
     server.answer = lambda texts: {"score": 10} if texts["step"] == "a" else None
     assert score(ProcessReward(**server.options()), say("a\n\nb")).kind is ScoreKind.ERROR
 
 
-def test_a_response_without_steps_is_worth_nothing(server: JudgeServer, say: Say) -> None:
+def test_a_response_without_steps_is_worth_nothing(server: Any, say: Say) -> None:
     assert score(ProcessReward(**server.options()), say(" \n\n ")) == Score.of(0.0)
 
 

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,45 +15,6 @@ Say = Callable[[str], Trajectory]
 QUESTION = (Message(role="user", content="Explain."),)
 
 
-class JudgeServer(ThreadingHTTPServer):
-    """Answers what `answer(texts)` says of the framed texts by name; None is a status 500."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.answer: Callable[[dict[str, str]], object] = lambda texts: {"score": 10}
-
-    def options(self, **more: Any) -> dict[str, Any]:
-        url = f"http://127.0.0.1:{self.server_port}/v1"
-        return {"base_url": url, "model": "judge", "retries": 0, "deadline_seconds": 10.0, **more}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: JudgeServer
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        user = body["messages"][1]["content"]
-        answer = self.server.answer(dict(re.findall(r"<data-\w+ (\w+)>\n(.*?)\n</data-\w+ \1>", user, re.DOTALL)))
-        self.send_response(500 if answer is None else 200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"choices": [{"message": {"content": json.dumps(answer)}}]}).encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[JudgeServer]:
-    with JudgeServer() as running:
-        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
-        yield running
-        running.shutdown()
-        thread.join(timeout=5)
-
-
 def task(rubric: object = None) -> Task:
     return Task(id="t:1", messages=QUESTION, extra={} if rubric is None else {"rubric": json.dumps(rubric)})
 
@@ -67,7 +25,7 @@ def test_the_rubric_score_worked_by_hand() -> None:
     assert rubric_score([-1.0], [1.0]) == -1.0
 
 
-def test_each_item_is_judged_by_itself_and_logged(server: JudgeServer, say: Say) -> None:
+def test_each_item_is_judged_by_itself_and_logged(server: Any, say: Say) -> None:
     marks = {"is right": 10, "is short": 5, "insults": 0}
     server.answer = lambda texts: {"score": marks[texts["criterion"]]}
     reward = RubricReward(**server.options(items=["is right", "is short", "insults"], weights=[2.0, 1.0, -1.0]))
@@ -80,7 +38,7 @@ def test_each_item_is_judged_by_itself_and_logged(server: JudgeServer, say: Say)
     assert {record["fingerprint"] for record in (*items, total)} == {reward.fingerprint}
 
 
-def test_the_rubric_of_the_task_goes_before_that_of_the_recipe(server: JudgeServer, say: Say) -> None:
+def test_the_rubric_of_the_task_goes_before_that_of_the_recipe(server: Any, say: Say) -> None:
     asked = []
     server.answer = lambda texts: asked.append(texts["criterion"]) or {"score": 10}
     reward = RubricReward(**server.options(items=["from the recipe"]))
@@ -89,7 +47,7 @@ def test_the_rubric_of_the_task_goes_before_that_of_the_recipe(server: JudgeServ
     assert asked == ["from the task", "from the recipe"]
 
 
-def test_one_item_without_a_verdict_leaves_no_score(server: JudgeServer, say: Say) -> None:
+def test_one_item_without_a_verdict_leaves_no_score(server: Any, say: Say) -> None:
     """Planted fault: the mean of the rest would be 1 here."""
     server.answer = lambda texts: {"score": 10} if texts["criterion"] == "easy" else {"score": "hm"}
     reward = RubricReward(**server.options(items=["easy", "hard"]))
@@ -113,13 +71,13 @@ def test_rubrics_are_read_from_json() -> None:
     "rubric", [[], {"criterion": "a"}, [1], [{"weight": 1}], [{"criterion": "a", "weight": 0}], [""],
                [{"criterion": "a", "weight": True}], [{"criterion": "a", "wieght": 2}]]
 )  # fmt: skip
-def test_a_malformed_rubric_is_found_when_data_is_loaded(server: JudgeServer, say: Say, rubric: object) -> None:
+def test_a_malformed_rubric_is_found_when_data_is_loaded(server: Any, say: Say, rubric: object) -> None:
     reward = RubricReward(**server.options(items=["of the recipe"]))
     assert reward.check(task(rubric)) is not None
     assert asyncio.run(reward.score(task(rubric), say("x"))).kind is ScoreKind.ERROR
 
 
-def test_a_rubric_must_come_from_somewhere(server: JudgeServer) -> None:
+def test_a_rubric_must_come_from_somewhere(server: Any) -> None:
     assert "has no rubric" in (RubricReward(**server.options()).check(task()) or "")
     assert RubricReward(**server.options()).check(task(["a"])) is None
 
@@ -127,6 +85,6 @@ def test_a_rubric_must_come_from_somewhere(server: JudgeServer) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"items": ["a"], "weights": [1.0, 2.0]}, {"items": "abc"}, {"items": ["a"], "weights": [0]}]
 )
-def test_options_that_make_no_rubric_are_refused(server: JudgeServer, wrong: dict[str, Any]) -> None:
+def test_options_that_make_no_rubric_are_refused(server: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="rubric"):
         RubricReward(**server.options(**wrong))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,3 +94,28 @@ def row(draw: random.Random, group_id: str, index: int) -> Sample:
 
 def with_weight(sample: Sample, weight: float) -> Sample:
     return replace(sample, weights=[weight * m for m in sample.loss_mask])
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[..., None]:
+    def run(program: Path, folder: Path, ranks: Sequence[tuple[int, int]] = ((0, 2), (1, 2))) -> None:
+        """Runs `python PROGRAM RANK WORLD FOLDER` for all pairs at once; the first to fail shows its errors."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(program.parents[2])}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(program), str(rank), str(world), str(folder)],
+                env=environment,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, world in ranks
+        ]
+        try:
+            for process in processes:
+                _, errors = process.communicate(timeout=240)
+                assert process.returncode == 0, errors
+        finally:
+            for process in processes:
+                process.kill()
+
+    return run

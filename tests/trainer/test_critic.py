@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -315,7 +312,9 @@ def test_gradient_checkpointing_changes_no_bit(make_model: MakeModel, make_rows:
     assert is_same(*found)
 
 
-def test_two_ranks_equal_one(make_model: MakeModel, make_rows: MakeRows, tmp_path: Path) -> None:
+def test_two_ranks_equal_one(
+    make_model: MakeModel, make_rows: MakeRows, tmp_path: Path, run_ranks: Callable[..., None]
+) -> None:
     model, rows = make_model(), with_targets(make_rows())
     moments, metrics = update(model, rows, 40)
     packed = [pack(rows, budget, torch.float64) for budget in (40, 10_000)]
@@ -323,19 +322,7 @@ def test_two_ranks_equal_one(make_model: MakeModel, make_rows: MakeRows, tmp_pat
     assert len(packed[1]) == 1, "the second rank shall have an empty share"
     cases = [("critic", make_critic(model), share, num_drawn(rows)) for share in packed]
     (tmp_path / "inputs.pkl").write_bytes(pickle.dumps(cases))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parents[2])}
-    command = [sys.executable, str(PROGRAM)]
-    processes = [
-        subprocess.Popen([*command, str(rank), "2", str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
+    run_ranks(PROGRAM, tmp_path)
     for rank in range(2):
         for found_moments, found_metrics in torch.load(tmp_path / f"{rank}.pt"):
             assert largest_difference(moments, found_moments) < 1e-12

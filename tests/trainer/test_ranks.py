@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,28 +29,14 @@ Reports = dict[tuple[str, int, str], dict[str, Any]]
 def reports(
     make_model: Callable[..., Any],
     make_rows: Callable[..., list[Sample]],
+    run_ranks: Callable[..., None],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Reports, list[Reports]]:
     """What a single process and what each of two ranks report of every case."""
     folder = tmp_path_factory.mktemp("ranks")
     rows = with_columns(make_rows())
     (folder / "inputs.pkl").write_bytes(pickle.dumps((make_model(), rows, CASES)))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(world), str(folder)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parents[2])},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, world in ((0, 1), (0, 2), (1, 2))
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
+    run_ranks(PROGRAM, folder, ((0, 1), (0, 2), (1, 2)))
     alone, *together = (torch.load(folder / name) for name in ("0of1.pt", "0of2.pt", "1of2.pt"))
     return alone, together
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -293,26 +290,16 @@ def test_a_step_does_not_depend_on_the_partition(speck: Any, few_rows: list[Samp
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
-def test_two_ranks_equal_one(speck: Any, few_rows: list[Sample], tmp_path: Path) -> None:
+def test_two_ranks_equal_one(
+    speck: Any, few_rows: list[Sample], tmp_path: Path, run_ranks: Callable[..., None]
+) -> None:
     """With a budget of 10,000 there is one microbatch, and the second rank has an empty share."""
     budgets = (20, 10_000)
     packed = [pack(few_rows, budget, torch.float64) for budget in budgets]
     assert [len(share) for share in packed] == [4, 1]
     cases = [("trust_region", speck, share, num_drawn(few_rows), TEMPERATURE) for share in packed]
     (tmp_path / "inputs.pkl").write_bytes(pickle.dumps(cases))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parents[2])}
-    command = [sys.executable, str(PROGRAM)]
-    processes = [
-        subprocess.Popen([*command, str(rank), "2", str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
+    run_ranks(PROGRAM, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     alone = deepcopy(speck)
     expected = take(alone, few_rows, trpo())

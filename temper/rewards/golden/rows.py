@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from temper.errors import UserError
-from temper.types import Completion, Finish, Message, Scalar, Score, Status, Task, Trajectory, Turn
+from temper.types import Message, Scalar, Task, Trajectory
 
 FOLDER = Path(__file__).parent
 FILES = {"math": ("math.jsonl", "math_by_hand.jsonl"), "code": ("code.jsonl",), "format": ("format.jsonl",)}
@@ -45,16 +45,7 @@ class GoldenRow:
 
     def trajectory(self) -> Trajectory:
         """The response as a finished episode of one turn."""
-        completion = Completion(prompt_ids=(0,), token_ids=[0], logprobs=[0.0], versions=[0], finish=Finish.STOP)
-        turn = Turn(completion=completion, message=Message(role="assistant", content=self.response))
-        return Trajectory(
-            task_id=self.id,
-            group_id=self.id,
-            index=0,
-            turns=(turn,),
-            status=Status.COMPLETED,
-            score=Score.unscorable("not scored yet"),
-        )
+        return Trajectory.saying(self.id, self.response)
 
 
 def load_golden(kind: str, path: Path | None = None) -> list[GoldenRow]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from temper.envs.library.files import FilesEnv, FileSystem, files, judge
-from temper.envs.threads import check_isolation_of_episodes
+from temper.envs.threads import check_isolation_of_episodes, play_script
 from temper.envs.tool_calls import write_call
 from temper.envs.tools import ToolError
 from temper.errors import TaskError, UserError
@@ -18,19 +18,7 @@ from temper.types import EventKind, Message, Status, Task
 
 def play(task: Task, said: Sequence[str], **options: object) -> list[EnvReply]:
     """Replies up to the end; a policy that has said everything says done."""
-
-    async def go() -> list[EnvReply]:
-        env = FilesEnv(**options)  # type: ignore[arg-type]
-        await env.start(task, 0)
-        replies = []
-        for text in (*said, "done"):
-            replies.append(await env.step(Message(role="assistant", content=text)))
-            if replies[-1].is_done:
-                break
-        await env.close()
-        return replies
-
-    return asyncio.run(go())
+    return asyncio.run(play_script(FilesEnv(**options), task, (*said, "done")))  # type: ignore[arg-type]
 
 
 def paid(task: Task, said: Sequence[str], **options: object) -> float:
