@@ -1,0 +1,118 @@
+"""`temper serve`: a checkpoint behind an OpenAI-compatible HTTP interface, drawn by the local engine.
+
+Owns: loading, sizing the engine, putting the parts together. Refuses: training; weights do not change while it serves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from temper.build import pick_device, pick_dtype
+from temper.commands.checkpoints import find_model
+from temper.engine.local.engine import EngineSettings, LocalEngine
+from temper.errors import UserError
+from temper.models.load import end_ids, load_model, load_tokenizer, read_shape
+from temper.serve.app import App, HttpSettings
+from temper.serve.conversation import Conversations
+from temper.serve.gateway import Gateway, Limits
+from temper.serve.records import Records
+from temper.serve.server import is_public, listen, make_server, run
+from temper.serve.text import Words
+from temper.tasks.render import Renderer
+
+BLOCK_SIZE = 16
+TOKENS_PER_STEP = 2048
+USUAL_LENGTH = 2048
+"""Tokens of a usual sequence: the cache has room for this many of every running one, and at least for one full context.
+Sequences that grow beyond that are preempted, never refused."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+KEY_VARIABLE = "TEMPER_API_KEY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 picks a free one."""
+    name: str = ""
+    """What clients call the model; default: the name of the directory."""
+    api_key: str = ""
+    """Default: the environment variable TEMPER_API_KEY."""
+    record: Path | None = None
+    max_running: int = 32
+    max_waiting: int = 256
+    context: int = 0
+    """Longest sequence, prompt included; 0: the model's."""
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    shutdown_seconds: float = 30.0
+
+
+def serve(checkpoint: Path, settings: ServeSettings, say: Callable[[str], None]) -> None:
+    """Serves until SIGTERM or Ctrl-C. `say` gets what the user should know."""
+    key = settings.api_key or os.environ.get(KEY_VARIABLE, "")
+    bound = listen(settings.host, settings.port)
+    try:
+        app, close, name = open_app(checkpoint, settings, key)
+        server = make_server(app, settings.shutdown_seconds)
+        if is_public(settings.host) and not key:
+            say(f"warning: everybody who can reach {settings.host} can use this model. Set --api-key or {KEY_VARIABLE}")
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        say(f'"{name}" is served at http://{host}:{bound.getsockname()[1]}/v1')
+        run(server, bound, close)
+    finally:
+        bound.close()
+
+
+def open_app(checkpoint: Path, settings: ServeSettings, key: str) -> tuple[App, Callable[[], Awaitable[None]], str]:
+    """The application, how to close it, and the model's name."""
+    folder = find_model(checkpoint)
+    tokenizer, stop_ids = load_tokenizer(folder), end_ids(folder, load_tokenizer(folder))
+    name = settings.name or checkpoint.resolve().name
+    records = Records(settings.record) if settings.record is not None else None
+    engine, max_length = open_engine(folder, settings, Words(tokenizer))
+    renderer = Renderer(tokenizer, eos_ids=stop_ids) if tokenizer.chat_template else None
+    limits = Limits(
+        model=name,
+        stop_ids=renderer.stop_ids if renderer is not None else stop_ids,
+        max_length=max_length,
+        max_in_flight=settings.max_running + settings.max_waiting,
+    )
+    gateway = Gateway(engine, Conversations(tokenizer, renderer, records), records, limits)
+
+    async def close() -> None:
+        await engine.close()
+        gateway.shut()
+
+    return App(gateway, HttpSettings(api_key=key)), close, name
+
+
+def open_engine(folder: Path, settings: ServeSettings, words: Words) -> tuple[LocalEngine, int]:
+    """The engine and the longest sequence it takes."""
+    shape = read_shape(folder)
+    if not 0 <= settings.context <= shape.max_context:
+        raise UserError(f"--context {settings.context} is not within the model's context of {shape.max_context} tokens")
+    for option, given, allowed in (("dtype", settings.dtype, DTYPES), ("device", settings.device, DEVICES)):
+        if given not in allowed:
+            raise UserError(f"--{option} {given} is not one of {', '.join(allowed)}")
+    if settings.max_running < 1 or settings.max_waiting < 0:
+        raise UserError("--max-running must be at least 1 and --max-waiting at least 0")
+    device = pick_device(settings.device)
+    max_length = settings.context or shape.max_context
+    tokens = max(settings.max_running * min(max_length, USUAL_LENGTH), max_length)
+    model = load_model(folder, pick_dtype(settings.dtype, device), device)
+    engine_settings = EngineSettings(
+        seed=settings.seed,
+        block_size=BLOCK_SIZE,
+        num_blocks=-(-tokens // BLOCK_SIZE) + settings.max_running + 2,
+        max_running=settings.max_running,
+        tokens_per_step=max(TOKENS_PER_STEP, settings.max_running + 1),
+        max_length=max_length,
+    )
+    # The text that clients see, so that a stop text ends the drawing exactly where it is cut off.
+    return LocalEngine(model, engine_settings, decode=words.decode), max_length

@@ -1,0 +1,78 @@
+"""Listening: a socket, uvicorn, and an end that comes in time.
+
+Owns: the address, the deadline of shutdown, closing everything. Refuses: listening beyond this machine unasked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from temper.errors import UserError
+from temper.serve.app import App
+
+INSTALL = 'pip install "temper-rl[serve]"'
+BACKLOG = 1024
+
+
+def is_public(host: str) -> bool:
+    """Whether others can reach this address."""
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 picks one. Bound before the model is loaded, so that a taken port is known at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(BACKLOG)
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}:{port}: {error}. Choose another --host or --port") from error
+    return bound
+
+
+def make_server(app: App, shutdown_seconds: float) -> Any:
+    """A uvicorn server that is not started. Requests in flight have `shutdown_seconds` once it is told to end."""
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise UserError(f"temper serve needs uvicorn: {INSTALL}") from error
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(shutdown_seconds)),
+        ws="none",
+    )
+    return uvicorn.Server(config)
+
+
+async def serve(server: Any, bound: socket.socket, close: Callable[[], Awaitable[None]]) -> None:
+    """Serves until told to stop (SIGTERM, SIGINT, server.should_exit), then closes everything."""
+    try:
+        await server.serve(sockets=[bound])
+    finally:
+        await close()
+
+
+def run(server: Any, bound: socket.socket, close: Callable[[], Awaitable[None]]) -> None:
+    """Serves in this process. A shutdown that was asked for is no failure."""
+    # uvicorn raises the signal once more when it is done; by default that would end the process as if it had crashed.
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        asyncio.run(serve(server, bound, close))
+    except KeyboardInterrupt:
+        return
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,75 @@
+"""The command in a process of its own: addresses, signals, and what is missing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from temper.commands.serve import ServeSettings, open_engine
+from temper.errors import UserError
+from temper.serve.server import is_public, listen, make_server
+from temper.serve.text import Words
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from temper.commands.serve import ServeSettings, serve
+settings = ServeSettings(port=0, name="tiny", max_running=4, dtype="float32", device="cpu")
+serve(Path(sys.argv[1]), settings, lambda line: print(line, flush=True))
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_lets_a_stream_end_and_the_exit_is_clean(tiny_folder: Path, eventually: Callable[..., None]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tiny_folder)], stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            url = line.split()[-1]
+            assert line.startswith('"tiny" is served at http://127.0.0.1:')
+            body = {"model": "tiny", "prompt": "abc", "max_tokens": 300, "stream": True, "temperature": 2}
+            with httpx.stream("POST", f"{url}/completions", json=body, timeout=60.0) as response:
+                parts = response.iter_text()
+                text = next(parts)
+                server.send_signal(signal.SIGTERM)
+                text += "".join(parts)
+            assert text.endswith("data: [DONE]\n\n")
+            eventually(lambda: server.poll() is not None)
+            assert server.returncode == 0
+        finally:
+            server.kill()
+
+
+def test_only_loopback_is_private() -> None:
+    assert [is_public(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "10.1.2.3", "box")] == [
+        False, False, False, True, True, True, True
+    ]  # fmt: skip
+
+
+def test_a_taken_port_is_the_users_to_solve() -> None:
+    with listen("127.0.0.1", 0) as bound, pytest.raises(UserError, match="--port"):
+        listen("127.0.0.1", bound.getsockname()[1])
+
+
+def test_without_uvicorn_the_install_line_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(UserError, match=r"temper-rl\[serve\]"):
+        make_server(None, 5.0)  # type: ignore[arg-type]
+
+
+def test_one_full_context_always_fits_into_the_engine(tiny_folder: Path, tokenizer: Any) -> None:
+    settings = ServeSettings(max_running=1, device="cpu")
+    engine, max_length = open_engine(tiny_folder, settings, Words(tokenizer))
+    assert max_length == 512
+    assert engine._settings.num_blocks * engine._settings.block_size > max_length
+    with pytest.raises(UserError, match="--context"):
+        open_engine(tiny_folder, ServeSettings(context=513, device="cpu"), Words(tokenizer))
