@@ -1,0 +1,85 @@
+"""What goes out over HTTP: JSON, refusals, and the headers that keep the page to itself.
+
+Owns: who may ask (GET, from this machine's own names), and what the browser may do with the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+HEADERS = {
+    # Charts set styles on elements and save pictures through blobs; scripts come from this server alone, without eval.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+def to_json(value: Any) -> bytes:
+    """Numbers that are not finite as null: JSON has no other way to say it, and browsers refuse NaN."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":")).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+async def refuse(send: Send, status: int, text: str) -> None:
+    headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": to_json({"error": text})})
+
+
+class Guard:
+    """Before the application: refuses what is not a plain question to this machine, and adds HEADERS to all answers."""
+
+    def __init__(self, app: App, hosts: frozenset[str] | None) -> None:
+        self._app = app
+        self._hosts = hosts
+        """Names by which the server may be called. A page of another site that has its own name point here (DNS
+        rebinding) sends that name. None: it listens to the network and cannot know its names."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def guarded(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await send(message)
+
+        names = [_name(value.decode("latin-1")) for key, value in scope["headers"] if key == b"host"]
+        if scope["method"] != "GET":
+            await refuse(guarded, 405, f"the dashboard only reads: GET, not {scope['method']}")
+        elif self._hosts is not None and (not names or not self._hosts.issuperset(names)):
+            await refuse(guarded, 403, "this server answers only to the names of its own machine, e.g. 127.0.0.1")
+        else:
+            await self._app(scope, receive, guarded)
+
+
+def _name(host: str) -> str:
+    """The host of "name:port" or "[::1]:port"."""
+    host = host.strip().lower()
+    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]

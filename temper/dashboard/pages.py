@@ -1,0 +1,327 @@
+"""The answer behind each page, as plain data. Owns: what a page shows. Refuses: HTML; text of a model stays text."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from temper.dashboard import queries
+from temper.dashboard.database import Database, reading
+from temper.dashboard.series import Point, by_stage, together
+from temper.dashboard.tokens import Tokenizers
+from temper.runs.metrics import describe
+
+OVERVIEW = (
+    "reward/mean", "reward/std", "policy/entropy", "policy/kl_ref_k3", "policy/kl_old_k3", "policy/grad_norm",
+    "policy/clip_frac_high", "policy/clip_frac_low", "gen/len_mean", "gen/len_max", "gen/truncation_rate",
+    "mismatch/kl_k3", "mismatch/logp_abs_mean", "stale/mean", "stale/max", "data/degenerate", "sys/rollout_tok_s",
+    "sys/train_tok_s",
+)  # fmt: skip
+DATA = ("data/all_pass", "data/all_fail", "data/degenerate")
+LOSS = "loss"
+"""Every step has one, supervised ones included; it is a column of its own, not a metric."""
+RECENT_STEPS = 50
+"""Over which idle time and staleness are shown."""
+WAITING = ("rollout", "data")
+"""Phases in which the trainer has nothing to do."""
+NUM_BINS = 10
+NUM_PROMPTS = 20
+"""Hardest and easiest ones that are listed."""
+NUM_FAMILIES = 12
+FLOAT_ARRAYS = ("behavior_logprobs", "policy_logprobs", "entropies", "advantages", "weights")
+ARRAY_TYPES = {"token_ids": "<i4", "loss_mask": "u1", "versions": "<i4", **dict.fromkeys(FLOAT_ARRAYS, "<f4")}
+SUITES = "evaluations"
+"""Folder of a run with the results of `temper eval`."""
+
+
+class Missing(Exception):
+    """What was asked for is not in the run."""
+
+
+def overview(folder: Path) -> dict[str, Any]:
+    with reading(folder) as database:
+        names = [name for name in OVERVIEW if name in set(queries.metric_names(database))]
+        return {
+            "series": _series(database, [*names, LOSS]),
+            "evaluations": queries.evaluations(database),
+            "alarms": queries.alarms(database),
+            "events": queries.events(database),
+        }
+
+
+def metrics(folder: Path) -> list[dict[str, str]]:
+    with reading(folder) as database:
+        names = queries.metric_names(database)
+    found = []
+    for name in names:
+        meant = describe(name)
+        keys = ("unit", "reduction", "meaning")
+        found.append({"name": name, **{key: "" if meant is None else getattr(meant, key) for key in keys}})
+    return [*found, {"name": LOSS, "unit": "loss", "reduction": "once per step", "meaning": "What the step minimised"}]
+
+
+def series(folder: Path, names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    with reading(folder) as database:
+        return _series(database, names)
+
+
+def _series(database: Database, names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """A metric that the run does not have is an empty curve."""
+    return {
+        name: by_stage(queries.losses(database) if name == LOSS else queries.metric(database, name)) for name in names
+    }
+
+
+def rollouts(folder: Path, wanted: queries.Wanted, offset: int, limit: int) -> dict[str, Any]:
+    with reading(folder) as database:
+        rows, more = queries.rollouts(database, wanted, offset, limit)
+    return {"rows": rows, "more": more, "statuses": queries.STATUSES}
+
+
+def group(folder: Path, stage: int, step: int, group_id: str) -> dict[str, Any]:
+    with reading(folder) as database:
+        found = _group(database, stage, step, group_id)
+        members = queries.members(database, stage, step, group_id)
+        rows = queries.token_rows(database, stage, step, group_id)
+    shown = ("member", "status", "score", "score_kind", "reason", "parts", "weighted", "num_tokens", "text")
+    return {
+        **found,
+        "members": [
+            {**{name: member[name] for name in shown}, "mean_advantage": _mean_advantage(rows, member["member"])}
+            for member in members
+        ],
+    }
+
+
+def _group(database: Database, stage: int, step: int, group_id: str) -> dict[str, Any]:
+    found = queries.group(database, stage, step, group_id)
+    if found is None:
+        raise Missing(f"step {step} of stage {stage} has no group {group_id[:80]!r}")
+    return found
+
+
+def _mean_advantage(rows: Sequence[Mapping[str, Any]], member: int) -> float | None:
+    """Over the tokens that the member drew; None: it was not trained."""
+    trained = [row for row in rows if row["member"] == member and row["advantages"] is not None]
+    drawn = [_array(row, "advantages")[_array(row, "loss_mask") == 1] for row in trained]
+    values = np.concatenate(drawn) if drawn else np.zeros(0)
+    return float(values.mean()) if len(values) else None
+
+
+def trajectory(folder: Path, key: tuple[int, int, str], member: int, tokenizers: Tokenizers) -> dict[str, Any]:
+    with reading(folder) as database:
+        found = _group(database, *key)
+        said = next((row for row in queries.members(database, *key) if row["member"] == member), None)
+        rows = [row for row in queries.token_rows(database, *key) if row["member"] == member]
+    if said is None:
+        raise Missing(f"group {key[2][:80]!r} has no member {member}")
+    return {**found, **said, "rows": [_token_row(row, folder, tokenizers) for row in rows]}
+
+
+def _token_row(row: Mapping[str, Any], folder: Path, tokenizers: Tokenizers) -> dict[str, Any]:
+    ids = _array(row, "token_ids").tolist()
+    whole = {name: _array(row, name).tolist() for name in ("loss_mask", "versions")}
+    # Six digits are more than a chart shows and half the size of a float64's seventeen.
+    parts = {
+        name: None if row[name] is None else [float(f"{value:.6g}") for value in _array(row, name).tolist()]
+        for name in FLOAT_ARRAYS
+    }
+    return {"pieces": tokenizers.pieces(folder, ids), "token_ids": ids, **whole, **parts}
+
+
+def _array(row: Mapping[str, Any], name: str) -> Any:
+    return np.frombuffer(row[name], dtype=ARRAY_TYPES[name])
+
+
+def data(folder: Path) -> dict[str, Any]:
+    with reading(folder) as database:
+        rates = queries.group_rates(database)
+        tasks = queries.group_tasks(database)
+        outcomes, distinct = queries.ledger_counts(database)
+        hardest, easiest = _extremes(database, rates, tasks)
+        curves = _series(database, DATA)
+    dropped = {name.removeprefix("dropped:"): count for name, count in outcomes.items() if name.startswith("dropped:")}
+    return {
+        "histogram": _histogram(rates),
+        "series": curves,
+        "ledger": {
+            "drawn": sum(outcomes.values()),
+            "distinct": distinct,
+            "trained": outcomes.get("trained", 0),
+            "dropped": dropped,
+        },
+        "hardest": hardest,
+        "easiest": easiest,
+        "curriculum": _curriculum(rates, tasks),
+    }
+
+
+Rate = tuple[int, int, str, float]
+
+
+def _histogram(rates: Sequence[Rate]) -> dict[str, Any]:
+    """Group pass rates in the first and in the last quarter of the steps that drew any."""
+    steps = sorted({(stage, step) for stage, step, _, _ in rates})
+    quarter = max(1, len(steps) // 4)
+    early, late = set(steps[:quarter]), set(steps[-quarter:])
+    values = [rate for *_, rate in rates]
+    low, high = min([0.0, *values]), max([1.0, *values])
+    edges = np.linspace(low, high, NUM_BINS + 1)
+
+    def counts(chosen: set[tuple[int, int]]) -> list[int]:
+        return np.histogram([rate for stage, step, _, rate in rates if (stage, step) in chosen], edges)[0].tolist()
+
+    return {"edges": edges.tolist(), "early": counts(early), "late": counts(late)}
+
+
+def _extremes(
+    database: Database, rates: Sequence[Rate], tasks: Mapping[tuple[int, int, str], str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Prompts by their mean pass rate over all draws: lowest first, highest first."""
+    drawn: dict[str, list[float]] = {}
+    newest: dict[str, tuple[int, int, str]] = {}
+    for stage, step, group_id, rate in rates:
+        task_id = tasks[stage, step, group_id]
+        drawn.setdefault(task_id, []).append(rate)
+        newest[task_id] = (stage, step, group_id)
+    means = sorted((sum(values) / len(values), -len(values), task_id) for task_id, values in drawn.items())
+
+    def describe_prompt(rate: float, task_id: str) -> dict[str, Any]:
+        stage, step, group_id = newest[task_id]
+        prompt = _group(database, stage, step, group_id)["prompt"]
+        asked = str(prompt[-1]["content"]) if prompt else ""
+        place = {"stage": stage, "step": step, "group_id": group_id}
+        shown = asked[: queries.SHOWN_TEXT]
+        return {"task_id": task_id, "rate": rate, "draws": len(drawn[task_id]), "prompt": shown, **place}
+
+    easiest = sorted(means, key=lambda entry: (-entry[0], entry[1], entry[2]))
+    listed = [[describe_prompt(rate, task) for rate, _, task in order[:NUM_PROMPTS]] for order in (means, easiest)]
+    return listed[0], listed[1]
+
+
+def _curriculum(rates: Sequence[Rate], tasks: Mapping[tuple[int, int, str], str]) -> dict[str, Any] | None:
+    """Mean pass rate by task family over steps; None when all tasks are of one family."""
+    families = Counter(_family(tasks[stage, step, group_id]) for stage, step, group_id, _ in rates)
+    if len(families) < 2:
+        return None
+    sums: dict[str, dict[tuple[int, int], list[float]]] = {name: {} for name, _ in families.most_common(NUM_FAMILIES)}
+    for stage, step, group_id, rate in rates:
+        steps = sums.get(_family(tasks[stage, step, group_id]))
+        if steps is not None:
+            steps.setdefault((stage, step), []).append(rate)
+    points: dict[str, list[Point]] = {
+        name: [(*key, sum(values) / len(values)) for key, values in steps.items()] for name, steps in sums.items()
+    }
+    return {name: by_stage(found) for name, found in points.items()}
+
+
+def _family(task_id: str) -> str:
+    """Generator or file of a task: "arithmetic:1:17" is of "arithmetic"."""
+    return task_id.partition(":")[0]
+
+
+def systems(folder: Path) -> dict[str, Any]:
+    with reading(folder) as database:
+        names = [name for name in queries.metric_names(database) if name.startswith(("sys/", "stale/"))]
+        return {
+            "seconds": together(queries.seconds(database)),
+            "series": _series(database, names),
+            "staleness": _staleness(queries.drawn_versions(database, RECENT_STEPS)),
+            "idle": _idle(database, names),
+        }
+
+
+def _staleness(rows: Sequence[tuple[int, bytes, bytes]]) -> dict[str, list[int]]:
+    """How many versions old the weights were that drew each row's oldest token, over the last steps."""
+    ages: Counter[int] = Counter()
+    for version, mask, versions in rows:
+        drawn = np.frombuffer(versions, "<i4")[np.frombuffer(mask, "u1") == 1]
+        if len(drawn):
+            ages[version - 1 - int(drawn.min())] += 1  # a step trains on the weights before its own version
+    return {"ages": sorted(ages), "counts": [ages[age] for age in sorted(ages)]}
+
+
+def _idle(database: Database, names: Sequence[str]) -> dict[str, float | None]:
+    """Shares of the wall time of the last steps. As the run measured them; else from its phases, which tell about the
+    sampler only when the two take turns."""
+    measured = {
+        side: [value for *_, value in queries.metric(database, name)[-RECENT_STEPS:] if value is not None]
+        for side, name in (("trainer", "sys/trainer_idle_frac"), ("sampler", "sys/rollout_idle_frac"))
+        if name in names
+    }
+    idle: dict[str, float | None] = {side: sum(found) / len(found) for side, found in measured.items() if found}
+    spent = queries.recent_seconds(database, RECENT_STEPS)
+    total = sum(spent.values())
+    if total > 0:
+        idle.setdefault("trainer", sum(spent.get(name, 0.0) for name in WAITING) / total)
+        stale = [value for *_, value in queries.metric(database, "stale/max")[-RECENT_STEPS:] if value]
+        if "rollout" in spent and not stale:
+            idle.setdefault("sampler", 1 - spent["rollout"] / total)
+    return {"trainer": None, "sampler": None, **idle}
+
+
+def evaluations(folder: Path) -> dict[str, Any]:
+    with reading(folder) as database:
+        held_out, audits = queries.evaluations(database), queries.audits(database)
+    return {"evaluations": held_out, "audits": audits, "suites": suites(folder)}
+
+
+def suites(folder: Path) -> list[dict[str, Any]]:
+    """Results of `temper eval` kept with the run, oldest first. A file that is no result is left out."""
+    found = []
+    for path in sorted((folder / SUITES).glob("*.json")):
+        try:
+            facts = path.stat()
+            found.append(_suite(path, facts.st_mtime_ns, facts.st_size))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return sorted(found, key=lambda result: result["created"])
+
+
+@lru_cache(maxsize=64)
+def _suite(path: Path, changed: int, size: int) -> dict[str, Any]:
+    """One result without what the model said. Kept as long as the file stays as it is: it may have megabytes."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    keys = ("suite", "checkpoint", "weights_sha256", "created", "budget", "constant_score", "metrics")
+    prompts = [
+        {"task_id": prompt["task_id"], "scores": [sample["score"] for sample in prompt["samples"]]}
+        for prompt in result["prompts"]
+    ]
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for name, values in result["metrics"].items():
+        kind, _, k = name.replace("^", "^@").partition("@")
+        if k.isdecimal():
+            curves.setdefault(kind, []).append({"k": int(k), **values})
+    curves = {kind: sorted(points, key=lambda point: int(point["k"])) for kind, points in curves.items()}
+    return {"file": path.name, **{key: result[key] for key in keys}, "curves": curves, "prompts": prompts}
+
+
+def config(folder: Path) -> dict[str, Any]:
+    try:
+        text = (folder / "config.toml").read_text(encoding="utf-8")
+    except OSError as error:
+        raise Missing(f"the run has no config.toml ({error.strerror})") from error
+    try:
+        return {"toml": text, "stages": tomllib.loads(text).get("stage", [])}
+    except tomllib.TOMLDecodeError:
+        return {"toml": text, "stages": []}
+
+
+def config_difference(one: Path, other: Path) -> list[dict[str, Any]]:
+    """Keys whose values differ; None where a run does not have the key."""
+    a, b = (dict(_flat(config(folder)["stages"], "stages")) for folder in (one, other))
+    return [{"key": key, "a": a.get(key), "b": b.get(key)} for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
+
+
+def _flat(value: Any, name: str) -> list[tuple[str, Any]]:
+    items = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else None
+    if items is None or (isinstance(value, list) and not any(isinstance(item, dict) for item in value)):
+        return [(name, value)]
+    return [pair for key, item in items for pair in _flat(item, f"{name}.{key}")]

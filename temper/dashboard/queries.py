@@ -1,0 +1,257 @@
+"""What the pages ask of a run, as SQL over its indexes. Owns: every statement. Refuses: writing, and scans without end.
+
+The largest tables are read by their keys (stage, step, group_id, member); whole tables only under a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from temper.dashboard.database import Database, OutOfTime, Value
+from temper.dashboard.series import Point
+
+SHOWN_TEXT = 300
+"""Characters of a response in a list."""
+ROLLOUT_COLUMNS = (
+    "stage", "step", "group_id", "member", "task_id", "status", "score", "score_kind", "reason", "num_tokens",
+    "outcome", "text",
+)  # fmt: skip
+STATUSES = (
+    "completed", "truncated_length", "truncated_turns", "bad_format", "tool_error", "timeout", "aborted",
+)  # fmt: skip
+"""temper.types.Status, whose package imports torch. Which of them a run has, only a scan of all its rollouts tells."""
+LAST_STEPS = "SELECT stage, step FROM steps WHERE groups_trained > 0 ORDER BY stage DESC, step DESC LIMIT ?"
+
+
+def is_finished(database: Database) -> bool:
+    return bool(database.rows("SELECT 1 FROM meta WHERE name = 'finished'"))
+
+
+def stages(database: Database) -> list[dict[str, Any]]:
+    return database.records("SELECT stage, name, steps, started FROM stages ORDER BY stage")
+
+
+def last_step(database: Database) -> tuple[int | None, int | None]:
+    found = database.rows("SELECT stage, step FROM steps ORDER BY stage DESC, step DESC LIMIT 1")
+    return found[0] if found else (None, None)
+
+
+def metric_names(database: Database) -> list[str]:
+    """Jumps from name to name along the primary key instead of reading every value."""
+    found = database.rows(
+        "WITH RECURSIVE n (name) AS (SELECT MIN(name) FROM metrics UNION ALL "
+        "SELECT (SELECT MIN(name) FROM metrics WHERE metrics.name > n.name) FROM n WHERE n.name IS NOT NULL) "
+        "SELECT name FROM n WHERE name IS NOT NULL"
+    )
+    return [name for (name,) in found]
+
+
+def metric(database: Database, name: str) -> list[Point]:
+    return database.rows("SELECT stage, step, value FROM metrics WHERE name = ? ORDER BY stage, step", name)
+
+
+def losses(database: Database) -> list[Point]:
+    return database.rows("SELECT stage, step, loss FROM steps ORDER BY stage, step")
+
+
+def seconds(database: Database) -> dict[str, list[Point]]:
+    """By phase."""
+    found: dict[str, list[Point]] = {}
+    for stage, step, name, value in database.iterate("SELECT stage, step, name, seconds FROM seconds ORDER BY 1, 2"):
+        found.setdefault(name, []).append((stage, step, value))
+    return found
+
+
+def evaluations(database: Database) -> list[dict[str, Any]]:
+    rows = database.records("SELECT * FROM evaluations ORDER BY stage, step, name")
+    return [{**row, "budget": json.loads(row["budget"]), "details": _json(row["details"])} for row in rows]
+
+
+def audits(database: Database, most: int = 1000) -> list[dict[str, Any]]:
+    """The newest, oldest first."""
+    rows = database.records(
+        "SELECT * FROM audits ORDER BY stage DESC, step DESC, evaluation DESC, kind DESC, place DESC LIMIT ?", most
+    )
+    return [{**row, "prompt": json.loads(row["prompt"])} for row in reversed(rows)]
+
+
+def alarms(database: Database, most: int = 2000) -> list[dict[str, Any]]:
+    """The newest, oldest first."""
+    rows = database.records(
+        "SELECT stage, step, time, rule, level, value, text, meaning, advice FROM alarms "
+        "ORDER BY stage DESC, step DESC, time DESC, rule DESC LIMIT ?",
+        most,
+    )
+    return rows[::-1]
+
+
+def events(database: Database, most: int = 200) -> list[dict[str, Any]]:
+    """The newest, oldest first."""
+    return database.records("SELECT time, level, text FROM events ORDER BY rowid DESC LIMIT ?", most)[::-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which rollouts to list. None: all."""
+
+    stage: int | None = None
+    step: int | None = None
+    """Alone: exactly this step. With step_to: the first of a range."""
+    step_to: int | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    status: str | None = None
+    task: str | None = None
+    """Part of a task's name."""
+    min_length: int | None = None
+    max_length: int | None = None
+    q: str | None = None
+    """Part of the prompt or of anything said after it. Letters match in either case, signs as they are."""
+
+
+def rollouts(database: Database, wanted: Wanted, offset: int, limit: int) -> tuple[list[dict[str, Any]], bool]:
+    """Newest step first, each step in draw order; and whether there are more, or may be because time ran out."""
+    found: list[dict[str, Any]] = []
+    try:
+        for place, row in enumerate(_matching(database, wanted)):
+            if place >= offset + limit:
+                return found, True
+            if place >= offset:
+                found.append(dict(zip(ROLLOUT_COLUMNS, row, strict=True)))
+    except OutOfTime:
+        return found, True
+    return found, False
+
+
+def _matching(database: Database, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
+    """Stage by stage, so that a range of steps is a range of the key. CROSS JOIN keeps SQLite to that order: the rows
+    of one step are sorted at a time, and nobody waits for steps that are never shown."""
+    condition, values = _conditions(wanted)
+    known = [stage["stage"] for stage in reversed(stages(database))]
+    for stage in known if wanted.stage is None else [wanted.stage]:
+        yield from database.iterate(
+            "SELECT t.stage, t.step, t.group_id, t.member, g.task_id, t.status, t.score, t.score_kind, t.reason, "
+            f"t.num_tokens, g.outcome, substr(t.text, 1, {SHOWN_TEXT}) FROM trajectories t CROSS JOIN groups g "
+            "ON g.stage = t.stage AND g.step = t.step AND g.group_id = t.group_id "
+            f"WHERE t.stage = ?{condition} ORDER BY t.step DESC, g.draw, t.member",
+            stage,
+            *values,
+        )
+
+
+def _conditions(wanted: Wanted) -> tuple[str, list[Value]]:
+    step_to = wanted.step if wanted.step_to is None else wanted.step_to
+    pairs: list[tuple[str, Value]] = [
+        ("t.step >= ?", wanted.step),
+        ("t.step <= ?", step_to),
+        ("t.score >= ?", wanted.min_reward),
+        ("t.score <= ?", wanted.max_reward),
+        ("t.status = ?", wanted.status or None),
+        ("t.num_tokens >= ?", wanted.min_length),
+        ("t.num_tokens <= ?", wanted.max_length),
+        ("g.task_id LIKE ? ESCAPE '\\'", _pattern(wanted.task) if wanted.task else None),
+    ]
+    given = [(text, value) for text, value in pairs if value is not None]
+    condition = "".join(f" AND {text}" for text, _ in given)
+    values: list[Value] = [value for _, value in given]
+    if wanted.q:
+        # Conversations are stored as JSON, where a quotation mark or a line break is written with a backslash.
+        inside = _pattern(json.dumps(wanted.q, ensure_ascii=False)[1:-1])
+        condition += " AND (t.text LIKE ? ESCAPE '\\' OR t.messages LIKE ? ESCAPE '\\' OR g.prompt LIKE ? ESCAPE '\\')"
+        values += [_pattern(wanted.q), inside, inside]
+    return condition, values
+
+
+def _pattern(text: str) -> str:
+    """LIKE's wildcards in what a user typed mean themselves."""
+    escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+    return f"%{escaped}%"
+
+
+def group(database: Database, stage: int, step: int, group_id: str) -> dict[str, Any] | None:
+    found = database.records(
+        "SELECT task_id, prompt, answer, outcome FROM groups WHERE stage = ? AND step = ? AND group_id = ?",
+        *(stage, step, group_id),
+    )
+    return {**found[0], "prompt": json.loads(found[0]["prompt"])} if found else None
+
+
+def members(database: Database, stage: int, step: int, group_id: str) -> list[dict[str, Any]]:
+    rows = database.records(
+        "SELECT member, status, score, score_kind, reason, parts, weighted, num_tokens, text, messages, finish, error, "
+        "events FROM trajectories WHERE stage = ? AND step = ? AND group_id = ? ORDER BY member",
+        *(stage, step, group_id),
+    )
+    return [_member(row) for row in rows]
+
+
+def _member(row: dict[str, Any]) -> dict[str, Any]:
+    alone = [{"role": "assistant", "content": row["text"]}] if row["finish"] else []
+    return {
+        **row,
+        "parts": json.loads(row["parts"]),
+        "weighted": json.loads(row["weighted"]),
+        "messages": _json(row["messages"]) or alone,
+        "events": _json(row["events"]) or [],
+    }
+
+
+def token_rows(database: Database, stage: int, step: int, group_id: str) -> list[dict[str, Any]]:
+    """Of every member of a group, arrays still packed."""
+    return database.records(
+        "SELECT * FROM token_rows WHERE stage = ? AND step = ? AND group_id = ? ORDER BY member, row",
+        *(stage, step, group_id),
+    )
+
+
+def group_rates(database: Database) -> list[tuple[int, int, str, float]]:
+    """(stage, step, group_id, mean score of its scored members): all of them, in the order of training."""
+    return database.rows(
+        "SELECT stage, step, group_id, AVG(score) FROM trajectories WHERE score_kind = 'value' "
+        "GROUP BY stage, step, group_id"
+    )
+
+
+def ledger_counts(database: Database) -> tuple[dict[str, int], int]:
+    """Draws by outcome, and distinct tasks."""
+    outcomes = dict(database.rows("SELECT outcome, COUNT(*) FROM ledger GROUP BY outcome"))
+    return outcomes, database.rows("SELECT COUNT(DISTINCT task_id) FROM ledger")[0][0]
+
+
+def group_tasks(database: Database) -> dict[tuple[int, int, str], str]:
+    """Task of every group."""
+    rows = database.iterate("SELECT stage, step, group_id, task_id FROM groups")
+    return {(stage, step, group_id): task_id for stage, step, group_id, task_id in rows}
+
+
+def drawn_versions(database: Database, steps: int, most: int = 2000) -> list[tuple[int, bytes, bytes]]:
+    """(weights version that trained it, packed loss mask, packed versions) of rows of the last steps."""
+    return database.rows(
+        f"WITH last AS ({LAST_STEPS}) SELECT s.version, r.loss_mask, r.versions FROM last "
+        "JOIN steps s USING (stage, step) CROSS JOIN token_rows r ON r.stage = s.stage AND r.step = s.step "
+        "WHERE r.advantages IS NOT NULL LIMIT ?",
+        *(steps, most),
+    )
+
+
+def recent_seconds(database: Database, steps: int) -> dict[str, float]:
+    """Total by phase over the last steps."""
+    query = (
+        f"WITH last AS ({LAST_STEPS}) SELECT name, SUM(seconds) FROM last JOIN seconds USING (stage, step) GROUP BY 1"
+    )
+    return dict(database.rows(query, steps))
+
+
+def known_evaluations(database: Database) -> set[tuple[int, int, str, float | None]]:
+    return set(database.rows("SELECT stage, step, name, score FROM evaluations"))
+
+
+def known_alarms(database: Database) -> set[tuple[int, int, str, str]]:
+    return set(database.rows("SELECT stage, step, rule, level FROM alarms"))
+
+
+def _json(text: str | None) -> Any:
+    return None if text is None else json.loads(text)

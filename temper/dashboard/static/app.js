@@ -1,0 +1,213 @@
+// The frame around the pages. Owns: routes (#/RUN/page?…), the choice of run, live updates, theme, keys.
+import { ask, forget } from "./api.js";
+import { closeCharts, repaint } from "./charts.js";
+import { ago, el, empty, failure, fill, runLabel } from "./dom.js";
+import { listen, showShortcuts } from "./keys.js";
+import { follow } from "./live.js";
+
+export const PAGES = [
+  { name: "overview", letter: "o", title: "Overview" },
+  { name: "rollouts", letter: "r", title: "Rollouts" },
+  { name: "tokens", letter: "t", title: "Tokens" },
+  { name: "data", letter: "d", title: "Data" },
+  { name: "systems", letter: "s", title: "Systems" },
+  { name: "evaluations", letter: "e", title: "Evaluations" },
+  { name: "config", letter: "c", title: "Config" },
+];
+const RUNS_EVERY_MS = 15000;
+const page = document.getElementById("page");
+let runs = [];
+let shown = { key: "", update: null };
+let visit = 0;
+let followed = { id: null, end: () => {} };
+
+/** {run, page, parameters} of the address. */
+function route() {
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  const [id, name] = path.split("/");
+  return { id: decodeURIComponent(id || ""), name: name || "overview", parameters: new URLSearchParams(query) };
+}
+
+export function address(id, name, parameters = {}) {
+  const query = new URLSearchParams();
+  for (const [key, value] of Object.entries(parameters))
+    if (value !== "" && value !== null && value !== undefined) query.set(key, value);
+  return `#/${encodeURIComponent(id)}/${name}${query.size ? `?${query}` : ""}`;
+}
+
+async function show() {
+  const { id, name, parameters } = route();
+  const run = runs.find((one) => one.id === id);
+  if (!run && runs.length && !id) {
+    location.replace(address(runs[0].id, "overview"));
+    return;
+  }
+  frame(run, name);
+  const mine = ++visit;
+  if (!run) {
+    closeCharts();
+    fill(
+      page,
+      runs.length
+        ? empty("No such run", `There is no run "${id}" here. Choose one above.`)
+        : empty(
+            "No runs yet",
+            "This folder holds no run of Temper. Start one with `temper train RECIPE --run FOLDER`; it appears here by itself.",
+          ),
+    );
+    return;
+  }
+  if (run.error) {
+    closeCharts();
+    shown = { key: "" };
+    fill(page, failure(new Error(run.error)));
+    return;
+  }
+  watch(run);
+  const key = `${id}/${name}`;
+  if (shown.key === key && shown.moved) {
+    shown.moved(parameters);
+    return;
+  } // the page itself changed its address
+  closeCharts();
+  shown = { key, update: null };
+  try {
+    const found = PAGES.find((one) => one.name === name);
+    if (!found)
+      throw new Error(`There is no page "${name}". The pages are ${PAGES.map((one) => one.name).join(", ")}.`);
+    const module = await import(`./${found.name}.js`);
+    if (mine !== visit) return;
+    const root = el("div", { class: "page" });
+    fill(page, el("h1", { class: "hidden" }, found.title), root);
+    const handle = await module.mount(root, {
+      run,
+      runs,
+      parameters,
+      address,
+      isCurrent: () => mine === visit || shown.key === key,
+    });
+    if (shown.key === key) Object.assign(shown, handle || {});
+  } catch (error) {
+    if (shown.key === key) fill(page, failure(error));
+  }
+}
+
+function frame(run, name) {
+  const title = PAGES.find((one) => one.name === name)?.title || "";
+  document.title = run ? `${run.name} · ${title} · Temper` : "Temper";
+  const links = PAGES.map((one, index) =>
+    el(
+      "a",
+      {
+        href: address(run?.id || "", one.name),
+        "aria-current": one.name === name ? "page" : null,
+        title: `${index + 1} or g ${one.letter}`,
+      },
+      one.title,
+    ),
+  );
+  fill(document.getElementById("nav"), links);
+  document.querySelector("#nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+  listRuns(run);
+}
+
+function listRuns(run) {
+  const select = document.getElementById("run");
+  if (document.activeElement === select && select.options.length === runs.length) return; // not under the reader's fingers
+  const options = runs.map((one) => el("option", { value: one.id, selected: one.id === run?.id }, runLabel(one, runs)));
+  fill(select, run ? [] : el("option", { value: "" }, "Choose a run"), options);
+}
+
+function tellState(run, state) {
+  const node = document.getElementById("live");
+  node.dataset.state = state;
+  const words = {
+    live: "live",
+    lost: "connection lost, trying again",
+    finished: "finished",
+    quiet: `not finished · ${ago(run.updated)}`,
+  };
+  node.textContent = words[state];
+  node.title = words[state];
+}
+
+function watch(run) {
+  if (followed.id === run.id) return;
+  followed.end();
+  followed = { id: run.id, end: () => {} };
+  tellState(run, run.finished ? "finished" : "quiet");
+  if (run.finished) return;
+  const end = follow(
+    run,
+    async (kinds) => {
+      forget(run.id);
+      await loadRuns();
+      const current = runs.find((one) => one.id === run.id) || run;
+      try {
+        if (shown.key.startsWith(`${run.id}/`)) await shown.update?.(kinds, current, runs);
+      } catch (error) {
+        tellState(current, "lost");
+        console.warn(error.message);
+      }
+    },
+    (state) => tellState(runs.find((one) => one.id === run.id) || run, state),
+  );
+  followed = { id: run.id, end };
+}
+
+async function loadRuns() {
+  const found = await ask("/api/runs");
+  const isNew = found.length !== runs.length;
+  runs = found;
+  return isNew;
+}
+
+function go(name) {
+  const { id } = route();
+  if (id) location.hash = address(id, name);
+}
+
+function flipTheme() {
+  const next = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  document.documentElement.dataset.theme = next;
+  try {
+    localStorage.setItem("temper-theme", next);
+  } catch {
+    /* not remembered, then */
+  }
+  repaint();
+}
+
+async function start() {
+  document.getElementById("theme").addEventListener("click", flipTheme);
+  document.getElementById("help").addEventListener("click", () => showShortcuts(PAGES));
+  document.getElementById("skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    page.focus();
+  });
+  document.getElementById("run").addEventListener("change", (event) => {
+    if (event.target.value)
+      location.hash = address(event.target.value, route().name === "tokens" ? "rollouts" : route().name);
+  });
+  listen(PAGES, go);
+  window.addEventListener("hashchange", show);
+  try {
+    await loadRuns();
+    await show();
+  } catch (error) {
+    fill(page, failure(error));
+  }
+  setInterval(async () => {
+    if (document.hidden) return;
+    try {
+      if (await loadRuns()) {
+        if (shown.key) listRuns(runs.find((one) => one.id === route().id));
+        else await show();
+      }
+    } catch {
+      /* the stream's indicator already says that the server is gone */
+    }
+  }, RUNS_EVERY_MS);
+}
+
+start();

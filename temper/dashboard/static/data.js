@@ -1,0 +1,125 @@
+// What the policy is taught with. Owns: pass rates, groups without signal, the prompt ledger, the curriculum.
+import { remembered } from "./api.js";
+import { boundaries, Chart, COLORS, label, lines } from "./charts.js";
+import { card, el, empty, fill, isNumber, number, percent, table, tile } from "./dom.js";
+
+export async function mount(root, { run, address, isCurrent }) {
+  const state = { run };
+  const tiles = el("div", { class: "tiles" });
+  const histogram = new Chart(
+    "Pass rates of groups",
+    "How many groups were solved by which share of their members, early against late. Groups in the middle teach most.",
+    { height: 260 },
+  );
+  const signal = new Chart(
+    "Groups without signal",
+    "Share of groups: all passed (too easy), all failed (too hard), all rewards equal (nothing to learn).",
+    { height: 260 },
+  );
+  const curriculum = new Chart("Curriculum", "Pass rate by source or task family over the steps.", { height: 260 });
+  const dropped = card("Why groups were dropped", "Prompts that were drawn but not trained, by reason.");
+  const hard = card("Hardest prompts", "Lowest pass rates. Many at 0: too hard, or a broken verifier.");
+  const easy = card("Easiest prompts", "Highest pass rates. Many at 1: nothing left to learn there.");
+  fill(
+    root,
+    tiles,
+    el("div", { class: "grid two" }, histogram.node, signal.node, curriculum.node, dropped.node, hard.node, easy.node),
+  );
+
+  const open = (row) => {
+    location.hash = address(state.run.id, "rollouts", { group: `${row.stage}.${row.step}.${row.group_id}` });
+  };
+  async function load() {
+    const found = await remembered(state.run.id, "data");
+    if (!isCurrent()) return;
+    fill(tiles, ledger(found.ledger || {}));
+    histogram.set(
+      bars(found.histogram),
+      { barmode: "group", xaxis: { title: "pass rate" }, hovermode: "closest" },
+      "Appears when groups have been scored. Supervised stages have none.",
+    );
+    signal.set(
+      lines(found.series, state.run, { rename: (name) => name.replace(/^data\//, "").replaceAll("_", " ") }),
+      { shapes: boundaries(state.run), yaxis: { rangemode: "tozero" } },
+      "Appears with the first step that draws groups.",
+    );
+    curriculum.set(
+      lines(found.curriculum, state.run),
+      { shapes: boundaries(state.run), yaxis: { rangemode: "tozero" }, showlegend: true },
+      "Appears when tasks come from more than one source or family.",
+    );
+    fill(dropped.body, reasons(found.ledger || {}));
+    fill(hard.body, prompts(found.hardest, "Hardest prompts", open));
+    fill(easy.body, prompts(found.easiest, "Easiest prompts", open));
+  }
+  await load();
+  return {
+    update: (kinds, current) => {
+      state.run = current;
+      return load();
+    },
+  };
+}
+
+function ledger({ drawn, distinct, trained, dropped }) {
+  const lost = Object.values(dropped || {}).reduce((sum, count) => sum + count, 0);
+  const share = (count) => (drawn ? `${percent(count / drawn)} of those drawn` : null);
+  return [
+    tile("Prompts drawn", number(drawn ?? null), isNumber(distinct) ? `${number(distinct)} distinct` : null),
+    tile("Trained", number(trained ?? null), share(trained)),
+    tile("Dropped", number(lost), share(lost)),
+    tile("Repeats", distinct ? `${number(drawn / distinct, 2)}×` : "–", "times a prompt was drawn"),
+  ];
+}
+
+function bars(histogram) {
+  if (!histogram?.edges?.length || ![...histogram.early, ...histogram.late].some(Boolean)) return [];
+  const { edges } = histogram;
+  const names = edges.slice(0, -1).map((edge, index) => `${number(edge, 2)}–${number(edges[index + 1], 2)}`);
+  const one = (counts, name, color) => ({
+    type: "bar",
+    x: names,
+    y: counts,
+    name: label(name),
+    marker: { color },
+    hovertemplate: "%{x}: %{y} groups",
+  });
+  return [one(histogram.early, "early", COLORS[4]), one(histogram.late, "late", COLORS[0])];
+}
+
+function reasons({ dropped }) {
+  const entries = Object.entries(dropped || {}).sort((a, b) => b[1] - a[1]);
+  if (!entries.length)
+    return empty(
+      "Nothing was dropped",
+      "Groups whose members all failed to run, timed out, or brought no signal would be counted here.",
+    );
+  const most = Math.max(...entries.map(([, count]) => count));
+  return el(
+    "div",
+    { class: "bars" },
+    entries.map(([reason, count]) => [
+      el("span", {}, reason),
+      el("span", { class: "fill", style: { width: percent(count / most) } }),
+      el("b", { class: "number" }, number(count)),
+    ]),
+  );
+}
+
+function prompts(rows, name, open) {
+  if (!rows?.length) return empty("No prompts yet", "They appear when groups have been scored.");
+  return table(
+    [
+      { title: "Pass rate", number: true, cell: (row) => percent(row.rate) },
+      { title: "Drawn", number: true, cell: (row) => number(row.draws) },
+      {
+        title: "Prompt",
+        class: "words",
+        cell: (row) => el("span", { class: "line-clamp" }, row.prompt || row.task_id),
+      },
+      { title: "Task", class: "short", cell: (row) => row.task_id },
+    ],
+    rows,
+    { label: name, open },
+  );
+}
