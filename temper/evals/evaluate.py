@@ -1,7 +1,7 @@
 """Held-out score of the weights the sampler holds, with an interval and the score of the commonest answer beside it.
 
-Owns: what is asked, how often, under which budget. Uses the same episodes as training but its own request names, so an
-evaluation cannot change what training draws.
+Owns: what is asked, how often, under which budget, by which weights. Uses the same episodes as training but its own
+request names and verifier, so an evaluation cannot change what training draws.
 """
 
 from __future__ import annotations
@@ -10,13 +10,26 @@ import asyncio
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from temper.errors import BackendError
+from temper.evals.audits import Attempt, choose
 from temper.evals.passk import clustered_interval
-from temper.rollout.episode import EpisodeSetup, run_episode
-from temper.types import EvaluationResult, Task, Trajectory
+from temper.evals.scores import suite_metrics
+from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
+from temper.runs.records import AuditRecord
+from temper.runs.results import PromptResult, SampleResult
+from temper.types import (
+    TRAINABLE_STATUSES,
+    EvaluationResult,
+    SamplingParams,
+    Scalar,
+    Score,
+    Task,
+    Trajectory,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,55 +39,70 @@ class Evaluation:
     name: str
     temperature: float
     samples: int
+    max_new_tokens: int | None = None
+    """None: as in training; the same below."""
+    top_p: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """What every evaluation of a stage shares."""
+
+    setup: EpisodeSetup
+    """Its scorer is the training reward."""
+    tasks: Sequence[Task]
+    verifier: Scorer
+    """Gives the score; the training reward itself when the recipe names no other."""
+    verifier_name: str
+    """Tells verifiers apart whose scores cannot be compared."""
+    constant_score: float
+    error_limit: float = 0.0
+    """Largest share of attempts that may fail without a score; they are left out and counted."""
 
 
 async def evaluate(
-    setup: EpisodeSetup, tasks: Sequence[Task], evaluation: Evaluation, *, stage: int, step: int, constant_score: float
-) -> EvaluationResult:
-    """Plays every task `samples` times. A failed verifier is an error of the evaluation, never a score."""
-    params = dataclasses.replace(setup.params, temperature=evaluation.temperature)
-    setup = dataclasses.replace(setup, params=params)
-    prefix = f"eval/{stage}/{step}/{evaluation.name}"
-    async with asyncio.TaskGroup() as group:
-        running = [
-            [
-                group.create_task(
-                    run_episode(setup, task, group_id=task.id, index=k, request_id=f"{prefix}/{task.id}/{k}")
-                )
-                for k in range(evaluation.samples)
-            ]
-            for task in tasks
-        ]
-    scores = [[_value_of(member.result()) for member in members] for members in running]
+    heldout: HeldOut, evaluation: Evaluation, *, stage: int, step: int, reward: float | None = None
+) -> tuple[EvaluationResult, list[AuditRecord]]:
+    """Plays every task `samples` times with the weights of one version. A failed verifier is never a score.
+
+    reward: of the training step these weights come from, to tell how far it is from the held-out score.
+    """
+    setup, version = heldout.setup, heldout.setup.sampler.version
+    params = _params_of(setup.params, evaluation)
+    attempts = await _play(heldout, params, f"eval/{stage}/{step}/{evaluation.name}", evaluation.samples)
+    _require_version(attempts, version, setup.sampler.version)
+    _require_scores(attempts, heldout.error_limit)
+    scores = [[one.heldout.value for one in members if one.heldout.value is not None] for members in attempts]
     mean, low, high = clustered_interval(scores)
-    return EvaluationResult(
+    everyone = [attempt for members in attempts for attempt in members]
+    details: dict[str, float | Mapping[str, float]] = {**_gaps(heldout, everyone)}
+    details |= suite_metrics([_prompt_result(members) for members in attempts])
+    if reward is not None:
+        details["reward_heldout_gap"] = reward - mean
+    result = EvaluationResult(
         stage=stage,
         step=step,
         name=evaluation.name,
         score=mean,
         low=low,
         high=high,
-        num_prompts=len(tasks),
+        num_prompts=len(heldout.tasks),
         samples_per_prompt=evaluation.samples,
-        constant_score=constant_score,
-        budget={
-            "prompts_sha256": prompts_hash(tasks),
-            "temperature": evaluation.temperature,
-            "max_new_tokens": params.max_new_tokens,
-            "max_turns": setup.max_turns,
-            "samples": evaluation.samples,
-        },
+        constant_score=heldout.constant_score,
+        budget=_budget(heldout, params, evaluation.samples),
+        details=details,
     )
+    return result, choose(everyone, evaluation=evaluation.name, stage=stage, step=step)
 
 
-async def constant_answer_score(setup: EpisodeSetup, tasks: Sequence[Task]) -> float:
+async def constant_answer_score(scorer: Scorer, tasks: Sequence[Task]) -> float:
     """Mean score of always giving the commonest gold answer. A model that beats only this has learnt nothing."""
     answers = Counter(task.answer for task in tasks if task.answer is not None)
     if not answers:
         return 0.0
     # Ties are broken by the text, so that the number does not depend on the order of the tasks.
     answer = min(answers, key=lambda text: (-answers[text], text))
-    scores = [await setup.scorer.score(task, Trajectory.saying(task.id, answer)) for task in tasks]
+    scores = [await scorer.score(task, Trajectory.saying(task.id, answer)) for task in tasks]
     values = [score.value for score, _ in scores if score.value is not None]
     return sum(values) / len(values) if values else 0.0
 
@@ -86,7 +114,99 @@ def prompts_hash(tasks: Sequence[Task]) -> str:
     return digest.hexdigest()
 
 
-def _value_of(trajectory: Trajectory) -> float:
-    if trajectory.score.value is None:
-        raise BackendError(f"held-out task {trajectory.task_id} could not be scored: {trajectory.score.reason}")
-    return trajectory.score.value
+def _params_of(trained: SamplingParams, evaluation: Evaluation) -> SamplingParams:
+    """Nobody trains on an evaluation, so nobody needs its most likely tokens; greedy needs no truncation either."""
+    is_greedy = evaluation.temperature == 0
+    top_p = trained.top_p if evaluation.top_p is None else evaluation.top_p
+    return dataclasses.replace(
+        trained,
+        temperature=evaluation.temperature,
+        max_new_tokens=evaluation.max_new_tokens or trained.max_new_tokens,
+        top_p=1.0 if is_greedy else top_p,
+        top_k=0 if is_greedy else trained.top_k,
+        min_p=0.0 if is_greedy else trained.min_p,
+        top_logprobs=0,
+        entropy=False,
+    )
+
+
+async def _play(heldout: HeldOut, params: SamplingParams, prefix: str, samples: int) -> list[list[Attempt]]:
+    setup = dataclasses.replace(heldout.setup, params=params)
+
+    async def attempt(task: Task, index: int) -> Attempt:
+        name = f"{prefix}/{task.id}/{index}"
+        trajectory = await run_episode(setup, task, group_id=task.id, index=index, request_id=name)
+        score = trajectory.score
+        if heldout.verifier is not setup.scorer and trajectory.status in TRAINABLE_STATUSES:
+            score, _ = await heldout.verifier.score(task, trajectory)
+        return Attempt(task=task, trajectory=trajectory, heldout=score)
+
+    async with asyncio.TaskGroup() as group:
+        running = [[group.create_task(attempt(task, k)) for k in range(samples)] for task in heldout.tasks]
+    return [[member.result() for member in members] for members in running]
+
+
+def _require_version(attempts: Sequence[Sequence[Attempt]], version: int, version_now: int) -> None:
+    turns = (turn for members in attempts for one in members for turn in one.trajectory.turns)
+    others = {drawn for turn in turns for drawn in turn.completion.versions} - {version}
+    if others or version_now != version:
+        found = ", ".join(map(str, sorted(others or {version_now})))
+        raise BackendError(
+            f"weights of version {version} were to be evaluated, and the sampler loaded version {found} meanwhile: the "
+            f"score would be of no weights at all"
+        )
+
+
+def _require_scores(attempts: Sequence[Sequence[Attempt]], limit: float) -> None:
+    everyone = [one for members in attempts for one in members]
+    failed = [one for one in everyone if one.heldout.value is None]
+    if len(failed) > limit * len(everyone) or len(failed) == len(everyone):
+        raise BackendError(
+            f"held-out task {failed[0].task.id} could not be scored: {failed[0].heldout.reason} ({len(failed)} of "
+            f"{len(everyone)} attempts)"
+        )
+
+
+def _prompt_result(members: Sequence[Attempt]) -> PromptResult:
+    samples = tuple(_sample_result(one.trajectory, one.heldout) for one in members)
+    return PromptResult(task_id=members[0].task.id, prompt="", gold=members[0].task.answer, samples=samples)
+
+
+def _sample_result(trajectory: Trajectory, score: Score) -> SampleResult:
+    events = [event for turn in trajectory.turns for event in turn.events]
+    return SampleResult(
+        score=score.value,
+        reason=score.reason,
+        num_tokens=trajectory.num_tokens,
+        num_turns=len(trajectory.turns),
+        status=trajectory.status.value,
+        events=Counter(event.kind.value for event in events),
+        cost=sum(event.cost for event in events),
+    )
+
+
+def _gaps(heldout: HeldOut, attempts: Sequence[Attempt]) -> dict[str, float]:
+    """What the training reward says of the same attempts; and by how much it flatters, if another verifier judges."""
+    rewards = [(one.trajectory.score.value, one.heldout.value) for one in attempts]
+    gaps: dict[str, float] = {}
+    if known := [reward for reward, _ in rewards if reward is not None]:
+        gaps["reward_mean"] = fmean(known)
+    both = [reward - score for reward, score in rewards if reward is not None and score is not None]
+    if both and heldout.verifier is not heldout.setup.scorer:
+        gaps["proxy_gap"] = fmean(both)
+    return gaps
+
+
+def _budget(heldout: HeldOut, params: SamplingParams, samples: int) -> dict[str, Scalar]:
+    return {
+        "prompts_sha256": prompts_hash(heldout.tasks),
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "max_new_tokens": params.max_new_tokens,
+        "max_turns": heldout.setup.max_turns,
+        "samples": samples,
+        "seed": heldout.setup.seed,
+        "verifier": heldout.verifier_name,
+    }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from temper.commands.train import run_stages
+from temper.commands.train import Records, run_stages
 from temper.config import resolve
 from temper.models.load import load_model, save_model
 from temper.models.tiny import character_tokenizer, make_tiny_model
@@ -66,7 +66,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def train(table: dict[str, Any], run: Path) -> None:
     store = open_run(run, config="", resume=False)
     try:
-        asyncio.run(run_stages(resolve(table, (), where="test"), run, store, Display()))
+        asyncio.run(run_stages(resolve(table, (), where="test"), run, Records(store, Display())))
     finally:
         store.close()
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from temper.engine.fake import FakeSampler
 from temper.envs.env import make_env
 from temper.errors import BackendError
-from temper.evals.evaluate import Evaluation, constant_answer_score, evaluate, prompts_hash
+from temper.evals.evaluate import Evaluation, HeldOut, constant_answer_score, evaluate, prompts_hash
 from temper.rollout.episode import EpisodeSetup
-from temper.types import Group, Message, Request, SamplingParams, Score, Task, Trajectory
+from temper.types import Group, Message, Publication, Request, SamplingParams, Score, Task, Trajectory
 
 
 class Digits:
@@ -59,11 +61,28 @@ def echo(request: Request) -> list[int]:
     return [request.prompt_ids[0], 1]
 
 
+class Generous(Equal):
+    """A training reward that likes everything."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
+        return Score.of(1.0), {}
+
+
+def held_out(sampler: FakeSampler, heldout: Sequence[Task], reward: Equal | None = None, **changes: Any) -> HeldOut:
+    """Judged by Equal; `reward`: another training reward."""
+    verifier = Equal()
+    shared = dataclasses.replace(setup(sampler), scorer=reward or verifier)
+    made = HeldOut(setup=shared, tasks=heldout, verifier=verifier, verifier_name="equal", constant_score=0.25)
+    return dataclasses.replace(made, **changes)
+
+
+GREEDY = Evaluation(name="greedy", temperature=0.0, samples=1)
+SAMPLED = Evaluation(name="sampled", temperature=0.5, samples=3)
+
+
 def test_the_score_is_the_share_of_right_answers_with_its_interval() -> None:
-    heldout = tasks("0", "1", "9", "9")
-    way = Evaluation(name="sampled", temperature=0.5, samples=3)
     sampler = FakeSampler(echo)
-    result = asyncio.run(evaluate(setup(sampler), heldout, way, stage=1, step=7, constant_score=0.25))
+    result, _ = asyncio.run(evaluate(held_out(sampler, tasks("0", "1", "9", "9")), SAMPLED, stage=1, step=7))
     assert (result.score, result.num_prompts, result.samples_per_prompt) == (0.5, 4, 3)
     assert result.low < 0.5 < result.high
     assert {request.params.temperature for request in sampler.requests} == {0.5}
@@ -71,15 +90,107 @@ def test_the_score_is_the_share_of_right_answers_with_its_interval() -> None:
     assert all(request.id.startswith("eval/1/7/sampled/") for request in sampler.requests)
 
 
+def test_an_evaluation_has_decoding_settings_of_its_own_and_keeps_them_with_the_result() -> None:
+    sampler = FakeSampler(echo)
+    heldout = held_out(sampler, tasks("0"))
+    trained = dataclasses.replace(heldout.setup.params, top_k=5, top_p=0.9, top_logprobs=3, entropy=True)
+    heldout = dataclasses.replace(heldout, setup=dataclasses.replace(heldout.setup, params=trained))
+    own = dataclasses.replace(SAMPLED, top_p=0.5, max_new_tokens=2)
+    result, _ = asyncio.run(evaluate(heldout, own, stage=0, step=0))
+    (asked,) = {request.params for request in sampler.requests}
+    assert asked == dataclasses.replace(
+        trained, temperature=0.5, top_p=0.5, max_new_tokens=2, top_logprobs=0, entropy=False
+    )
+    assert {name: result.budget[name] for name in ("temperature", "top_p", "top_k", "max_new_tokens", "verifier")} == {
+        "temperature": 0.5, "top_p": 0.5, "top_k": 5, "max_new_tokens": 2, "verifier": "equal"
+    }  # fmt: skip
+    inherited, _ = asyncio.run(evaluate(heldout, SAMPLED, stage=0, step=1))
+    assert (inherited.budget["top_p"], inherited.budget["max_new_tokens"]) == (0.9, 4)
+    greedy, _ = asyncio.run(evaluate(heldout, GREEDY, stage=0, step=2))
+    assert (greedy.budget["temperature"], greedy.budget["top_p"], greedy.budget["top_k"]) == (0.0, 1.0, 0)
+
+
+@pytest.mark.parametrize("when", ["while tokens are drawn", "after the last token"])
+def test_weights_that_change_during_an_evaluation_end_it(when: str) -> None:
+    publication = Publication(version=8, tensors={})
+
+    async def load_meanwhile(request: Request) -> None:
+        if request.id.endswith("t1/0/0") and when == "while tokens are drawn":
+            await sampler.load(publication)
+
+    class Late(Equal):
+        async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
+            await sampler.load(publication)
+            return await super().score(task, trajectory)
+
+    sampler = FakeSampler(echo, delay=load_meanwhile)
+    reward = Late() if when == "after the last token" else None
+    heldout = held_out(sampler, tasks("0", "1"), reward)
+    with pytest.raises(BackendError, match="version 0 were to be evaluated, and the sampler loaded version 8"):
+        asyncio.run(evaluate(heldout, GREEDY, stage=0, step=0))
+    again, _ = asyncio.run(evaluate(dataclasses.replace(heldout, setup=setup(sampler)), GREEDY, stage=0, step=1))
+    assert again.score == 1.0, "at the new version from its start, nothing is wrong"
+
+
+def test_the_held_out_verifier_gives_the_score_and_the_training_reward_shows_its_flattery() -> None:
+    heldout = held_out(FakeSampler(echo), tasks("0", "1", "2", "9"), Generous())
+    result, audits = asyncio.run(evaluate(heldout, GREEDY, stage=0, step=3, reward=0.95))
+    assert result.score == 0.75
+    assert result.details["reward_mean"] == 1.0
+    assert result.details["proxy_gap"] == 0.25
+    assert result.details["reward_heldout_gap"] == pytest.approx(0.2)
+    assert {(audit.task_id, audit.reward, audit.heldout) for audit in audits if audit.kind == "top"} == {
+        ("t0", 1.0, 1.0), ("t1", 1.0, 1.0), ("t2", 1.0, 1.0), ("t3", 1.0, 0.0)
+    }  # fmt: skip
+
+
+def test_without_a_verifier_of_its_own_an_evaluation_claims_no_gap() -> None:
+    result, _ = asyncio.run(evaluate(held_out(FakeSampler(echo), tasks("0", "9")), GREEDY, stage=0, step=0))
+    assert "proxy_gap" not in result.details
+    assert "reward_heldout_gap" not in result.details
+    assert result.details["reward_mean"] == result.score == 0.5
+
+
+def test_details_hold_pass_at_k_lengths_and_truncation() -> None:
+    def sometimes(request: Request) -> list[int]:
+        """Right in the first of four attempts, cut short in the last."""
+        attempt = int(request.id.split("/")[-2])
+        right = request.prompt_ids[0]
+        return [right if attempt == 0 else 19, *([2] * 9 if attempt == 3 else [1])]
+
+    way = Evaluation(name="sampled", temperature=1.0, samples=4)
+    result, _ = asyncio.run(evaluate(held_out(FakeSampler(sometimes), tasks("0", "1")), way, stage=0, step=0))
+    assert result.score == 0.25
+    at_2, cut = result.details["pass@2"], result.details["truncated"]
+    assert isinstance(at_2, Mapping)
+    assert isinstance(cut, Mapping)
+    assert at_2["score"] == 0.5
+    assert at_2["low"] < 0.5 < at_2["high"]
+    assert cut["score"] == 0.25
+    assert result.details["tokens"]["score"] == (3 * 2 + 4) / 4
+
+
 def test_a_failed_verifier_is_not_a_wrong_answer() -> None:
-    way = Evaluation(name="greedy", temperature=0.0, samples=1)
-    with pytest.raises(BackendError, match="verifier crashed"):
-        asyncio.run(evaluate(setup(FakeSampler(echo)), tasks("0", "broken"), way, stage=0, step=0, constant_score=0.0))
+    heldout = held_out(FakeSampler(echo), tasks("0", "broken"))
+    with pytest.raises(BackendError, match=r"task t1 could not be scored: verifier crashed \(1 of 2 attempts\)"):
+        asyncio.run(evaluate(heldout, GREEDY, stage=0, step=0))
+
+
+def test_a_few_failures_within_the_limit_are_left_out_and_counted() -> None:
+    heldout = held_out(FakeSampler(echo), tasks("0", "broken"), error_limit=0.5)
+    result, audits = asyncio.run(evaluate(heldout, GREEDY, stage=0, step=0))
+    assert result.score == 1.0
+    unscorable = result.details["unscorable"]
+    assert isinstance(unscorable, Mapping)
+    assert unscorable["score"] == 0.5
+    assert {audit.heldout for audit in audits if audit.kind == "random"} == {1.0, None}
+    everything = dataclasses.replace(heldout, tasks=tasks("broken"), error_limit=1.0)
+    with pytest.raises(BackendError, match="1 of 1 attempts"):
+        asyncio.run(evaluate(everything, GREEDY, stage=0, step=0))
 
 
 def test_the_commonest_answer_is_scored_on_every_task() -> None:
-    score = asyncio.run(constant_answer_score(setup(FakeSampler(echo)), tasks("3", "3", "5", "3")))
-    assert score == 0.75
+    assert asyncio.run(constant_answer_score(Equal(), tasks("3", "3", "5", "3"))) == 0.75
 
 
 def test_the_budget_tells_other_prompts_apart() -> None:

@@ -1,0 +1,327 @@
+"""`temper eval CHECKPOINT --suite NAME`: a checkpoint on a suite, with every metric, its interval and its budget.
+
+Owns: wiring model, engine, verifier and suite; the budget; where the result goes; what is printed. Refuses: training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+import temper
+from temper.build import pick_device, pick_dtype
+from temper.commands.checkpoints import find_model
+from temper.data import ENV_GENERATORS
+from temper.engine.local.engine import EngineSettings, LocalEngine
+from temper.envs.adapters.reasoning_gym import ReasoningGymReward
+from temper.envs.adapters.verifiers import VerifiersReward
+from temper.envs.env import find_env
+from temper.envs.library.countdown import CountdownReward
+from temper.errors import UserError
+from temper.evals.attempts import Attempts, constant_score, play
+from temper.evals.scores import ROUNDING, suite_metrics
+from temper.evals.suites import DecodingConfig, Suite, answer_of, load_suite, prompts_sha256, read_tasks
+from temper.models.decoder import FAMILIES
+from temper.models.load import end_ids, load_model, load_tokenizer, read_shape
+from temper.named import load_function
+from temper.protocols import Env
+from temper.rewards.registry import REWARDS, RewardFactory, make_reward
+from temper.rewards.rubric import Part, Rubric
+from temper.rewards.workers import WorkerPool
+from temper.rollout.episode import EpisodeSetup
+from temper.runs.results import PromptResult, SuiteResult, differing_budget, load, save
+from temper.tasks.generators import GENERATORS
+from temper.tasks.render import Renderer
+from temper.trainer.checkpoint import sha256_of
+from temper.types import SamplingParams, Scalar, Task
+
+BLOCK_SIZE = 16
+MAX_RUNNING = {"cpu": 16, "cuda": 256}
+"""Sequences decoded together."""
+PACKAGES = {"math": "math-verify", "reasoning_gym": "reasoning-gym", "verifiers": "verifiers"}
+"""Whose version changes what a verifier says."""
+COUNTS = ("tokens", "turns", "tool_calls", "tool_errors", "timeouts", "denied", "side_effects", "cost_per_success")
+"""Metrics that are numbers, not shares."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The command line. None: as the suite says."""
+
+    suite: str
+    """A name, or the path of a .toml file."""
+    data: Path | None = None
+    samples: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_new_tokens: int | None = None
+    limit: int = 0
+    """Only the first tasks; 0: all."""
+    seed: int = 0
+    out: Path | None = None
+    force: bool = False
+    """Replace a result with another budget."""
+    numerics: Literal["exact", "fast"] = "exact"
+    """exact: a sample does not depend, to the bit, on what else is drawn. fast: about twice as fast on a CPU."""
+    overrides: Sequence[str] = ()
+    """"key=value" over the suite's keys."""
+
+
+Note = Callable[[str], None]
+
+
+def evaluate_suite(checkpoint: Path, asked: Asked, *, note: Note = print, is_live: bool = True) -> SuiteResult:
+    """Evaluates and saves. Raises UserError, before anything is drawn, when the file holds another budget's result."""
+    folder = find_model(checkpoint)
+    suite, tasks = open_suite(asked)
+    budget = budget_of(suite, tasks, asked.seed)
+    path = asked.out or default_path(checkpoint, suite.name)
+    require_same_budget(path, budget, force=asked.force)
+    if suite.is_sample:
+        note(
+            f"{suite.name}: {len(tasks)} problems of the sample that ships with Temper, of its own making. The "
+            f"published set is {suite.source}: give its file with --data"
+        )
+    constant, prompts = asyncio.run(_evaluate(suite, tasks, asked, folder, note, is_live))
+    result = SuiteResult(
+        suite=suite.name,
+        checkpoint=str(checkpoint),
+        weights_sha256=weights_sha256(folder),
+        created=time.time(),
+        budget=budget,
+        constant_score=constant,
+        metrics=suite_metrics(prompts, correct_at=suite.correct_at, seed=asked.seed),
+        prompts=prompts,
+    )
+    save(result, path)
+    note(f"saved: {path}")
+    return result
+
+
+def open_suite(asked: Asked) -> tuple[Suite, tuple[Task, ...]]:
+    """The suite as the command line wants it, and its tasks."""
+    suite = with_decoding(load_suite(asked.suite, data=asked.data, overrides=asked.overrides), asked)
+    return suite, read_tasks(suite, limit=asked.limit, generators={**GENERATORS, **ENV_GENERATORS})
+
+
+def with_decoding(suite: Suite, asked: Asked) -> Suite:
+    """The suite, asked as the command line says."""
+    names = ("samples", "temperature", "top_p", "max_new_tokens")
+    given = {name: value for name in names if (value := getattr(asked, name)) is not None}
+    if given.get("temperature") == 0:
+        given.setdefault("samples", 1)
+    try:
+        decoding = DecodingConfig.model_validate({**suite.decoding.model_dump(), **given})
+    except ValidationError as error:
+        problems = [str(problem["msg"]).removeprefix("Value error, ") for problem in error.errors()]
+        raise UserError("; ".join(problems)) from error
+    return suite.model_copy(update={"decoding": decoding})
+
+
+def default_path(checkpoint: Path, suite: str) -> Path:
+    """Inside a run, where its dashboard finds it; else beside the work, by name."""
+    is_run = (checkpoint / "run.db").is_file()
+    return (checkpoint / "evaluations" if is_run else Path("evaluations") / checkpoint.resolve().name) / f"{suite}.json"
+
+
+def budget_of(suite: Suite, tasks: Sequence[Task], seed: int) -> dict[str, Scalar]:
+    """Everything that must be equal before two scores may be compared."""
+    decoding = suite.decoding.model_dump(exclude={"stop"})
+    rewards = [part.model_dump(exclude_defaults=True) for part in suite.reward]
+    return {
+        "suite": suite.name,
+        "num_prompts": len(tasks),
+        "prompts_sha256": prompts_sha256(suite, tasks),
+        **decoding,
+        "stop": json.dumps(suite.decoding.stop),
+        "seed": seed,
+        "verifier": json.dumps(rewards, sort_keys=True),
+        "verifier_version": verifier_version(suite),
+        "correct_at": suite.correct_at,
+    }
+
+
+def verifier_version(suite: Suite) -> str:
+    """Temper's version, that of packages which judge, and the hash of files with functions of the user's own."""
+    versions = [f"temper {temper.__version__}"]
+    for kind in dict.fromkeys(part.kind for part in suite.reward):
+        if kind in PACKAGES:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions.append(f"{PACKAGES[kind]} {importlib.metadata.version(PACKAGES[kind])}")
+        if ":" in kind:
+            code = load_function(kind, where=f'reward "{kind}"').__code__
+            versions.append(f"{kind} {hashlib.sha256(Path(code.co_filename).read_bytes()).hexdigest()[:12]}")
+    return ", ".join(versions)
+
+
+def require_same_budget(path: Path, budget: dict[str, Scalar], *, force: bool) -> None:
+    """A file is for one budget: a chart over its history must not mix questions."""
+    if not path.exists() or force:
+        return
+    old = load(path)
+    if differing := differing_budget(old, dataclasses.replace(old, budget=budget)):
+        raise UserError(
+            f"{path} holds a result of another budget (then and now):\n  "
+            + "\n  ".join(differing)
+            + "\nThe two cannot be compared. Give another --out, ask as then, or replace it with --force"
+        )
+
+
+async def _evaluate(
+    suite: Suite, tasks: Sequence[Task], asked: Asked, folder: Path, note: Note, is_live: bool
+) -> tuple[float | None, tuple[PromptResult, ...]]:
+    """The score of the constant answer, and what was drawn."""
+    rubric = open_rubric(suite)
+    try:
+        for task in tasks:
+            if (reason := rubric.check(task)) is not None:
+                raise UserError(reason)
+        await rubric.start()
+        setup, at_once = open_setup(suite, tasks, asked, folder, rubric, note)
+        try:
+            constant = await constant_score(rubric, tasks, suite.say)
+            attempts = Attempts(
+                name=f"suite/{suite.name}",
+                samples=suite.decoding.samples,
+                at_once=at_once,
+                answer_of=answer_of(suite),
+            )
+            with _progress(suite.name, len(tasks) * attempts.samples, is_live) as advance:
+                return constant, await play(setup, tasks, attempts, progress=advance)
+        finally:
+            await setup.sampler.close()
+    finally:
+        await rubric.close()
+
+
+def open_rubric(suite: Suite) -> Rubric:
+    rewards: dict[str, RewardFactory] = {
+        **REWARDS,
+        "countdown": CountdownReward,
+        "reasoning_gym": partial(ReasoningGymReward, WorkerPool),
+        "verifiers": VerifiersReward,
+    }
+    return Rubric(
+        [
+            Part(make_reward(part.kind, part.options, rewards), part.weight, part.gate, part.clip)
+            for part in suite.reward
+        ]
+    )
+
+
+def open_setup(
+    suite: Suite, tasks: Sequence[Task], asked: Asked, folder: Path, rubric: Rubric, note: Note
+) -> tuple[EpisodeSetup, int]:
+    """The episodes of a suite, and how many run together."""
+    tokenizer, shape, decoding = load_tokenizer(folder), read_shape(folder), suite.decoding
+    prompt = suite.prompt
+    renderer = Renderer(tokenizer, prompt.system, prompt.template, eos_ids=end_ids(folder, tokenizer))
+    # Environments open with words of their own; a prompt that is too long for those shows when it is played.
+    asks = [task for task in tasks if task.messages]
+    longest = max((len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in asks), default=0)
+    if longest + decoding.max_new_tokens > shape.max_context:
+        raise UserError(
+            f"the longest prompt has {longest} tokens; with max_new_tokens={decoding.max_new_tokens} that is more than "
+            f"the model's context of {shape.max_context}. Use --max-new-tokens {max(1, shape.max_context - longest)}"
+        )
+    device = pick_device("auto")
+    numerics = asked.numerics
+    if numerics == "exact" and shape.family not in FAMILIES:
+        note(f"numerics: fast, because exact ones are made for {', '.join(FAMILIES)}; the last digits may vary")
+        numerics = "fast"
+    model: Any = load_model(folder, pick_dtype("auto", device), device, numerics)
+    at_once = min(MAX_RUNNING[device.type], len(tasks) * decoding.samples)
+    length = shape.max_context if decoding.max_turns > 1 else longest + decoding.max_new_tokens
+    settings = EngineSettings(
+        seed=asked.seed,
+        block_size=BLOCK_SIZE,
+        num_blocks=(-(-length // BLOCK_SIZE) + 1) * at_once + 2,
+        max_running=at_once,
+        tokens_per_step=max(2048, at_once + 1),
+        max_length=shape.max_context,
+    )
+    setup = EpisodeSetup(
+        sampler=LocalEngine(model, settings, decode=renderer.decode if decoding.stop else None),
+        renderer=renderer,
+        scorer=rubric,
+        make_env=partial(_env_of, suite),
+        params=_params(decoding, renderer),
+        max_turns=decoding.max_turns,
+        episode_seconds=decoding.episode_seconds,
+        seed=asked.seed,
+    )
+    return setup, at_once
+
+
+def _params(decoding: DecodingConfig, renderer: Renderer) -> SamplingParams:
+    return SamplingParams(
+        temperature=decoding.temperature,
+        max_new_tokens=decoding.max_new_tokens,
+        stop_ids=renderer.stop_ids,
+        top_k=decoding.top_k,
+        top_p=decoding.top_p,
+        min_p=decoding.min_p,
+        stop=tuple(decoding.stop),
+    )
+
+
+def _env_of(suite: Suite, name: str) -> Env:
+    return find_env(suite.env.name or name, suite.env.options)()
+
+
+def weights_sha256(folder: Path) -> str:
+    """Of all weight files: which model this was, whatever its directory is called."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    parts = [[file.name, sha256_of(file)] for file in files]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _progress(name: str, total: int, is_live: bool) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_live) as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def render(result: SuiteResult) -> RenderableType:
+    """What the terminal shows: metrics with intervals, the constant answer beside them, failures, the budget."""
+    table = Table("metric", "score", "95% interval", "prompts", title=f"{result.suite}: {result.checkpoint}")
+    for name, metric in result.metrics.items():
+        low, high = _number(name, metric["low"]), _number(name, metric["high"])
+        table.add_row(name, _number(name, metric["score"]), f"{low} to {high}", f"{metric['prompts']:g}")
+    if result.constant_score is not None:
+        table.add_row("commonest answer", _number("", result.constant_score), "", str(len(result.prompts)))
+    samples = [sample for prompt in result.prompts for sample in prompt.samples]
+    reasons = Counter(sample.reason for sample in samples if sample.reason is not None)
+    lines = [f"unscorable, {count} of {len(samples)}: {reason:.200}" for reason, count in reasons.most_common(3)]
+    facts = ", ".join(f"{name} {_short(value)}" for name, value in result.budget.items())
+    lines += [f"budget: {facts}", f"weights: sha256 {result.weights_sha256[:16]}"]
+    return Group(table, Text("\n".join(lines)))
+
+
+def _number(name: str, value: float) -> str:
+    is_share = name not in COUNTS and -ROUNDING <= value <= 1 + ROUNDING
+    return f"{value:.1%}" if is_share else f"{value:.4g}"
+
+
+def _short(value: Scalar) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text[:16] if len(text) == 64 else text
