@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from temper.types import Batch, EvaluationResult, Group, Message, Sample, Score, StepReport, Trajectory
+from temper.runs.records import AlarmRecord, AuditRecord
+from temper.types import Batch, EvaluationResult, Group, Message, Sample, Score, StepReport, Trace, Trajectory
 
 Row = tuple[Any, ...]
 TRAINED = "trained"
@@ -94,6 +95,7 @@ def trajectory_row(report: StepReport, trajectory: Trajectory) -> Row:
 
 def trained_rows(report: StepReport, batch: Batch) -> Iterator[Row]:
     """Token arrays of what was trained. A rollout trained in several updates is stored once, from its first."""
+    traces = report.traces or {}
     seen: set[tuple[str, int]] = set()
     for update in batch.updates:
         rows: dict[tuple[str, int], int] = {}
@@ -102,7 +104,8 @@ def trained_rows(report: StepReport, batch: Batch) -> Iterator[Row]:
             if key in seen:
                 continue
             rows[key] = rows.get(key, -1) + 1
-            yield (report.stage, report.step, *key, rows[key], *_sample_arrays(sample))
+            name = (*key, rows[key])
+            yield (report.stage, report.step, *name, *_sample_arrays(sample, traces.get(name)))
         seen |= rows.keys()
 
 
@@ -118,6 +121,7 @@ def untrained_rows(report: StepReport, trajectory: Trajectory) -> Iterator[Row]:
             _array([0.0] * size + completion.logprobs, "<f4"),
             _array([-1] * size + completion.versions, "<i4"),
             *(None, None, None),
+            None if completion.entropies is None else _array([0.0] * size + completion.entropies, "<f4"),
         )
 
 
@@ -125,18 +129,34 @@ def evaluation_row(result: EvaluationResult) -> Row:
     budget = to_json(dict(result.budget))
     scores = (number(result.score), number(result.low), number(result.high))
     sizes = (result.num_prompts, result.samples_per_prompt)
-    return (result.stage, result.step, result.name, *scores, *sizes, number(result.constant_score), budget)
+    texts = (budget, to_json(dict(result.details)) if result.details else None)
+    return (result.stage, result.step, result.name, *scores, *sizes, number(result.constant_score), *texts)
 
 
-def _sample_arrays(sample: Sample) -> Row:
+def audit_row(audit: AuditRecord) -> Row:
+    name = (audit.stage, audit.step, audit.evaluation, audit.place, audit.kind, audit.task_id)
+    scores = (None if score is None else number(score) for score in (audit.reward, audit.heldout))
+    return (*name, _messages(audit.prompt), audit.text, *scores)
+
+
+def alarm_row(alarm: AlarmRecord) -> Row:
+    value = None if alarm.value is None else number(alarm.value)
+    what = (alarm.text, alarm.meaning, alarm.advice)
+    return (alarm.stage, alarm.step, alarm.time, alarm.rule, alarm.level, value, *what)
+
+
+def _sample_arrays(sample: Sample, trace: Trace | None) -> Row:
+    """trace: what the trainer found when it trained the row; None: it kept nothing."""
+    policy = sample.proximal_logprobs if trace is None else trace.policy_logprobs
     return (
         _array(sample.token_ids, "<i4"),
         _array(sample.loss_mask, "u1"),
         _array(sample.behavior_logprobs, "<f4"),
         _array(sample.versions, "<i4"),
-        None if sample.proximal_logprobs is None else _array(sample.proximal_logprobs, "<f4"),
+        None if policy is None else _array(policy, "<f4"),
         _array(sample.advantages, "<f4"),
         _array(sample.weights, "<f4"),
+        None if trace is None else _array(trace.entropies, "<f4"),
     )
 
 

@@ -1,6 +1,7 @@
-"""What each metric of a run means, defined once. Owns: names, units, reductions. Refuses: computing them.
+"""What each metric of a run means, defined once. Owns: names, units, masks, reductions. Refuses: computing them.
 
-"*" stands for the rest of a name. Every metric but those under sys/ is a pure function of data and weights.
+"*" stands for the rest of a name. Every metric but those under sys/ and judge/ is a pure function of data and weights,
+and no split into microbatches, ranks or order of arrival changes it.
 """
 
 from __future__ import annotations
@@ -12,107 +13,203 @@ from dataclasses import dataclass
 class Metric:
     name: str
     unit: str
+    mask: str
+    """What is counted."""
     reduction: str
-    """What the value is taken over: mask first, then how."""
+    """How it becomes one number."""
     meaning: str
 
 
-SCORED = "mean over scored responses of trained groups"
-RESPONSES = "mean over responses of trained groups"
-TOKENS = "mean over trained tokens"
-GENERATED = "share of generated groups"
-COUNT = "count over generated responses"
-STEP = "once per step"
+TOKENS = "trained tokens"
+"""Drawn by the policy, of responses that are trained; before rejection rules."""
+TRAINED = "trained responses"
+CREDITED = "scored responses of trained groups"
+CREDITED_TOKENS = "tokens of scored responses of trained groups"
+SCORED = "scored responses"
+"""Of all groups this step rolled, trained and dropped, so that filtering does not flatter; the next three likewise."""
+RESPONSES = "responses with tokens"
+GENERATED = "generated groups"
+EPISODES = "all responses"
+CALLS = "tool calls"
+UPDATES = "updates of the step"
+STEP = "the step"
 
-METRICS: tuple[Metric, ...] = (
-    Metric("reward/mean", "reward", SCORED, "What is optimised. Unscorable responses are left out and counted apart"),
-    Metric("reward/std", "reward", "population deviation over scored responses", "Spread of rewards in the batch"),
-    Metric("reward/*", "reward", SCORED, "One reward part, before weighting"),
-    Metric("adv/mean", "advantage", RESPONSES, "Near 0 with a group baseline"),
-    Metric("adv/std", "advantage", "population deviation over responses", "Size of the learning signal"),
-    Metric("adv/min", "advantage", "minimum over responses", "Strongest push down"),
-    Metric("adv/max", "advantage", "maximum over responses", "Strongest push up"),
-    Metric("adv/abs_mean", "advantage", RESPONSES, "Mean size of the learning signal"),
-    Metric("adv/frac_zero", "share", RESPONSES, "Responses that teach nothing"),
-    Metric(
-        "policy/entropy", "nats", TOKENS, "Entropy of the next-token distribution. Falling to 0: no exploration left"
+MEAN, SHARE, COUNT, MIN, MAX, STD = "mean", "share", "count", "minimum", "maximum", "population deviation"
+P95 = "value at rank ceil(0.95 n)"
+P99 = "value at rank ceil(0.99 n), to 0.5%, within exp(-5) and exp(5)"
+TEN = "ten shares, /00 to /09"
+ONCE = "once"
+
+# fmt: off
+SECTIONS: dict[str, tuple[Metric, ...]] = {
+    "Reward": (
+        Metric("reward/mean", "reward", SCORED, MEAN,
+               "What is optimised. Unscorable responses are left out and counted apart"),
+        Metric("reward/std", "reward", SCORED, STD, "Spread of rewards in the batch"),
+        Metric("reward/shaped_mean", "reward", CREDITED, MEAN, "After the objective's shaping; only where it shapes"),
+        Metric("reward/*", "reward", SCORED, MEAN,
+               "One part of the reward; with _weighted, what it added to the whole"),
     ),
-    Metric(
-        "policy/ratio_mean", "ratio", TOKENS, "New over proximal probability; exactly 1 in a single on-policy update"
+    "Advantage": (
+        Metric("adv/mean", "advantage", CREDITED, MEAN, "Near 0 with a group baseline"),
+        Metric("adv/std", "advantage", CREDITED, STD, "Size of the learning signal"),
+        Metric("adv/min", "advantage", CREDITED, MIN, "Strongest push down"),
+        Metric("adv/max", "advantage", CREDITED, MAX, "Strongest push up"),
+        Metric("adv/abs_mean", "advantage", CREDITED, MEAN, "Mean size of the learning signal"),
+        Metric("adv/frac_zero", "share", CREDITED, SHARE, "Responses that teach nothing"),
+        Metric("adv/token_mean", "advantage", CREDITED_TOKENS, MEAN,
+               "As above over tokens: long responses count more"),
+        Metric("adv/token_std", "advantage", CREDITED_TOKENS, STD, "As above over tokens"),
+        Metric("adv/token_min", "advantage", CREDITED_TOKENS, MIN, "As above over tokens"),
+        Metric("adv/token_max", "advantage", CREDITED_TOKENS, MAX, "As above over tokens"),
+        Metric("adv/token_abs_mean", "advantage", CREDITED_TOKENS, MEAN, "As above over tokens"),
+        Metric("adv/token_frac_zero", "share", CREDITED_TOKENS, SHARE, "As above over tokens"),
     ),
-    Metric("policy/ratio_max", "ratio", "maximum over trained tokens", "Largest growth of a token's probability"),
-    Metric("policy/ratio_min", "ratio", "minimum over trained tokens", "Largest fall of a token's probability"),
-    Metric("policy/clip_frac_high", "share", TOKENS, "Advantage above 0 and ratio above the upper bound: no gradient"),
-    Metric("policy/clip_frac_low", "share", TOKENS, "Advantage below 0 and ratio under the lower bound: no gradient"),
-    Metric("policy/dual_clip_frac", "share", TOKENS, "Advantage below 0 and ratio above the dual bound: no gradient"),
-    Metric("policy/gate_mask_frac", "share", TOKENS, "Gradient set to zero by another gate"),
-    Metric("policy/kl_old_k1", "nats", TOKENS, "log proximal - log policy; may be negative"),
-    Metric("policy/kl_old_k3", "nats", TOKENS, "r - 1 - log r against the proximal policy; never negative"),
-    Metric("policy/kl_ref_k1", "nats", TOKENS, "log policy - log reference; may be negative"),
-    Metric("policy/kl_ref_k3", "nats", TOKENS, "Distance from the reference model; never negative"),
-    Metric(
-        "policy/kl_ref_sequence", "nats", "sum over a response's tokens, mean over responses", "Adaptive KL looks here"
+    "Policy": (
+        Metric("policy/entropy", "nats", TOKENS, MEAN,
+               "Entropy of the next-token distribution. Falling to 0: no exploration left"),
+        Metric("policy/ratio_mean", "ratio", TOKENS, MEAN,
+               "New over proximal probability; exactly 1 in a single on-policy update"),
+        Metric("policy/ratio_max", "ratio", TOKENS, MAX, "Largest growth of a token's probability"),
+        Metric("policy/ratio_min", "ratio", TOKENS, MIN, "Largest fall of a token's probability"),
+        Metric("policy/ratio_p99", "ratio", TOKENS, P99, "How far the tail has moved, without its last outlier"),
+        Metric("policy/clip_frac_high", "share", TOKENS, SHARE,
+               "Advantage above 0 and ratio above the upper bound: no gradient"),
+        Metric("policy/clip_frac_low", "share", TOKENS, SHARE,
+               "Advantage below 0 and ratio under the lower bound: no gradient"),
+        Metric("policy/dual_clip_frac", "share", TOKENS, SHARE,
+               "Advantage below 0 and ratio above the dual bound: no gradient"),
+        Metric("policy/gate_mask_frac", "share", TOKENS, SHARE, "Bounded by the gate, whichever way"),
+        Metric("policy/kl_old_k1", "nats", TOKENS, MEAN, "log proximal - log policy; may be negative"),
+        Metric("policy/kl_old_k3", "nats", TOKENS, MEAN, "r - 1 - log r against the proximal policy; never negative"),
+        Metric("policy/kl_ref_k1", "nats", TOKENS, MEAN, "log policy - log reference; may be negative"),
+        Metric("policy/kl_ref_k3", "nats", TOKENS, MEAN, "Distance from the reference model; never negative"),
+        Metric("policy/kl_ref_sequence", "nats", TRAINED, MEAN,
+               "Sum of kl_ref_k1 over a response; adaptive KL looks here"),
+        Metric("policy/reference_moved", "flag", STEP, ONCE,
+               "1 when the reference model followed the policy after this step"),
+        Metric("policy/trust_kl", "nats", TOKENS, MEAN, "KL(old || new) of the constrained step that was taken"),
+        Metric("policy/trust_*", "", STEP, ONCE,
+               "The constrained step: its gain, how often it was shortened, whether it was taken"),
+        Metric("policy/grad_norm", "norm", UPDATES, MEAN, "L2 norm over all parameters before clipping"),
+        Metric("policy/grad_norm_clipped", "norm", UPDATES, MEAN,
+               "L2 norm after clipping; never above optim.max_grad_norm"),
+        Metric("policy/update_norm_ratio", "ratio", UPDATES, MEAN,
+               "Norm of the change of the master weights over their norm"),
+        Metric("policy/learning_rate", "rate", STEP, ONCE, "Of the last update"),
+        Metric("critic/explained_var", "share", TOKENS, ONCE, "1 - Var(R - V)/Var(R): 1 is perfect, 0 a constant"),
+        Metric("critic/*", "", TOKENS, MEAN, "The value model: its predictions, its bound, its gradient"),
+        Metric("control/*", "", STEP, ONCE, "What a controller remembers, e.g. the factor on a coefficient"),
+        Metric("judge/*", "verdicts", "since the start", COUNT, "What a judge said: values, unscorable, errors"),
+        Metric("loss/policy", "loss", TOKENS, "weighted sum", "The policy term; its size says little, only its slope"),
+        Metric("loss/*", "loss", TOKENS, "weighted sum", "One more term of the loss, with its coefficient"),
     ),
-    Metric("policy/reference_moved", "flag", STEP, "1 when the reference model followed the policy after this step"),
-    Metric("policy/trust_kl", "nats", TOKENS, "KL(old || new) of the constrained step that was taken"),
-    Metric(
-        "policy/trust_*", "", STEP, "The constrained step: what it gained, how often it was shortened, whether taken"
+    "Sampler against trainer": (
+        Metric("mismatch/logp_abs_mean", "nats", TOKENS, MEAN,
+               "Size of trainer minus sampler log-probability. 0 in exact mode"),
+        Metric("mismatch/logp_abs_max", "nats", TOKENS, MAX, "Worst token. Above 5 something is wrong"),
+        Metric("mismatch/kl_k1", "nats", TOKENS, MEAN,
+               "log sampler - log trainer; estimates the divergence, may be negative"),
+        Metric("mismatch/kl_k3", "nats", TOKENS, MEAN,
+               "Never negative. Above 0.01 (dense, bf16) or 0.05 (experts) something is wrong"),
+        Metric("mismatch/chi2_token", "", TOKENS, MEAN,
+               "rho^2 - 1, rho trainer over sampler: variance of an uncorrected weight"),
+        Metric("mismatch/ppl_train", "perplexity", TRAINED, MEAN,
+               "exp of minus the response's mean log-probability, by the trainer"),
+        Metric("mismatch/ppl_rollout", "perplexity", TRAINED, MEAN, "The same by the sampler"),
+        Metric("mismatch/log_ppl_diff", "nats", TRAINED, MEAN, "Mean over a response of log sampler - log trainer"),
+        Metric("mismatch/corr", "", TOKENS, "Pearson correlation",
+               "Of both probabilities. Below 0.99 something is wrong"),
+        Metric("mismatch/ess", "share", TOKENS, "(mean W)^2 / mean W^2",
+               "Effective share of tokens under the correction weights W"),
+        Metric("mismatch/weight_mean", "weight", TOKENS, MEAN, "Mean correction weight"),
+        Metric("mismatch/clip_frac", "share", TOKENS, SHARE, "A correction changed the weight and kept the token"),
+        Metric("mismatch/reject_frac_token", "share", TOKENS, SHARE, "Rejected: weight 0"),
+        Metric("mismatch/reject_frac_seq", "share", TRAINED, SHARE, "Rejected as a whole"),
+        Metric("mismatch/veto_frac", "share", TOKENS, SHARE, "In responses that the veto dropped"),
+        Metric("mismatch/*", "share", TOKENS, SHARE, "Tokens that the correction of this name acted on"),
     ),
-    Metric("critic/explained_var", "share", "over trained tokens", "1 - Var(R - V)/Var(R): 1 is perfect, 0 a constant"),
-    Metric("critic/*", "", TOKENS, "The value model: its predictions, its bound, its gradient"),
-    Metric("judge/*", "verdicts", "count since the start", "What a judge said: values, unscorable, errors"),
-    Metric("control/*", "", STEP, "What a controller remembers, e.g. the factor on a coefficient"),
-    Metric("policy/grad_norm", "norm", "L2 over all parameters, mean over updates", "Gradient before clipping"),
-    Metric("policy/update_norm_ratio", "ratio", STEP, "Norm of the change of the weights over norm of the weights"),
-    Metric("policy/learning_rate", "rate", STEP, "Of the last update"),
-    Metric(
-        "loss/policy",
-        "loss",
-        "weighted sum over trained tokens",
-        "The policy term; its size says little, only its slope",
+    "Generation": (
+        Metric("gen/len_mean", "tokens", RESPONSES, MEAN, "Length of responses; drawn tokens only"),
+        Metric("gen/len_max", "tokens", RESPONSES, MAX, "Longest response"),
+        Metric("gen/len_p95", "tokens", RESPONSES, P95, "Length of the long ones"),
+        Metric("gen/len_correct", "tokens", "responses scored 1 or more", MEAN, "Length of what was right"),
+        Metric("gen/len_wrong", "tokens", "responses scored under 1", MEAN,
+               "Length of what was not; growing alone, the model rambles"),
+        Metric("gen/truncation_rate", "share", RESPONSES, SHARE, "Cut at the length limit"),
+        Metric("gen/interrupt_rate", "share", RESPONSES, SHARE, "A completion was paused before its end"),
+        Metric("gen/eos_rate", "share", RESPONSES, SHARE, "Ended by the model itself"),
+        Metric("gen/repetition_rate", "share", "responses of 4 tokens or more", MEAN,
+               "Share of a response's 4-grams it has drawn before"),
+        Metric("gen/format_valid_rate", "share", RESPONSES, SHARE, "Not given up by the environment as unreadable"),
+        Metric("gen/turns_mean", "turns", RESPONSES, MEAN, "Turns of an episode"),
+        Metric("gen/tool_calls_mean", "calls", RESPONSES, MEAN, "Tool calls of an episode"),
+        Metric("gen/tool_error_rate", "share", CALLS, SHARE, "The tool ran and failed"),
+        Metric("gen/tool_timeout_rate", "share", CALLS, SHARE, "The tool did not answer in time"),
+        Metric("gen/bad_call_rate", "calls", RESPONSES, MEAN, "No such tool, or arguments that do not fit"),
+        Metric("gen/permission_denied", "acts", RESPONSES, MEAN, "Asked for and refused"),
+        Metric("gen/side_effect_rate", "acts", RESPONSES, MEAN, "Something outside the conversation changed"),
+        Metric("gen/env_reset_fail", "responses", EPISODES, COUNT, "The environment failed before the first turn"),
+        Metric("gen/cost_per_success", "cost", RESPONSES, "costs over solved episodes", "What a solved task costs"),
     ),
-    Metric("loss/*", "loss", "weighted sum over trained tokens", "One more term of the loss, with its coefficient"),
-    Metric("mismatch/logp_abs_mean", "nats", TOKENS, "Size of trainer minus sampler log-probability. 0 in exact mode"),
-    Metric("mismatch/logp_abs_max", "nats", "maximum over trained tokens", "Worst token"),
-    Metric("mismatch/kl_k1", "nats", TOKENS, "log sampler - log trainer; estimates the divergence, may be negative"),
-    Metric("mismatch/kl_k3", "nats", TOKENS, "Never negative. Above 0.01 (dense, bf16) something is wrong"),
-    Metric("mismatch/ess", "share", TOKENS, "Effective share of samples under the correction weights"),
-    Metric("mismatch/*", "", TOKENS, "Agreement of sampler and trainer, and what corrections did about it"),
-    Metric("gen/len_mean", "tokens", RESPONSES, "Length of responses; drawn tokens only"),
-    Metric("gen/len_max", "tokens", "maximum over responses", "Longest response"),
-    Metric("gen/truncation_rate", "share", RESPONSES, "Cut at the length limit"),
-    Metric("gen/eos_rate", "share", RESPONSES, "Ended by the model itself"),
-    Metric("gen/turns_mean", "turns", RESPONSES, "Turns of an episode"),
-    Metric("gen/tool_calls_mean", "calls", RESPONSES, "Tool calls of an episode"),
-    Metric("gen/tool_error_rate", "share", "over tool calls", "The tool ran and failed"),
-    Metric("gen/tool_timeout_rate", "share", "over tool calls", "The tool did not answer in time"),
-    Metric("gen/bad_call_rate", "calls", RESPONSES, "No such tool, or arguments that do not fit"),
-    Metric("gen/permission_denied", "acts", RESPONSES, "Asked for and refused"),
-    Metric("gen/side_effect_rate", "acts", RESPONSES, "Something outside the conversation changed"),
-    Metric("gen/cost_per_success", "cost", "sum of costs over solved episodes", "What a solved task costs"),
-    Metric("gen/*", "", RESPONSES, "A property of the responses"),
-    Metric("data/degenerate", "share", GENERATED, "All rewards equal: no learning signal"),
-    Metric("data/all_pass", "share", GENERATED, "Every response has the top score: too easy"),
-    Metric("data/all_fail", "share", GENERATED, "Every response has the bottom score: too hard"),
-    Metric("data/group_std_mean", "reward", "mean over generated groups", "Unbiased deviation of rewards in a group"),
-    Metric("data/effective_groups", "groups", "count", "Groups that were trained"),
-    Metric("data/gen_factor", "ratio", STEP, "Groups generated per group trained"),
-    Metric("data/unscorable", "responses", COUNT, "No score: nothing to judge by, or the verifier failed"),
-    Metric("data/env_error", "responses", COUNT, "The environment or a tool failed, timed out or was aborted"),
-    Metric("data/trained_trajectories", "responses", STEP, "Responses with a gradient"),
-    Metric("data/examples", "examples", STEP, "Supervised examples of the step"),
-    Metric("data/tokens", "tokens", "count over updates", "Trained tokens"),
-    Metric("stale/mean", "versions", "mean over trained responses", "Age of the weights that drew the oldest token"),
-    Metric("stale/max", "versions", "maximum over trained responses", "Never above the staleness bound"),
-    Metric("stale/mixed_version_frac", "share", "mean over trained responses", "Drawn by more than one version"),
-    Metric("sys/rollout_tok_s", "tokens/s", STEP, "Drawn tokens over the time of the rollout phase"),
-    Metric("sys/train_tok_s", "tokens/s", STEP, "Tokens of trained rows, prompt included, over the time of training"),
-    Metric("sys/rollout_tokens", "tokens", STEP, "Drawn tokens, dropped groups included"),
-    Metric("sys/train_tokens", "tokens", STEP, "Tokens of trained rows, prompt included"),
-    Metric("sys/peak_memory_bytes", "bytes", "maximum so far", "Device memory, or resident memory on a CPU"),
-    Metric("sys/kv_use", "share", STEP, "Blocks of the key-value cache in use"),
-    Metric("sys/preemptions", "sequences", STEP, "Sequences that lost their cache and were computed again"),
-)
+    "Data": (
+        Metric("data/all_pass", "share", GENERATED, SHARE, "Every response has the top score: too easy"),
+        Metric("data/all_fail", "share", GENERATED, SHARE, "Every response has the bottom score: too hard"),
+        Metric("data/degenerate", "share", GENERATED, SHARE, "All rewards equal: no learning signal"),
+        Metric("data/group_std_mean", "reward", GENERATED, MEAN, "Unbiased deviation of rewards in a group"),
+        Metric("data/p_hist/*", "share", "generated groups with scores", TEN,
+               "Groups by share of responses scored 1 or more: /03 is 0.3 up to 0.4"),
+        Metric("data/prompt_repeat_rate", "share", "trained groups", SHARE,
+               "Prompts that the last 8 steps trained too"),
+        Metric("data/dup_response_rate", "share", RESPONSES, SHARE,
+               "Token by token equal to another of the same group"),
+        Metric("data/effective_groups", "groups", "trained groups", COUNT, "Groups that were trained"),
+        Metric("data/gen_factor", "ratio", GENERATED, "over trained groups", "Groups generated per group trained"),
+        Metric("data/unscorable", "responses", EPISODES, COUNT,
+               "No score: nothing to judge by, or the verifier failed"),
+        Metric("data/env_error", "responses", EPISODES, COUNT,
+               "The environment or a tool failed, timed out or was aborted"),
+        Metric("data/trained_trajectories", "responses", TRAINED, COUNT, "Responses with a gradient"),
+        Metric("data/tokens", "tokens", UPDATES, COUNT, "Trained tokens"),
+        Metric("data/examples", "examples", STEP, COUNT, "Supervised examples of the step"),
+    ),
+    "Staleness": (
+        Metric("stale/mean", "versions", CREDITED, MEAN, "Age of the weights that drew a response's oldest token"),
+        Metric("stale/max", "versions", CREDITED, MAX, "Never above the staleness bound"),
+        Metric("stale/p95", "versions", CREDITED, P95, "Age of the old ones"),
+        Metric("stale/in_flight", "versions", CREDITED, MEAN, "Versions published while a response was drawn"),
+        Metric("stale/in_queue", "versions", CREDITED, MEAN,
+               "Versions published while it waited to be trained; both add up to stale/mean"),
+        Metric("stale/mixed_version_frac", "share", CREDITED, SHARE, "Drawn by more than one version"),
+        Metric("stale/token_hist/*", "share", CREDITED_TOKENS, TEN,
+               "Tokens by age in versions; /09 is 9 and more"),
+    ),
+    "System": (
+        Metric("sys/step_time", "s", STEP, ONCE, "Wall clock from report to report; the phases add up to it"),
+        Metric("sys/trainer_idle_frac", "share", STEP, "over wall clock", "The trainer waited for data"),
+        Metric("sys/rollout_idle_frac", "share", STEP, "over wall clock", "The sampler was not drawing"),
+        Metric("sys/publish_latency", "s", STEP, ONCE, "Until the samplers draw with the new weights"),
+        Metric("sys/rollout_tok_s", "tokens/s", STEP, "over the rollout phase", "Drawn tokens"),
+        Metric("sys/train_tok_s", "tokens/s", STEP, "over the training phases",
+               "Tokens of trained rows, prompt included"),
+        Metric("sys/prefill_tok_s", "tokens/s", STEP, "over the sampler's time", "Prompt tokens read by the sampler"),
+        Metric("sys/decode_tok_s", "tokens/s", STEP, "over the sampler's time", "Tokens drawn by the sampler"),
+        Metric("sys/mfu", "share", STEP, "over the training phases",
+               "(6 N + 6 layers width length) per token over the GPU's peak; absent if unknown"),
+        Metric("sys/rollout_tokens", "tokens", STEP, COUNT, "Drawn tokens, dropped groups included"),
+        Metric("sys/train_tokens", "tokens", STEP, COUNT, "Tokens of trained rows, prompt included"),
+        Metric("sys/queue_groups", "groups", STEP, ONCE, "Finished groups that waited when the batch was taken"),
+        Metric("sys/inflight", "requests", "sampler steps", MEAN, "Requests that ran or waited in the sampler"),
+        Metric("sys/occupancy", "share", "sampler steps", MEAN, "Rows of the sampler in use"),
+        Metric("sys/kv_use", "share", "sampler steps", MAX, "Blocks of the key-value cache in use"),
+        Metric("sys/preemptions", "sequences", STEP, COUNT, "Sequences that lost their cache and were computed again"),
+        Metric("sys/prefix_hit_rate", "share", "prompt tokens", SHARE, "Found in the cache instead of computed"),
+        Metric("sys/peak_memory_bytes", "bytes", "so far", MAX, "Device memory, or resident memory on a CPU"),
+    ),
+}
+# fmt: on
+
+METRICS: tuple[Metric, ...] = tuple(metric for section in SECTIONS.values() for metric in section)
 
 
 def describe(name: str) -> Metric | None:

@@ -6,7 +6,7 @@ Owns: axes, ticks, lines, bands, legend. Refuses: knowing what is drawn. No depe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Literal
@@ -46,6 +46,8 @@ class Panel:
     y_range: tuple[float, float] | None = None
     marks: Sequence[float] = field(default_factory=tuple)
     """Vertical lines at these x."""
+    x_names: Mapping[float, str] = field(default_factory=dict)
+    """Ticks of the x axis with their names, e.g. of a logarithmic one. Empty: round numbers."""
 
 
 Look = dict[str, tuple[str, bool]]
@@ -97,9 +99,9 @@ def _panel(panel: Panel, left: int, width: int, height: int, labels: Look) -> st
         start, end = at(xs[0], tick).split(",")
         parts.append(f'<path d="M{start},{end}H{left + width - _RIGHT}" stroke="#d8dee4" fill="none"/>')
         parts.append(f'<text x="{left + _LEFT - 6}" y="{float(end) + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
-    for tick in _ticks(*xs):
+    for tick, name in (panel.x_names or {tick: _number(tick) for tick in _ticks(*xs)}).items():
         across, below = at(tick, ys[0]).split(",")
-        parts.append(f'<text x="{across}" y="{float(below) + 15:.1f}" text-anchor="middle">{_number(tick)}</text>')
+        parts.append(f'<text x="{across}" y="{float(below) + 15:.1f}" text-anchor="middle">{escape(name)}</text>')
     parts += [
         f'<path d="M{at(mark, ys[0])}L{at(mark, ys[1])}" stroke="#8c959f" stroke-dasharray="2 3"/>'
         for mark in panel.marks

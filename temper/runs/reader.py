@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from temper.errors import UserError
-from temper.runs.schema import check_version
+from temper.runs.records import AlarmRecord, AuditRecord
+from temper.runs.schema import prepare_reading
 from temper.types import EvaluationResult, Message, Scalar
 
 DATABASE = "run.db"
@@ -30,6 +31,7 @@ ARRAY_TYPES = {
     "policy_logprobs": "<f4",
     "advantages": "<f4",
     "weights": "<f4",
+    "entropies": "<f4",
 }
 
 
@@ -97,10 +99,12 @@ class TokenRow:
     behavior_logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     policy_logprobs: NDArray[np.float32] | None
-    """By the trainer when the step began; None when the step needed no such pass."""
+    """By the trainer, before the step changed the weights; None when it was not computed or not kept."""
     advantages: NDArray[np.float32] | None
     """None: not trained."""
     weights: NDArray[np.float32] | None
+    entropies: NDArray[np.float32] | None
+    """Of the distribution each token was drawn from; None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +147,7 @@ class RunReader:
         self.folder = folder
         try:
             self._connection = _connect(path)
-            check_version(self._connection)
+            prepare_reading(self._connection)
         except sqlite3.Error as error:
             raise UserError(f"{path} cannot be read: {error}") from error
 
@@ -183,7 +187,16 @@ class RunReader:
 
     def evaluations(self) -> list[EvaluationResult]:
         rows = self.query("SELECT * FROM evaluations ORDER BY stage, step, name")
-        return [EvaluationResult(**_with_numbers(row), budget=_budget(row)) for row in rows]
+        return [EvaluationResult(**_with_numbers(row), **_decoded(row)) for row in rows]
+
+    def audits(self) -> list[AuditRecord]:
+        """By evaluation; "random" before "top", each in its order."""
+        rows = self.query("SELECT * FROM audits ORDER BY stage, step, evaluation, kind, place")
+        return [AuditRecord(**{**row, "prompt": _messages(row["prompt"])}) for row in rows]
+
+    def alarms(self) -> list[AlarmRecord]:
+        """In the order in which they fired."""
+        return [AlarmRecord(**row) for row in self.query("SELECT * FROM alarms ORDER BY stage, step, time, rule")]
 
     def ledger(self) -> list[LedgerEntry]:
         query = "SELECT stage, step, draw, task_id, group_id, outcome FROM ledger ORDER BY stage, step, place"
@@ -221,6 +234,7 @@ class RunReader:
             "metrics": "SELECT stage, step, name, value FROM metrics WHERE name NOT LIKE 'sys/%' ORDER BY 1, 2, 3",
             "ledger": "SELECT * FROM ledger ORDER BY stage, step, place",
             "evaluations": "SELECT * FROM evaluations ORDER BY stage, step, name",
+            "audits": "SELECT * FROM audits ORDER BY stage, step, evaluation, kind, place",
             "groups": "SELECT * FROM groups ORDER BY stage, step, group_id",
             "trajectories": "SELECT stage, step, group_id, member, status, score_kind, score, reason, parts, weighted, "
             "text, messages, finish, num_tokens, events FROM trajectories ORDER BY stage, step, group_id, member",
@@ -257,14 +271,19 @@ def _decode(blob: bytes | None, dtype: str) -> Any:
     return None if blob is None else np.frombuffer(blob, dtype=dtype)
 
 
-def _budget(row: Mapping[str, Any]) -> dict[str, Scalar]:
-    budget: dict[str, Scalar] = json.loads(row["budget"])
-    return budget
+def _messages(text: str) -> tuple[Message, ...]:
+    return tuple(Message(**message) for message in json.loads(text))
+
+
+def _decoded(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of an evaluation that hold JSON."""
+    return {"budget": json.loads(row["budget"]), "details": json.loads(row["details"] or "{}")}
 
 
 def _with_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of an evaluation with NULL back to the NaN that it was."""
-    return {name: float("nan") if value is None else value for name, value in row.items() if name != "budget"}
+    """The other columns of an evaluation, with NULL back to the NaN that it was."""
+    plain = {name: value for name, value in row.items() if name not in ("budget", "details")}
+    return {name: float("nan") if value is None else value for name, value in plain.items()}
 
 
 def _trajectory(row: Mapping[str, Any], rows: tuple[TokenRow, ...]) -> TrajectoryRecord:
@@ -275,7 +294,7 @@ def _trajectory(row: Mapping[str, Any], rows: tuple[TokenRow, ...]) -> Trajector
     return TrajectoryRecord(
         **plain,
         index=row["member"],
-        prompt=tuple(Message(**message) for message in json.loads(row["prompt"])),
+        prompt=_messages(row["prompt"]),
         parts=json.loads(row["parts"]),
         weighted=json.loads(row["weighted"]),
         messages=tuple(Message(**message) for message in said),

@@ -1,7 +1,7 @@
 """The tables of run.db. Owns: their columns, their version, and which of them a rewind cuts back.
 
-Arrays are little-endian and unpadded: token_ids and versions int32, log-probabilities, advantages and weights float32,
-loss_mask uint8. NULL means "not known", never zero.
+Arrays are little-endian and unpadded: token_ids and versions int32, log-probabilities, entropies, advantages and
+weights float32, loss_mask uint8. NULL means "not known", never zero.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sqlite3
 
 from temper.errors import UserError
 
-VERSION = "2"
+VERSION = "3"
 
 SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -45,12 +45,12 @@ CREATE TABLE trajectories (
 CREATE TABLE token_rows (
     stage INTEGER, step INTEGER, group_id TEXT, member INTEGER, row INTEGER,
     token_ids BLOB NOT NULL, loss_mask BLOB NOT NULL, behavior_logprobs BLOB NOT NULL, versions BLOB NOT NULL,
-    policy_logprobs BLOB, advantages BLOB, weights BLOB,
+    policy_logprobs BLOB, advantages BLOB, weights BLOB, entropies BLOB,
     PRIMARY KEY (stage, step, group_id, member, row));
 
 CREATE TABLE evaluations (
     stage INTEGER, step INTEGER, name TEXT, score REAL, low REAL, high REAL, num_prompts INTEGER NOT NULL,
-    samples_per_prompt INTEGER NOT NULL, constant_score REAL, budget TEXT NOT NULL,
+    samples_per_prompt INTEGER NOT NULL, constant_score REAL, budget TEXT NOT NULL, details TEXT,
     PRIMARY KEY (stage, step, name)) WITHOUT ROWID;
 
 CREATE TABLE ledger (
@@ -59,11 +59,35 @@ CREATE TABLE ledger (
 CREATE UNIQUE INDEX ledger_draws ON ledger (stage, draw);
 
 CREATE TABLE events (time REAL NOT NULL, level TEXT NOT NULL, text TEXT NOT NULL);
+
+CREATE TABLE audits (
+    stage INTEGER, step INTEGER, evaluation TEXT, place INTEGER, kind TEXT, task_id TEXT NOT NULL,
+    prompt TEXT NOT NULL, text TEXT NOT NULL, reward REAL, heldout REAL,
+    PRIMARY KEY (stage, step, evaluation, kind, place));
+
+CREATE TABLE alarms (
+    stage INTEGER, step INTEGER, time REAL NOT NULL, rule TEXT, level TEXT NOT NULL, value REAL,
+    text TEXT NOT NULL, meaning TEXT NOT NULL, advice TEXT NOT NULL,
+    PRIMARY KEY (stage, step, rule));
 """
 # The unique draw makes the ledger exactly-once: a prompt that is consumed twice fails the step instead of the science.
 
-STEP_TABLES = ("steps", "metrics", "seconds", "groups", "trajectories", "token_rows", "evaluations", "ledger")
+STEP_TABLES = (
+    "steps", "metrics", "seconds", "groups", "trajectories", "token_rows", "evaluations", "ledger", "audits", "alarms",
+)  # fmt: skip
 """What a rewind cuts back to a step. Events stay: they tell what happened to the process, killed attempts included."""
+
+OLD_LAYOUTS = {
+    "2": """
+CREATE TEMP VIEW token_rows AS SELECT *, NULL AS entropies FROM main.token_rows;
+CREATE TEMP VIEW evaluations AS SELECT *, NULL AS details FROM main.evaluations;
+CREATE TEMP VIEW audits AS SELECT NULL AS stage, NULL AS step, NULL AS evaluation, NULL AS place, NULL AS kind,
+    NULL AS task_id, NULL AS prompt, NULL AS text, NULL AS reward, NULL AS heldout WHERE 0;
+CREATE TEMP VIEW alarms AS SELECT NULL AS stage, NULL AS step, NULL AS time, NULL AS rule, NULL AS level,
+    NULL AS value, NULL AS text, NULL AS meaning, NULL AS advice WHERE 0;
+""",
+}
+"""What makes an older layout look like this one to a reader. In the reader's own memory: the file stays as it is."""
 
 
 def prepare(connection: sqlite3.Connection) -> bool:
@@ -74,15 +98,37 @@ def prepare(connection: sqlite3.Connection) -> bool:
     if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
         connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} INSERT INTO meta VALUES ('schema', '{VERSION}'); COMMIT;")
         return True
-    check_version(connection)
+    layout = layout_of(connection)
+    if layout in OLD_LAYOUTS:
+        raise UserError(
+            f"run.db has layout {layout} of an earlier version of Temper, which this one reads and cannot go on with: "
+            f"it writes layout {VERSION}. Finish the run with the version that began it, or begin a new one from its "
+            f"last checkpoint (model.path) with another --run."
+        )
+    _require_known(layout)
     return False
 
 
-def check_version(connection: sqlite3.Connection) -> None:
+def prepare_reading(connection: sqlite3.Connection) -> None:
+    """Makes a run of any known layout look like one of this layout."""
+    layout = layout_of(connection)
+    if layout in OLD_LAYOUTS:
+        connection.execute("PRAGMA temp_store = MEMORY")
+        connection.executescript(OLD_LAYOUTS[layout])
+    else:
+        _require_known(layout)
+
+
+def layout_of(connection: sqlite3.Connection) -> str | None:
+    """None: not a run of Temper."""
     try:
         row = connection.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
     except sqlite3.OperationalError:
         row = None
-    if row is None or row[0] != VERSION:
-        found = f"has layout {row[0]}" if row else "is not a run of Temper"
+    return None if row is None else str(row[0])
+
+
+def _require_known(layout: str | None) -> None:
+    if layout != VERSION:
+        found = "is not a run of Temper" if layout is None else f"has layout {layout}"
         raise UserError(f"run.db {found}; this version of Temper reads layout {VERSION}. Use another --run.")

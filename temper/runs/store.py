@@ -12,13 +12,14 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from temper.errors import BackendError, TemperError, UserError
 from temper.runs import encode
 from temper.runs.lock import RunLock
+from temper.runs.records import AlarmRecord, AuditRecord
 from temper.runs.schema import STEP_TABLES, prepare
 from temper.types import Batch, EvaluationResult, StepReport
 
@@ -125,6 +126,16 @@ class RunStore:
         """Records a held-out score. Repeated after a resume it replaces itself."""
         row = encode.evaluation_row(result)
         self._submit(lambda connection: _insert(connection, "evaluations", [row], replace=True))
+
+    def audit(self, audits: Sequence[AuditRecord]) -> None:
+        """Records transcripts to be read by people. Repeated after a resume they replace themselves."""
+        rows = [encode.audit_row(audit) for audit in audits]
+        self._submit(lambda connection: _insert(connection, "audits", rows, replace=True))
+
+    def alarm(self, alarm: AlarmRecord) -> None:
+        """Records that a rule fired. Repeated after a resume it replaces itself."""
+        row = encode.alarm_row(alarm)
+        self._submit(lambda connection: _insert(connection, "alarms", [row], replace=True))
 
     def event(self, level: str, text: str) -> None:
         """Records something worth telling: level is note, warning or error."""

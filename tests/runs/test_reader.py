@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +41,8 @@ def test_evaluations_stages_seconds_and_failures_come_back(
     store.begin_stage(0, "rl", 7)
     for step in (1, 2):
         store.append(*make_step(step))
-    result = make_evaluation(2, 0.5)
+    details = {"pass@2": {"score": 0.5, "low": -math.inf, "high": 0.625}, "proxy_gap": 1 / 3}
+    result = dataclasses.replace(make_evaluation(2, 0.5), details=details)
     store.evaluation(make_evaluation(2, 0.1))
     store.evaluation(result)
     store.close()

@@ -13,14 +13,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from temper.errors import BackendError, UserError
 from temper.runs import store as module
 from temper.runs.reader import RunReader
+from temper.runs.records import AlarmRecord, AuditRecord
 from temper.runs.store import RunStore, open_run
-from temper.types import Batch, EvaluationResult, Sample, StepReport
+from temper.types import Batch, EvaluationResult, Message, Sample, StepReport, Trace
 
 StepMaker = Callable[..., tuple[StepReport, Batch]]
 EvaluationMaker = Callable[..., EvaluationResult]
@@ -47,6 +49,75 @@ def test_a_step_comes_back_with_every_token_and_both_log_probabilities(store: Ru
     assert (dropped.outcome, dropped.rows[0].advantages) == ("dropped:degenerate", None)
     assert dropped.rows[0].behavior_logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2, -0.3])
     assert (failed.score, failed.score_kind, failed.reason) == (None, "error", "verifier timed out")
+
+
+def test_traces_of_the_trainer_go_to_their_rows_and_the_rest_keeps_what_it_had(
+    store: RunStore, make_step: StepMaker
+) -> None:
+    report, batch = make_step(1)
+    group = batch.groups[0].id
+    forked = (batch.updates[0][0], *batch.updates[0])  # the first rollout now has two rows
+    entropies = [0.0, 0.0, 1.5, 0.5, 0.25]
+    nothing = Trace(policy_logprobs=[0.0] * 5, entropies=[0.0] * 5)
+    trace = Trace(policy_logprobs=[0.0, 0.0, -1.0, -2.0, -3.0], entropies=entropies)
+    traced = dataclasses.replace(report, traces={(group, 0, 1): trace, (group, 1, 0): nothing})
+    store.append(traced, dataclasses.replace(batch, updates=(forked,)))
+    store.close()
+    with RunReader(store.folder) as reader:
+        first, second, dropped, _ = reader.trajectories(0, 1)
+    untraced, row = first.rows
+    assert untraced.entropies is None
+    assert untraced.policy_logprobs is not None
+    assert untraced.policy_logprobs.tolist() == pytest.approx([0, 0, -0.11, -0.21, -0.31]), "the sample's own"
+    assert row.entropies is not None
+    assert row.entropies.tolist() == entropies
+    assert row.policy_logprobs is not None
+    assert row.policy_logprobs.tolist() == [0, 0, -1, -2, -3]
+    assert second.rows[0].policy_logprobs is not None
+    assert dropped.rows[0].entropies is None
+
+
+def make_audit(step: int, place: int = 0, stage: int = 0, **changes: Any) -> AuditRecord:
+    prompt = (Message(role="user", content="1 + 1?"),)
+    made = AuditRecord(
+        stage=stage, step=step, evaluation="greedy", kind="top", place=place, task_id=f"heldout:{place}", prompt=prompt,
+        text="<script>alert(1)</script>", reward=1.0, heldout=0.0,
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+def make_alarm(step: int, stage: int = 0, **changes: Any) -> AlarmRecord:
+    made = AlarmRecord(
+        stage=stage, step=step, time=float(step), rule="kl_spike", level="warn", value=3.0, text="KL is 3",
+        meaning="too fast", advice="go slower",
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+def test_audits_and_alarms_come_back_as_they_were_and_repeat_without_doubling(store: RunStore) -> None:
+    audits = [make_audit(1), make_audit(1, 1, reward=None, heldout=math.inf), make_audit(1, kind="random")]
+    alarms = [make_alarm(1), make_alarm(1, time=0.5, rule="length"), make_alarm(2, value=None)]
+    for _ in range(2):
+        store.audit(audits)
+        for alarm in alarms:
+            store.alarm(alarm)
+    store.alarm(make_alarm(3, value=math.nan))
+    store.close()
+    with RunReader(store.folder) as reader:
+        assert reader.audits() == [audits[2], audits[0], audits[1]]
+        assert reader.alarms() == [alarms[1], alarms[0], alarms[2], make_alarm(3, value=None)]
+
+
+def test_the_fingerprint_holds_audits_and_no_alarms_because_those_may_come_from_clocks(tmp_path: Path) -> None:
+    prints = []
+    for number, text in enumerate(("a", "b", "a")):
+        store = open_run(tmp_path / str(number), config="", resume=False)
+        store.audit([make_audit(1, text=text)])
+        store.alarm(make_alarm(1, value=float(number)))
+        store.close()
+        with RunReader(store.folder) as reader:
+            prints.append(reader.fingerprint())
+    assert prints[0] == prints[2] != prints[1]
 
 
 def test_a_metric_that_is_not_a_number_is_null_and_infinity_stays(store: RunStore, make_step: StepMaker) -> None:
@@ -107,6 +178,8 @@ def test_rewinding_and_repeating_equals_never_having_been_killed(
         for step in steps:
             store.append(*make_step(step, stage))
             store.evaluation(make_evaluation(step, step / 10, stage))
+            store.audit([make_audit(step, place, stage) for place in range(2)])
+            store.alarm(make_alarm(step, stage))
 
     with_kill, without = (open_run(tmp_path / name, config="", resume=False) for name in ("killed", "whole"))
     play(without, 0, range(1, 6))
@@ -117,6 +190,9 @@ def test_rewinding_and_repeating_equals_never_having_been_killed(
     with_kill = open_run(tmp_path / "killed", config="", resume=True)
     with_kill.rewind(0, 4)
     with_kill.rewind(1, -1)
+    with RunReader(with_kill.folder) as reader:
+        assert {(audit.stage, audit.step) for audit in reader.audits()} == {(0, step) for step in range(1, 5)}
+        assert [(alarm.stage, alarm.step) for alarm in reader.alarms()] == [(0, step) for step in range(1, 5)]
     play(with_kill, 0, range(5, 6))
     play(with_kill, 1, range(1, 4))
     with_kill.close()
@@ -124,6 +200,8 @@ def test_rewinding_and_repeating_equals_never_having_been_killed(
     with RunReader(with_kill.folder) as one, RunReader(without.folder) as other:
         assert one.fingerprint() == other.fingerprint()
         assert one.ledger() == other.ledger()
+        assert one.alarms() == other.alarms()
+        assert len(one.audits()) == 16
 
 
 def test_the_fingerprint_notices_one_bit_and_ignores_clocks(tmp_path: Path, make_step: StepMaker) -> None:

@@ -1,0 +1,230 @@
+"""When an alarm's condition holds: pure functions of the last values of a few metrics. Time is the last axis.
+
+Owns: the statistics. Medians, and the median distance from them as noise: one odd step neither raises an alarm nor
+hides one. Leading axes are free, so that thousands of histories can be judged at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Rows = Mapping[str, Array]
+"""Each metric over the same checks, oldest first."""
+Given = Mapping[str, float]
+"""Thresholds. "recent" is how many of the last checks must agree."""
+
+
+class Sight(NamedTuple):
+    """What a condition found."""
+
+    is_true: NDArray[np.bool_]
+    numbers: dict[str, Array]
+    """For the text; "value" is what the alarm reports."""
+
+
+Condition = Callable[[Rows, Given], Sight]
+
+NORMAL = 1.4826
+"""Deviation of a normal distribution over its median absolute deviation."""
+
+
+def _median(values: Array) -> Array:
+    return np.asarray(np.median(values, axis=-1))
+
+
+def _noise(values: Array) -> Array:
+    return NORMAL * _median(np.abs(values - _median(values)[..., None]))
+
+
+def _jitter(values: Array) -> Array:
+    return NORMAL * _median(np.abs(np.diff(values, axis=-1))) / np.sqrt(2)
+
+
+def _recent(values: Array, given: Given) -> Array:
+    return values[..., -int(given["recent"]) :]
+
+
+def _before(values: Array, given: Given) -> Array:
+    return values[..., : -int(given["recent"])]
+
+
+def reward_jumped(rows: Rows, given: Given) -> Sight:
+    """Up by more than the noise of steps and by more than half of what responses differ by."""
+    reward = rows["reward/mean"]
+    before, now = _median(_before(reward, given)), _median(_recent(reward, given))
+    spread = _median(_before(rows["reward/std"], given))
+    least = np.maximum(given["min_jump"], given["spread"] * spread)
+    is_true = (now - before > least) & (now - before > given["noise"] * _noise(_before(reward, given)))
+    return Sight(is_true, {"value": now, "before": before})
+
+
+def length_grew(rows: Rows, given: Given) -> Sight:
+    """Noise is that between neighbours: measured from the median, a steady growth would hide itself."""
+    length = rows["gen/len_mean"]
+    before, now = _median(_before(length, given)), _median(_recent(length, given))
+    grown = now - before
+    is_true = (now > given["factor"] * before) & (grown > given["min_tokens"])
+    return Sight(is_true & (grown > given["noise"] * _jitter(_before(length, given))), {"value": now, "before": before})
+
+
+def entropy_fell(rows: Rows, given: Given) -> Sight:
+    """Against the oldest checks of the window. A solved task has nothing left to explore."""
+    entropy = rows["policy/entropy"]
+    before, now = _median(entropy[..., : int(given["oldest"])]), _median(_recent(entropy, given))
+    is_solved = _median(_recent(rows["data/all_pass"], given)) >= given["solved"]
+    return Sight(
+        (now < given["factor"] * before) & (now < given["floor"]) & ~is_solved, {"value": now, "before": before}
+    )
+
+
+def kl_rose(rows: Rows, given: Given) -> Sight:
+    """In the distance from the reference or from the policy that drew, whichever is further."""
+    found = []
+    for name in ("policy/kl_ref_k3", "policy/kl_old_k3"):
+        before = _before(rows[name], given)
+        usual, now = _median(before), _recent(rows[name], given).min(axis=-1)
+        is_high = (now > given["floor"]) & (now > given["factor"] * usual)
+        found.append((is_high & (now > usual + given["noise"] * _noise(before)), now, usual))
+    (is_reference, reference, reference_usual), (is_old, old, old_usual) = found
+    is_first = is_reference | (~is_old & (reference >= old))
+    return Sight(
+        is_reference | is_old,
+        {"value": np.where(is_first, reference, old), "before": np.where(is_first, reference_usual, old_usual)},
+    )
+
+
+def mismatch_over_budget(rows: Rows, given: Given) -> Sight:
+    """Weights that moved since the tokens were drawn, by age or by earlier updates of the same batch, differ for a good
+    reason: then only the divergence counts, with a wider budget."""
+    divergence = _recent(rows["mismatch/kl_k3"], given).min(axis=-1)
+    gap = _recent(rows["mismatch/logp_abs_max"], given).min(axis=-1)
+    correlation = _recent(rows["mismatch/corr"], given).max(axis=-1)
+    is_fresh = _recent(rows["stale/max"] + rows["policy/kl_old_k3"], given).max(axis=-1) == 0
+    is_apart = (divergence > given["kl"]) | (gap > given["gap"]) | (correlation < given["corr"])
+    is_true = np.where(is_fresh, is_apart, divergence > given["moved"] * given["kl"])
+    return Sight(is_true, {"value": divergence, "worst": gap, "correlation": correlation})
+
+
+def _is_repeating(rows: Rows, given: Given) -> NDArray[np.bool_]:
+    """Members of a group say the same, and it is not the right answer of an easy task."""
+    same, solved = rows["data/dup_response_rate"], rows["data/all_pass"]
+    return np.asarray(
+        (_median(_recent(same, given)) >= given["same"]) & (_median(_recent(solved, given)) < given["solved"])
+    )
+
+
+def signal_is_gone(rows: Rows, given: Given) -> Sight:
+    """Not when the groups are degenerate because their members are identical: that is an alarm of its own."""
+    share = _median(_recent(rows["data/degenerate"], given))
+    idle = _median(_recent(rows["adv/frac_zero"], given))
+    is_true = (share >= given["limit"]) & (idle >= given["idle"]) & ~_is_repeating(rows, given)
+    passes, fails = (_median(_recent(rows[name], given)) for name in ("data/all_pass", "data/all_fail"))
+    return Sight(is_true, {"value": share, "passes": passes, "fails": fails})
+
+
+def members_are_identical(rows: Rows, given: Given) -> Sight:
+    return Sight(_is_repeating(rows, given), {"value": _median(_recent(rows["data/dup_response_rate"], given))})
+
+
+def gradient_is_zero(rows: Rows, given: Given) -> Sight:
+    """Though the advantages are not."""
+    norm = _recent(rows["policy/grad_norm"], given).max(axis=-1)
+    return Sight((norm == 0) & (_recent(rows["adv/abs_mean"], given).min(axis=-1) > 0), {"value": norm})
+
+
+def is_not_finite(rows: Rows, given: Given) -> Sight:
+    loss, norm = rows["loss"][..., -1], rows["policy/grad_norm"][..., -1]
+    return Sight(~(np.isfinite(loss) & np.isfinite(norm)), {"value": norm, "loss": loss})
+
+
+def weights_stand_still(rows: Rows, given: Given) -> Sight:
+    """Though there is a gradient."""
+    change = _recent(rows["policy/update_norm_ratio"], given).max(axis=-1)
+    norm = _recent(rows["policy/grad_norm"], given).min(axis=-1)
+    return Sight((change == 0) & (norm > 0), {"value": change, "norm": norm})
+
+
+def rate_is_high(*names: str) -> Condition:
+    """The sum of some shares is above a limit."""
+
+    def condition(rows: Rows, given: Given) -> Sight:
+        total = rows[names[0]]
+        for name in names[1:]:
+            total = total + rows[name]
+        share = _median(_recent(total, given))
+        return Sight(share > given["limit"], {"value": share})
+
+    return condition
+
+
+def scores_are_missing(rows: Rows, given: Given) -> Sight:
+    """Responses without a score over all that were drawn: the trained ones, as often as groups were drawn for one."""
+    missing = _recent(rows["data/unscorable"], given)
+    scored = _recent(rows["data/trained_trajectories"] * np.maximum(1.0, rows["data/gen_factor"]), given)
+    share = _median(missing / np.maximum(1.0, missing + scored))
+    return Sight(share > given["limit"], {"value": share})
+
+
+def throughput_fell(rows: Rows, given: Given) -> Sight:
+    """And steps take longer: shorter answers also give fewer tokens a second, and are no fault."""
+    seconds = rows["seconds/total"]
+    speed = rows["sys/train_tokens"] / np.maximum(seconds, 1e-9)
+    before, now = _median(_before(speed, given)), _median(_recent(speed, given))
+    is_longer = _median(_recent(seconds, given)) > _median(_before(seconds, given))
+    is_true = (now < given["factor"] * before) & (before - now > given["noise"] * _noise(_before(speed, given)))
+    return Sight(is_true & is_longer, {"value": now, "before": before})
+
+
+def trainer_waits(rows: Rows, given: Given) -> Sight:
+    """Only where sampling and training overlap: some trained token is older than the weights."""
+    waited, total = (_recent(rows[name], given).sum(axis=-1) for name in ("seconds/rollout", "seconds/total"))
+    share = waited / np.maximum(total, 1e-9)
+    is_overlapping = rows["stale/max"].max(axis=-1) > 0
+    return Sight(is_overlapping & (share > given["limit"]), {"value": share})
+
+
+def memory_grows(rows: Rows, given: Given) -> Sight:
+    """In every quarter of the window; a longest batch that was just met makes a single stair."""
+    memory = rows["sys/peak_memory_bytes"] / 2**30
+    quarters = [_median(part) for part in np.array_split(memory, 4, axis=-1)]
+    steps = [later > given["factor"] * earlier for earlier, later in itertools.pairwise(quarters)]
+    return Sight(np.logical_and.reduce(steps), {"value": quarters[-1], "before": quarters[0]})
+
+
+def chosen_are_displaced(rows: Rows, given: Given) -> Sight:
+    chosen, margin = rows["preference/chosen_logprob"], rows["preference/margin"]
+    before, now = _median(_before(chosen, given)), _median(_recent(chosen, given))
+    fallen = before - now
+    is_falling = (fallen > given["share"] * np.abs(before)) & (fallen > given["noise"] * _noise(_before(chosen, given)))
+    is_apart = _median(_recent(margin, given)) > _median(_before(margin, given))
+    return Sight(is_falling & is_apart, {"value": now, "before": before})
+
+
+def reward_left_heldout(rows: Rows, given: Given) -> Sight:
+    """From the first two evaluations of the window to the last two: the reward rose by more than its noise and by more
+    than the held-out interval could hide, and the held-out score, though not perfect, did not rise."""
+    reward, error, score = rows["heldout/reward"], rows["heldout/reward_error"], rows["heldout/score"]
+    rise = reward[..., -2:].min(axis=-1) - reward[..., :2].max(axis=-1)
+    change = score[..., -2:].mean(axis=-1) - score[..., :2].mean(axis=-1)
+    noise = np.hypot(error[..., -1], error[..., 0])
+    width = np.maximum(rows["heldout/half_width"][..., -1], rows["heldout/half_width"][..., 0])
+    is_up = (rise > given["min_rise"]) & (rise > given["noise"] * noise) & (rise > given["widths"] * width)
+    return Sight(is_up & (change <= 0) & (score[..., -1] < 1.0), {"value": rise, "change": change})
+
+
+def heldout_stalled(rows: Rows, given: Given) -> Sight:
+    score, step = rows["heldout/score"], rows["heldout/step"]
+    patience = int(given["patience"])
+    if score.shape[-1] <= patience:
+        return Sight(np.zeros(score.shape[:-1], bool), {"value": score[..., -1]})
+    best = score[..., :-patience].argmax(axis=-1)[..., None]
+    top = np.take_along_axis(score, best, axis=-1)[..., 0]
+    later = score[..., -patience:].max(axis=-1)
+    at = np.take_along_axis(step, best, axis=-1)[..., 0]
+    return Sight(later <= top + given["min_gain"], {"value": later, "best": top, "step": at})

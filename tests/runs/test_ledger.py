@@ -1,0 +1,148 @@
+"""The seconds of a step add up to its wall clock; FLOPs and peaks are those of specification 5.5."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from temper import loop
+from temper.build import build_stage, first_model, make_plan
+from temper.config import resolve, to_toml
+from temper.runs.ledger import (
+    PHASES,
+    ModelSize,
+    active_parameters,
+    balanced,
+    imbalance,
+    mfu,
+    peak_flops,
+    time_metrics,
+)
+from temper.runs.metrics import describe
+from temper.runs.reader import RunReader
+from temper.runs.store import open_run
+from temper.types import Batch, EvaluationResult, StepReport
+
+SEVEN = ModelSize(active_parameters=7e9, num_layers=28, attention_width=3584)
+
+
+class Clock:
+    """A recorder that looks at its own clock."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def append(self, report: StepReport, batch: Batch) -> None:
+        self.times.append(time.monotonic())
+
+    def evaluation(self, result: EvaluationResult) -> None: ...
+
+
+def test_phases_add_up_to_the_wall_clock_and_overlapping_ones_are_found_out() -> None:
+    phases = {"rollout": 3.0, "forward_backward": 1.5}
+    assert balanced(phases, 5.0) == {**phases, "other": 0.5}
+    assert imbalance(balanced(phases, 5.0), 5.0) == 0.0
+    # The planted fault: a phase inside another, counted twice.
+    assert imbalance(balanced({**phases, "optimizer": 1.5}, 5.0), 5.0) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl", "stale"])
+def test_every_step_of_a_run_accounts_for_its_wall_clock(
+    kind: str, tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    stage = tiny_recipe["stage"][kind != "sft"] | {"evaluation": {"every": 2}}
+    if kind == "stale":
+        stage |= {"rollout": {"groups_per_step": 2, "group_size": 4, "max_staleness": 2}}
+    config = resolve({**tiny_recipe, "stage": [stage]}, [], where="test")[0]
+    store, clock = open_run(tmp_path / "run", config=to_toml([config]), resume=False), Clock()
+
+    async def go() -> None:
+        live = build_stage(config, 0, first_model(config, tmp_path / "run"))
+        await loop.run(
+            make_plan(live, first_step=1, recorders=(clock, store), checkpoint=lambda step: time.sleep(0.02))
+        )
+        await live.close()
+
+    asyncio.run(go())
+    store.close()
+    with RunReader(tmp_path / "run") as reader:
+        walls = {point.step: point.value for point in reader.metric("sys/step_time")}
+        phases: dict[int, dict[str, float]] = {}
+        for row in reader.query("SELECT step, name, seconds FROM seconds"):
+            phases.setdefault(row["step"], {})[row["name"]] = row["seconds"]
+        unknown = [name for name in reader.metrics_at(0, 2) if describe(name) is None]
+    assert unknown == []
+    assert phases.keys() == walls.keys() == set(range(1, config.steps + 1))
+    for step, wall in walls.items():
+        assert wall is not None
+        assert set(phases[step]) <= set(PHASES)
+        assert min(phases[step].values()) >= 0
+        assert imbalance(phases[step], wall) < 0.01
+    assert phases[3]["evaluate"] > 0  # that after step 2
+    assert phases[3]["checkpoint"] >= 0.02
+    # By a clock that knows no phases: nothing between two reports is lost.
+    total = sum(wall for step, wall in walls.items() if step > 1 and wall is not None)
+    assert total == pytest.approx(clock.times[-1] - clock.times[0], rel=0.01)
+    lost = total - sum(phases[step]["evaluate"] + phases[step]["checkpoint"] for step in walls if step > 1)
+    assert lost != pytest.approx(clock.times[-1] - clock.times[0], rel=0.01)
+
+
+def test_idle_shares_and_counters() -> None:
+    phases = {"rollout": 6.0, "forward_backward": 1.0, "publish": 0.5, "other": 2.5}
+    stats = {"decode_tokens": 4000.0, "decode_tok_s": 1000.0, "running": 5.0, "waiting": 2.5, "prefix_hit_rate": 0.75}
+    metrics = time_metrics(phases, stats)
+    assert metrics["sys/step_time"] == 10.0
+    assert metrics["sys/trainer_idle_frac"] == 0.6
+    assert metrics["sys/rollout_idle_frac"] == 0.6  # 4 of 10 seconds inside its steps
+    assert metrics["sys/publish_latency"] == 0.5
+    assert metrics["sys/inflight"] == 7.5
+    assert metrics["sys/prefix_hit_rate"] == 0.75
+    assert time_metrics({"data": 1.0}, {}) == {"sys/step_time": 1.0, "sys/trainer_idle_frac": 1.0}
+    assert all(describe(name) is not None for name in metrics)
+
+
+def test_flops_of_the_specification() -> None:
+    assert SEVEN.flops_per_token(8192) == pytest.approx(4.693e10, rel=1e-4)
+    used = mfu(SEVEN, [8192] * 3, seconds=3 * 8192 / 3000, peak=989e12)
+    assert used["sys/mfu"] == pytest.approx(0.14236, abs=5e-6)
+
+
+def test_rows_of_different_lengths_pay_for_their_own_attention() -> None:
+    by_hand = 100 * (6 * 7e9 + 6 * 28 * 3584 * 100) + 300 * (6 * 7e9 + 6 * 28 * 3584 * 300)
+    assert SEVEN.flops([100, 300]) == pytest.approx(by_hand)
+    assert SEVEN.flops([100, 300]) != pytest.approx(400 * SEVEN.flops_per_token(200), rel=1e-6)
+
+
+def test_experts_count_as_often_as_they_are_chosen() -> None:
+    sizes = {"model.embed.weight": 100, "model.layers.0.mlp.experts.gate_up_proj": 800}
+    assert active_parameters(sizes) == 900
+    assert active_parameters(sizes, num_experts=8, experts_per_token=2) == 300
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "torch.bfloat16", 989e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+        ("NVIDIA H100 NVL", "bfloat16", 835e12),
+        ("NVIDIA H200", "bfloat16", 989e12),
+        ("NVIDIA A100-SXM4-80GB", "float16", 312e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "float16", None),
+        ("NVIDIA L40S", "bfloat16", 362e12),
+        ("NVIDIA L40", "bfloat16", None),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165e12),
+        ("NVIDIA GeForce RTX 4090 D", "bfloat16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16", None),
+        ("NVIDIA B200", "bfloat16", 2250e12),
+        ("NVIDIA H200", "float64", None),
+        ("cpu", "float32", None),
+        ("", "float32", None),
+    ],
+)
+def test_peaks_are_known_by_name_or_not_at_all(name: str, dtype: str, peak: float | None) -> None:
+    assert peak_flops(name, dtype) == peak
+    assert ("sys/mfu" in mfu(SEVEN, [10], 1.0, peak)) == (peak is not None)
