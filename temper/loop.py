@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from temper.protocols import BatchSource, Sampler, Trainer
+from temper.runs.ledger import balanced
 from temper.types import Batch, EvaluationResult, StepReport, TrainResult
 
 
@@ -20,6 +21,16 @@ class Recorder(Protocol):
 
     def append(self, report: StepReport, batch: Batch) -> None: ...
     def evaluation(self, result: EvaluationResult) -> None: ...
+
+
+class Watch(Protocol):
+    """Whoever may stop a run that goes wrong: the alarms."""
+
+    @property
+    def is_called(self) -> bool: ...
+    async def hold(self) -> None:
+        """Returns when the run shall go on, within a deadline; raises what ends it."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +46,21 @@ class Plan:
     trainer: Trainer
     sampler: Sampler
     recorders: tuple[Recorder, ...]
-    evaluate: Callable[[int], Awaitable[list[EvaluationResult]]] | None
-    """Held-out scores of the weights the sampler holds; None without a held-out set."""
+    evaluate: Callable[[int, Mapping[str, float]], Awaitable[list[EvaluationResult]]] | None
+    """Held-out scores of the weights the sampler holds, given a step and its metrics; None without a held-out set."""
     evaluate_every: int
     """0: only at both ends of the stage."""
     checkpoint: Callable[[int], None]
     checkpoint_every: int
     gate: Callable[[], Awaitable[None]]
     """Refuses to start when sampler and trainer disagree."""
+    canary: Callable[[], Awaitable[None]]
+    """Refuses to go on when they disagree after a publication."""
     verify: Callable[[int, TrainResult], None]
     """Refuses to go on when they disagree after a step."""
     measure_system: Callable[[Batch, Mapping[str, float]], dict[str, float]]
     """Throughput and memory of a step, from its batch and its seconds."""
+    watch: Watch | None = None
 
 
 async def run(plan: Plan) -> None:
@@ -55,10 +69,14 @@ async def run(plan: Plan) -> None:
     Waits for: the source's next batch. Unblocked by: the source, within its own deadline. Ends: at plan.steps, or when
     a part breaks; the last checkpoint is then where a resume goes on.
     """
+    # The ledger runs from report to report: what follows a report is in the seconds of the step after it.
+    reported = time.monotonic()
     await plan.sampler.load(plan.trainer.publish())
     await plan.gate()
+    opened = time.monotonic()
     if plan.first_step == 1:
-        await _evaluate(plan, step=0)
+        await _evaluate(plan, step=0, metrics={})
+    between = {"gate": opened - reported, "evaluate": time.monotonic() - opened}
     await plan.source.start()
     try:
         for step in range(plan.first_step, plan.steps + 1):
@@ -70,29 +88,46 @@ async def run(plan: Plan) -> None:
             trained = time.monotonic()
             await plan.sampler.load(plan.trainer.publish())
             published = time.monotonic()
-            seconds = {
+            await plan.canary()
+            checked = time.monotonic()
+            phases = {
+                **between,
                 **(batch.seconds or {"data": taken - started}),
                 **result.seconds,
                 "train_other": trained - taken - sum(result.seconds.values()),
                 "publish": published - trained,
+                "canary": checked - published,
             }
-            report = _report(plan, step, batch, result, seconds)
+            report = _report(plan, step, batch, result, balanced(phases, checked - reported))
+            reported = checked
             for recorder in plan.recorders:
                 recorder.append(report, batch)
+            recorded = time.monotonic()
             if step == plan.steps or (plan.evaluate_every and step % plan.evaluate_every == 0):
-                await _evaluate(plan, step)
+                await _evaluate(plan, step, report.metrics)
+            evaluated = time.monotonic()
             # Before the release: a resumed run finds the source exactly as it was when this step ended.
-            if step == plan.steps or step % plan.checkpoint_every == 0:
+            is_held = plan.watch is not None and plan.watch.is_called
+            if step == plan.steps or step % plan.checkpoint_every == 0 or is_held:
                 await asyncio.to_thread(plan.checkpoint, step)
+            saved = time.monotonic()
+            if plan.watch is not None and is_held:
+                await plan.watch.hold()
             await plan.source.release(plan.trainer.version)
+            between = {
+                "record": recorded - reported,
+                "evaluate": evaluated - recorded,
+                "checkpoint": saved - evaluated,
+                "release": time.monotonic() - saved,
+            }
     finally:
         await plan.source.close()
 
 
-async def _evaluate(plan: Plan, step: int) -> None:
+async def _evaluate(plan: Plan, step: int, metrics: Mapping[str, float]) -> None:
     if plan.evaluate is None:
         return
-    for result in await plan.evaluate(step):
+    for result in await plan.evaluate(step, metrics):
         for recorder in plan.recorders:
             recorder.evaluation(result)
 
@@ -109,4 +144,5 @@ def _report(plan: Plan, step: int, batch: Batch, result: TrainResult, seconds: d
         groups_trained=len(batch.groups),
         groups_dropped=len(batch.dropped),
         max_staleness=int(batch.metrics.get("stale/max", 0)),
+        traces=result.traces,
     )

@@ -44,6 +44,11 @@ class Sampler(Protocol):
         """Ends a request; its generate() returns what was drawn so far with finish ABORT. Unknown ids are ignored."""
         ...
 
+    async def interrupt(self, request_id: str) -> None:
+        """Pauses a request: its generate() returns what was drawn so far with finish INTERRUPT. A new request with the
+        same id whose prompt ends with those tokens goes on as if nothing had happened."""
+        ...
+
     async def load(self, publication: Publication) -> None:
         """Takes over the weights, all or none. Returns when the next token will be drawn by them."""
         ...

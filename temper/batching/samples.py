@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from temper.batching.measure import measure_advantages, measure_groups
+from temper.batching.measure import measure_advantages, measure_groups, measure_shaping
 from temper.batching.rows import rows_of_groups, with_column
 from temper.objectives import Credit, Extent, Objective, Sloped, advantages_of, targets_of
 from temper.types import Batch, Group, Sample, Trajectory
@@ -104,7 +104,8 @@ def assign_credit(
     for rows_here, update, weight, slope in shares:
         filled = [_filled(row, given_N, targets_N, weight, slope) for row in rows_here]
         updates[update] += filled if weight > 0 else []
-    metrics = measure_groups(groups, dropped, version) | measure_advantages(advantages.tokens, credit.lengths)
+    metrics = measure_groups(groups, dropped, version) | measure_shaping(rules.objective, credit)
+    metrics |= measure_advantages(advantages.tokens, credit.lengths)
     return Batch(
         updates=tuple(tuple(update) for update in updates if update),
         groups=tuple(groups),

@@ -13,6 +13,9 @@ from pathlib import Path
 from temper.build import first_model, resolve_objective
 from temper.config import RunConfig, load_recipe
 from temper.data import StageData, open_data
+from temper.evals import contamination
+from temper.rewards.rubric import Rubric
+from temper.runs.rules import configure
 from temper.types import Score, Trajectory
 
 REWARD_TRIALS = 16
@@ -28,6 +31,7 @@ def dry_run(recipe: Path, *, overrides: Sequence[str] = ()) -> str:
 
 def _describe(config: RunConfig, index: int, model: Path) -> str:
     objective = resolve_objective(config)
+    configure(config.alarms)
     data = open_data(config, model)
     shape, first = data.shape, data.probe[0]
     prompt = data.renderer.prompt_ids(data.renderer.prompt_messages(first))
@@ -39,9 +43,13 @@ def _describe(config: RunConfig, index: int, model: Path) -> str:
         **(_supervised_rows(config) if config.stage == "sft" else _rollout_rows(config, data, objective.name)),
     }
     if config.reward:
-        rows |= asyncio.run(_reward_rows(data))
+        rows |= asyncio.run(_reward_rows(data, data.rubric, "reward"))
+    if data.verifier is not data.rubric:
+        rows |= asyncio.run(_reward_rows(data, data.verifier, "held-out verifier"))
     width = max(map(len, rows))
     body = "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+    if warning := contamination.check(data.known, data.heldout):
+        body = f"{body}\n{warning}"
     return f"stage {index + 1}: {config.stage}, {config.steps} steps\n{body}"
 
 
@@ -64,15 +72,15 @@ def _rollout_rows(config: RunConfig, data: StageData, objective: str) -> dict[st
     }
 
 
-async def _reward_rows(data: StageData) -> dict[str, str]:
+async def _reward_rows(data: StageData, rubric: Rubric, name: str) -> dict[str, str]:
     """The reward of gold and empty answers: a verifier that rejects its own gold answers cannot teach anything."""
     tasks = [task for task in (*data.heldout, *data.probe) if task.answer is not None][:REWARD_TRIALS]
     try:
-        gold = [(await data.rubric.score(task, Trajectory.saying(task.id, task.answer or "")))[0] for task in tasks]
-        empty = [(await data.rubric.score(task, Trajectory.saying(task.id, "")))[0] for task in tasks]
+        gold = [(await rubric.score(task, Trajectory.saying(task.id, task.answer or "")))[0] for task in tasks]
+        empty = [(await rubric.score(task, Trajectory.saying(task.id, "")))[0] for task in tasks]
     finally:
-        await data.rubric.close()
-    return {"reward of gold answers": _summary(gold), "reward of empty answers": _summary(empty)}
+        await rubric.close()
+    return {f"{name} of gold answers": _summary(gold), f"{name} of empty answers": _summary(empty)}
 
 
 def _summary(scores: Sequence[Score]) -> str:

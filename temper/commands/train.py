@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,11 @@ from temper import loop
 from temper.build import Stage, build_stage, first_model, make_plan
 from temper.config import RunConfig, load_recipe, to_toml
 from temper.errors import UserError
+from temper.runs.alarms import Alarms, StopRun, line_of
 from temper.runs.display import Display
+from temper.runs.mirrors import Mirror, open_mirrors
+from temper.runs.records import AlarmRecord
+from temper.runs.rules import configure
 from temper.runs.store import RunStore, open_run
 from temper.trainer.checkpoint import latest_checkpoint, prune, remove_unfinished, write_checkpoint
 
@@ -24,15 +29,25 @@ RUNS = Path("runs")
 def train(recipe: Path, *, overrides: Sequence[str] = (), run: Path | None = None, resume: bool = False) -> Path:
     """Trains a recipe and returns its run directory."""
     stages = load_recipe(recipe, overrides)
+    for config in stages:
+        configure(config.alarms)  # a misspelt rule must not wait for its stage
     folder = run or choose_folder(stages[0].name, resume=resume)
     store = open_run(folder, config=to_toml(stages), resume=resume)
     display = Display()
+    mirrors: list[Mirror] = []
     try:
+        steps = [config.steps for config in stages]
+        mirrors = open_mirrors(stages[0].mirrors, folder, steps, partial(store.event, "warning"))
         display.start(folder)
-        asyncio.run(run_stages(stages, folder, store, display))
+        asyncio.run(run_stages(stages, folder, Records(store, display, mirrors)))
         store.finish()
+    except StopRun as stop:
+        store.event("warning", str(stop))
+        display.note(str(stop))
     finally:
         display.close()
+        for mirror in mirrors:
+            mirror.close()
         store.close()
     return folder
 
@@ -50,8 +65,22 @@ def choose_folder(name: str, *, resume: bool) -> Path:
     return RUNS / name if not taken else RUNS / f"{name}-{len(taken) + 1}"
 
 
-async def run_stages(stages: Sequence[RunConfig], folder: Path, store: RunStore, display: Display) -> None:
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Where a run is written down and shown."""
+
+    store: RunStore
+    display: Display
+    mirrors: Sequence[Mirror] = ()
+
+    def tell(self, alarm: AlarmRecord) -> None:
+        self.store.alarm(alarm)
+        self.display.note(line_of(alarm))
+
+
+async def run_stages(stages: Sequence[RunConfig], folder: Path, records: Records) -> None:
     """Runs what is left of every stage."""
+    store, display = records.store, records.display
     model = first_model(stages[0], folder)
     for index, config in enumerate(stages):
         checkpoints = checkpoints_of(folder, index, config)
@@ -63,17 +92,24 @@ async def run_stages(stages: Sequence[RunConfig], folder: Path, store: RunStore,
         display.stage(f"{index + 1} of {len(stages)}: {config.stage}", steps=config.steps, done=done)
         store.begin_stage(index, config.stage, config.steps)
         if done < config.steps:
-            await _run_stage(build_stage(config, index, model, resumed), done + 1, checkpoints, store, display)
+            await _run_stage(build_stage(config, index, model, resumed), done + 1, checkpoints, records)
         model = checkpoints / f"step-{config.steps}"
 
 
-async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, store: RunStore, display: Display) -> None:
+async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, records: Records) -> None:
+    store, display = records.store, records.display
     stage.note = partial(store.event, "info")
+    stage.warn = partial(store.event, "warning")
+    stage.audit = store.audit
+    rules = configure(stage.config.alarms, is_moe="moe" in stage.data.shape.family)
+    alarms = Alarms(rules, store.folder, records.tell, display.note)
+    alarms.replay(stage.index)
     plan = make_plan(
         stage,
         first_step=first_step,
-        recorders=(store, display),
+        recorders=(store, display, *records.mirrors, alarms),
         checkpoint=partial(_checkpoint, stage, checkpoints, store),
+        watch=alarms,
     )
     try:
         await loop.run(plan)
@@ -88,6 +124,7 @@ def _checkpoint(stage: Stage, checkpoints: Path, store: RunStore, step: int) -> 
         "step": step,
         "source": stage.source.state(),
         "rubric": stage.data.rubric.state(),
+        "verifier": stage.data.verifier.state(),
     }
     write_checkpoint(checkpoints, f"step-{step}", {"trainer": stage.trainer.save}, state)
     prune(checkpoints, stage.config.checkpoint.keep)

@@ -153,6 +153,12 @@ class RolloutConfig(Section):
 class SamplingConfig(Section):
     temperature: float = Field(1.0, gt=0)
     max_new_tokens: int = Field(64, ge=1)
+    top_k: int = Field(0, ge=0)
+    """Draw among this many most likely tokens; 0: all. The trainer then renormalises over the same tokens."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, lt=1)
+    stop: list[str] = []
+    """Texts that end a completion."""
 
 
 class ObjectiveConfig(Section):
@@ -211,18 +217,23 @@ class TrainerConfig(Section):
 
 
 class EngineConfig(Section):
-    block_size: int = Field(16, ge=1)
-    """Tokens per KV block."""
+    kind: str = Field("local", pattern=r"^(local|vllm|sglang\+https?://.+)$")
+    """Who draws the tokens: "local", "vllm" in this process, or a server, e.g. "sglang+http://127.0.0.1:30000"."""
+    numerics: Literal["fast", "exact"] = "fast"
+    """exact: local engine and trainer compute log-probabilities that are equal to the bit, whatever is batched."""
     kv_tokens: int = Field(0, ge=0)
     """Tokens the KV cache can hold; 0: enough for max_running sequences of the longest prompt and completion."""
+    kv_after_load: Literal["keep", "recompute"] = "keep"
+    """Keys and values of running sequences when new weights arrive between two of their tokens."""
     max_running: int = Field(256, ge=1)
     """Sequences decoded together."""
     tokens_per_step: int = Field(4096, ge=16)
     """Prefill and decode tokens of one engine step."""
-    cuda_graphs: bool = True
-    """Replay decode steps as CUDA graphs. Has no effect without a GPU."""
+    steps_per_sync: int = Field(8, ge=0)
+    """On a GPU: decode steps, replayed as CUDA graphs, between two looks of the host. A sequence that ends in between
+    wastes the rest of them. 0: one step at a time, without graphs."""
     max_logprob_gap: float | None = None
-    """Largest mean |sampled - recomputed| log-probability that may start. Unset: the checked-in budget of the dtype."""
+    """Largest mean |sampled - recomputed| log-probability that may start. Unset: the checked-in budget."""
 
 
 class EvaluationConfig(Section):
@@ -230,6 +241,12 @@ class EvaluationConfig(Section):
     """Steps between held-out evaluations. Both ends of a stage are always evaluated when there is a held-out set."""
     samples: int = Field(1, ge=1)
     """Sampled completions per held-out prompt, beside one greedy."""
+    temperature: float | None = Field(None, gt=0)
+    """Of those samples. Unset: as in training; the same below."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    max_new_tokens: int | None = Field(None, ge=1)
+    reward: list[RewardConfig] = []
+    """A verifier that training never sees, for the held-out score. Empty: the training reward judges itself."""
 
 
 class CheckpointConfig(Section):
@@ -263,6 +280,16 @@ class RunConfig(Section):
     engine: EngineConfig = EngineConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    alarms: dict[str, Factor] = {}
+    """Levels and thresholds that differ from docs/alarms.md: a level (off, note, warn, pause, stop), or a table such as
+    {level = "stop", factor = 3}."""
+    mirrors: list[Literal["tensorboard", "trackio", "wandb"]] = []
+    """Dashboards of others that get the run's numbers too, as files in the run directory. The first stage's count."""
+
+    @property
+    def longest_completion(self) -> int:
+        """In tokens, training or evaluating."""
+        return max(self.sampling.max_new_tokens, (self.heldout and self.evaluation.max_new_tokens) or 0)
 
     @model_validator(mode="after")
     def _complete(self) -> RunConfig:
@@ -273,6 +300,8 @@ class RunConfig(Section):
         needs_reward = self.stage == "rl" or self.heldout is not None
         if needs_reward and not self.reward:
             raise ValueError('no reward: add a [[reward]] table, e.g. kind = "exact"')
+        if self.evaluation.reward and not self.heldout:
+            raise ValueError("evaluation.reward judges held-out tasks, and there are none: add a [heldout] table")
         if bool(self.model.path) == bool(self.model.new):
             raise ValueError("give exactly one of model.path and [model.new]")
         if self.optim.warmup_steps > self.steps:

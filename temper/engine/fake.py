@@ -25,6 +25,7 @@ class FakeSampler:
         self._delay = delay
         self._version = 0
         self._aborted: set[str] = set()
+        self._interrupted: set[str] = set()
         self.requests: list[Request] = []
 
     @property
@@ -46,13 +47,23 @@ class FakeSampler:
             logprobs=[-1.0] * len(tokens),
             # The first token by the weights of the start, the rest by those of the end: as in a real engine.
             versions=[version] + [self._version] * (len(tokens) - 1) if tokens else [],
-            finish=Finish.ABORT if request.id in self._aborted else finish,
+            finish=self._ended(request.id) or finish,
             top_ids=[_top_ids(token, num_top) for token in tokens] if num_top else None,
             top_logprobs=[[-1.0 - rank for rank in range(num_top)] for _ in tokens] if num_top else None,
+            keep_ids=[[token, token + 1] for token in tokens] if request.params.is_truncated else None,
+            params=request.params,
         )
+
+    def _ended(self, request_id: str) -> Finish | None:
+        if request_id in self._aborted:
+            return Finish.ABORT
+        return Finish.INTERRUPT if request_id in self._interrupted else None
 
     async def abort(self, request_id: str) -> None:
         self._aborted.add(request_id)
+
+    async def interrupt(self, request_id: str) -> None:
+        self._interrupted.add(request_id)
 
     async def load(self, publication: Publication) -> None:
         self._version = publication.version

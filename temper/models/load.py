@@ -18,6 +18,8 @@ from transformers.utils import logging as transformers_logging
 
 from temper.errors import UserError
 from temper.models.attention import ATTENTION_NAME
+from temper.models.decoder import FAMILIES, Numerics, can_walk, lay_end_to_end, numerics_of, set_numerics, walk
+from temper.models.exact import tiled_linear
 
 transformers_logging.disable_progress_bar()  # its bars would tear the live panel
 
@@ -69,13 +71,21 @@ def shape_of(config: Any) -> ModelShape:
     )
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device, numerics: Numerics = "fast") -> nn.Module:
     """The causal language model with Temper's attention, in evaluation mode, dropout off for good."""
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{folder}: the model cannot be loaded: {error}") from error
-    return prepare(model).to(device)
+    if numerics == "exact" and not can_walk(model):
+        raise UserError(
+            f'engine.numerics="exact" is made for the families {", ".join(FAMILIES)}, and {folder} is a '
+            f'{model.config.get_text_config().model_type}. Use engine.numerics="fast": the gate then watches the gap'
+        )
+    model = prepare(model).to(device)
+    lay_end_to_end(model)
+    set_numerics(model, numerics)
+    return model
 
 
 def prepare(model: Any) -> nn.Module:
@@ -136,6 +146,8 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def hidden_states(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Any) -> Tensor:
     """Last hidden states [T, width] of packed tokens, without the head."""
+    if can_walk(model):
+        return walk(model, token_ids_T, positions_T, attend)
     output = model.get_decoder()(
         input_ids=token_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, attend=attend
     )
@@ -144,22 +156,34 @@ def hidden_states(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The language-model head in float32 (float64 stays float64): bf16 logits 20.03 and 19.97 are the same number."""
+    """The language-model head with float32 logits (float64 stays float64): in bf16 20.03 and 19.97 are one number.
+
+    On a GPU the weight stays bfloat16: products of bfloat16 numbers are exact in float32, and sums are kept there.
+    """
 
     weight: Tensor
     bias: Tensor | None
     softcap: float | None
+    is_exact: bool = False
+    """Whether logits of a row must not depend on the rows beside it. On a GPU the library's products never do."""
 
     @staticmethod
     def of(model: Any) -> Head:
         linear = model.get_output_embeddings()
-        dtype = torch.promote_types(linear.weight.dtype, torch.float32)
-        bias = getattr(linear, "bias", None)
+        weight, bias = linear.weight, getattr(linear, "bias", None)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
         softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        return Head(linear.weight.to(dtype), None if bias is None else bias.to(dtype), softcap)
+        wide = weight if weight.is_cuda else weight.to(dtype)
+        return Head(wide, None if bias is None else bias.to(dtype), softcap, numerics_of(model) == "exact")
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        logits_TV = nn.functional.linear(hidden_TD.to(self.weight.dtype), self.weight, self.bias)
+        if self.weight.is_cuda and self.weight.dtype in (torch.bfloat16, torch.float16):
+            logits_TV = torch.mm(hidden_TD, self.weight.t(), out_dtype=torch.float32)
+            logits_TV = logits_TV if self.bias is None else logits_TV.add_(self.bias)
+        elif self.is_exact and not self.weight.is_cuda:
+            logits_TV = tiled_linear(hidden_TD.to(self.weight.dtype), self.weight, self.bias)
+        else:
+            logits_TV = nn.functional.linear(hidden_TD.to(self.weight.dtype), self.weight, self.bias)
         if self.softcap is not None:
             logits_TV = self.softcap * torch.tanh(logits_TV / self.softcap)
         return logits_TV

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from temper.objectives.metrics import MetricSums, largest, mean_sums, smallest
+from temper.objectives.metrics import MOMENTS, MetricSums, largest, log_histogram, mean_sums, smallest
 from temper.objectives.tokens import Tokens, bounded
 
 
@@ -46,7 +46,11 @@ def policy_sums(tokens: Tokens) -> MetricSums:
         distance_T = bounded(tokens.policy_logprobs - tokens.reference_logprobs)
         means["policy/kl_ref_k1"] = distance_T
         means["policy/kl_ref_k3"] = torch.exp(-distance_T) - 1 + distance_T
-    extrema = MetricSums(maxima={"policy/ratio_max": largest(ratio_T)}, minima={"policy/ratio_min": smallest(ratio_T)})
+    extrema = MetricSums(
+        maxima={"policy/ratio_max": largest(ratio_T)},
+        minima={"policy/ratio_min": smallest(ratio_T)},
+        histograms={"policy/ratio_p99": log_histogram(log_ratio_T)},
+    )
     return mean_sums(means).merge(extrema).merge(_reference_sums(tokens))
 
 
@@ -69,6 +73,7 @@ def mismatch_sums(tokens: Tokens) -> MetricSums:
             "mismatch/kl_k1": -log_rho_T,
             "mismatch/kl_k3": rho_T - 1 - log_rho_T,
             "mismatch/chi2_token": rho_T.square() - 1,
+            **_moments(tokens),
         }
     )
     has_tokens_S = tokens.sum_by_trajectory(torch.ones_like(tokens.weights)) > 0
@@ -87,8 +92,17 @@ def mismatch_sums(tokens: Tokens) -> MetricSums:
     return by_token.merge(by_trajectory).merge(extrema)
 
 
+def _moments(tokens: Tokens) -> dict[str, Tensor]:
+    """What the correlation of the drawn tokens' probabilities, sampler against trainer, is made of."""
+    mu_T, pi_T = (x.double().exp() for x in (tokens.behavior_logprobs, tokens.proximal_logprobs))
+    columns = (mu_T, pi_T, mu_T.square(), pi_T.square(), mu_T * pi_T)
+    return {f"mismatch/moment_{name}": column_T for name, column_T in zip(MOMENTS, columns, strict=True)}
+
+
 def correction_sums(tokens: Tokens, acted: Mapping[str, Tensor], multiplier_T: Tensor) -> MetricSums:
     means = {f"mismatch/{name}_frac": acted_T for name, acted_T in acted.items()}
+    is_acted_T = torch.stack(list(acted.values())).any(0)
+    means["mismatch/clip_frac"] = is_acted_T & (multiplier_T != 0)
     means["mismatch/reject_frac_token"] = multiplier_T == 0
     means["mismatch/weight_mean"] = multiplier_T
     means["mismatch/weight_square_mean"] = multiplier_T.double().square()

@@ -84,7 +84,7 @@ class Tokens:
     """None: the objective does not need them."""
     teacher_logprobs: Tensor | None = None
     entropy: Tensor | None = None
-    """Of the whole next-token distribution at each position. None: not computed."""
+    """Of the distribution each token was drawn from: the whole vocabulary, or its keep-set. None: not computed."""
     top: TopTokens | None = None
     router_shift: Tensor | None = None
     """How far the router moved from the experts it chose when the batch started (Scored.router_shift)."""

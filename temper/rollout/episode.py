@@ -119,6 +119,7 @@ async def _play(setup: EpisodeSetup, task: Task, turns: list[Turn], request_id: 
                 if not turns:
                     raise
                 return Status.TRUNCATED_LENGTH  # the conversation has filled the context: cut, not broken
+            require_as_asked(request, completion)
             message = Message(role="assistant", content=setup.renderer.decode(completion.token_ids))
             if (cut := cut_status(completion)) is not None:
                 turns.append(Turn(completion=completion, message=message))
@@ -152,6 +153,28 @@ def _within_budget(setup: EpisodeSetup, num_drawn: int) -> SamplingParams | None
     left = setup.max_episode_tokens - num_drawn
     longest = min(setup.params.max_new_tokens, left)
     return dataclasses.replace(setup.params, max_new_tokens=longest) if left > 0 else None
+
+
+def require_as_asked(request: Request, completion: Completion) -> None:
+    """Raises BackendError unless the tokens were drawn as asked and their log-probabilities are of the kind to expect.
+
+    A sampler with defaults of its own, or one that renormalises where the trainer does not, makes a run silently
+    off-policy.
+    """
+    asked, applied, name = request.params, completion.params, f"the sampler answered request {request.id}"
+    for field in dataclasses.fields(asked) if applied is not None else ():
+        wanted, found = getattr(asked, field.name), getattr(applied, field.name)
+        if wanted != found:
+            raise BackendError(f"{name} with {field.name}={found!r}, asked for was {field.name}={wanted!r}")
+    if not completion.token_ids:
+        return
+    if asked.is_truncated and completion.keep_ids is None:
+        raise BackendError(
+            f"{name} without the tokens it kept: with top_k={asked.top_k}, top_p={asked.top_p}, min_p={asked.min_p} "
+            f"the trainer cannot renormalise as the sampler did. Set them to 0, 1 and 0 for this engine"
+        )
+    if not asked.is_truncated and completion.keep_ids is not None:
+        raise BackendError(f"{name} with keep-sets, although nothing was to be left out: top_k=0, top_p=1, min_p=0")
 
 
 def cut_status(completion: Completion) -> Status | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from temper.batching.measure import RecentPrompts
 from temper.errors import BackendError, TaskError
 from temper.rollout.buffer import Buffer, Taken
 from temper.rollout.episode import EpisodeSetup
@@ -20,6 +21,9 @@ from temper.types import Batch, Scalar, ScoreKind, Task
 
 LONGEST_STEP_SECONDS = 7 * 24 * 3600.0
 """The feeder sleeps through training and evaluation; a run that stands still longer than this is dead."""
+
+RECENT = "recent prompts"
+"""Name of their list beside the state of the task stream."""
 
 State = Mapping[str, Scalar | list[Scalar]]
 
@@ -56,6 +60,9 @@ class Roller:
         self._buffer = buffer
         self._settings = settings
         self._make_batch = make_batch
+        self._recent = RecentPrompts()
+        self.num_queued = 0
+        """Finished groups that waited when the last batch was taken."""
         self._stream_states: dict[int, dict[str, Scalar | list[Scalar]]] = {}
         self._feeder: asyncio.Task[None] | None = None
 
@@ -66,6 +73,7 @@ class Roller:
         started = time.monotonic()
         taken = await self._or_failure(self._buffer.take(self._settings.step_seconds))
         rolled = time.monotonic()
+        self.num_queued = self._buffer.num_finished
         self._check_failures(taken, step)
         batch = await asyncio.to_thread(self._make_batch, taken)
         await self._learn(taken)
@@ -79,7 +87,7 @@ class Roller:
             groups=batch.groups,
             dropped=taken.dropped,
             seconds=seconds,
-            metrics=batch.metrics,
+            metrics={**batch.metrics, **self._recent.measure(batch.groups)},
         )
 
     async def release(self, version: int) -> None:
@@ -96,12 +104,15 @@ class Roller:
         await self._setup.scorer.evolve(sorted(taken.groups, key=lambda group: group.draw))
 
     def state(self) -> dict[str, Scalar | list[Scalar]]:
-        """The task stream as it was before the first draw that is not consumed yet."""
+        """The task stream as it was before the first draw that is not consumed yet, and the prompts of late."""
         first_open = self._buffer.first_open()
-        return self._stream.state() if first_open is None else self._stream_states[first_open]
+        stream = self._stream.state() if first_open is None else self._stream_states[first_open]
+        return {**stream, RECENT: list(self._recent.state())}
 
     def load_state(self, state: State) -> None:
-        self._stream.load_state(state)
+        recent = state.get(RECENT, [])
+        self._recent.load_state([str(line) for line in recent] if isinstance(recent, list) else [])
+        self._stream.load_state({name: value for name, value in state.items() if name != RECENT})
 
     async def close(self) -> None:
         if self._feeder is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from temper.errors import BackendError, TemperError, UserError
-from temper.rollout.episode import EpisodeSetup, cut_status
+from temper.rollout.episode import EpisodeSetup, cut_status, require_as_asked
 from temper.types import Completion, Finish, Message, Request, Score, Status, Task, Trajectory, Turn
 
 
@@ -124,7 +124,9 @@ async def _continue(setup: EpisodeSetup, completion: Completion, start: int, req
     budget = setup.params.max_new_tokens - start
     params = dataclasses.replace(setup.params, max_new_tokens=budget, top_logprobs=0)
     prompt_ids = (*completion.prompt_ids, *completion.token_ids[:start])
-    drawn = await setup.sampler.generate(Request(id=request_id, prompt_ids=prompt_ids, params=params))
+    request = Request(id=request_id, prompt_ids=prompt_ids, params=params)
+    drawn = await setup.sampler.generate(request)
+    require_as_asked(request, drawn)
     return Completion(
         prompt_ids=completion.prompt_ids,
         token_ids=completion.token_ids[:start] + drawn.token_ids,

@@ -57,11 +57,11 @@ class Renderer:
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The ids up to where the model begins to speak. `tools` are JSON schemas that the template shows."""
-        return tuple(self._encode(self._render(messages, for_generation=True, tools=tools)))
+        return tuple(self.encode(self.render(messages, for_generation=True, tools=tools)))
 
     def completion_ids(self, text: str) -> list[int]:
         """The ids a model should draw to say this text: the text and the end of its turn."""
-        return [*self._encode(text), self.end_of_turn_id]
+        return [*self.encode(text), self.end_of_turn_id]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens left out."""
@@ -70,16 +70,16 @@ class Renderer:
     @cached_property
     def end_of_turn_id(self) -> int:
         """The stop id that the template writes after an assistant's message, or the tokenizer's when it writes none."""
-        glue = self._encode(self._after_probe(()))
+        glue = self.encode(self._after_probe(()))
         return next((token for token in glue if token in self.stop_ids), self.stop_ids[0])
 
     @cached_property
     def is_append_only(self) -> bool:
         """Whether a further message leaves the text before it as it was."""
         asked = (Message(role="user", content="probe zero"),)
-        begun = self._render(asked, for_generation=True) + PROBE
+        begun = self.render(asked, for_generation=True) + PROBE
         continued = (*asked, Message(role="assistant", content=PROBE), *asked)
-        return self._render(continued, for_generation=True).startswith(begun)
+        return self.render(continued, for_generation=True).startswith(begun)
 
     def extend_ids(
         self,
@@ -97,7 +97,7 @@ class Renderer:
         if not self.is_append_only:
             assert history, "a template that rewrites history needs the whole conversation"
             return self.prompt_ids((*history, *replies), tools)
-        glue = self._encode(self._after_probe(replies))
+        glue = self.encode(self._after_probe(replies))
         if completion_ids and completion_ids[-1] in self.stop_ids and glue and glue[0] in self.stop_ids:
             glue = glue[1:]  # the model has drawn the end of its turn already
         return (*prompt_ids, *completion_ids, *glue)
@@ -105,7 +105,7 @@ class Renderer:
     def _after_probe(self, replies: Sequence[Message]) -> str:
         """What the template writes after an assistant's message: end of turn, replies, start of the next turn."""
         said = (Message(role="user", content="probe zero"), Message(role="assistant", content=PROBE))
-        return self._render((*said, *replies), for_generation=bool(replies)).rpartition("probe two")[2]
+        return self.render((*said, *replies), for_generation=bool(replies)).rpartition("probe two")[2]
 
     @cached_property
     def has_tool_role(self) -> bool:
@@ -118,7 +118,7 @@ class Renderer:
         unknown = self._tokenizer.unk_token_id
         return "probe three" in text and (unknown is None or unknown not in self._raw_ids(text))
 
-    def _render(self, messages: Sequence[Message], *, for_generation: bool, tools: Tools = ()) -> str:
+    def render(self, messages: Sequence[Message], *, for_generation: bool, tools: Tools = ()) -> str:
         if not self.has_tool_role:  # then the user speaks for the tools
             messages = [_as_user(message) if message.role == "tool" else message for message in messages]
         return self._render_as_given([self._defused(message) for message in messages], for_generation, tools)
@@ -158,7 +158,7 @@ class Renderer:
             roles = ", ".join(message.role for message in messages)
             raise UserError(f"the chat template refuses messages with roles {roles}: {error}") from error
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         # Without special tokens: the template writes its own, and a tokenizer that adds BOS would write a second one.
         ids = self._raw_ids(text)
         unknown = self._tokenizer.unk_token_id

@@ -2,18 +2,20 @@
 
 Rows lie end to end everywhere else; only here they are padded, on the right, so that plain causal attention keeps rows
 apart without a mask and the fast kernels apply. Rows of like length are padded together, so padding at most doubles T.
-Owns: row layout, sliding windows. Refuses: caches (the engine has its own attend).
+Owns: row layout, sliding windows, the exact form of the same. Refuses: caches (the engine has its own attend).
 Shapes: _T packed tokens, _P padded slots, _S rows, H heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from temper.models.exact import exact_attention
 from temper.trainer.rows import place_rows, take_rows
 
 
@@ -30,14 +32,21 @@ class PackedAttention:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
     ) -> Tensor:
+        def attend(*padded: Tensor) -> Tensor:
+            mask = self._window_mask(padded[0].shape[1], sliding_window, query.device)
+            q, k, v = (tensor.transpose(1, 2) for tensor in padded)  # views: the kernels take any stride
+            return _attend(q, k, v, mask, scaling).transpose(1, 2)
+
+        return self.by_bucket(query, key, value, attend)
+
+    def by_bucket(self, query: Tensor, key: Tensor, value: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """attend(query, key, value), each [S, L, heads, D], for every bucket of padded rows."""
         queries, keys, values = (self._pad(tensor) for tensor in (query, key, value))
         outputs, start = [], 0
         for rows, longest in self._buckets:
             stop = start + rows * longest
-            # [P, H, D] -> [S, H, L, D]: a view, the kernels take any stride.
-            q, k, v = (t[start:stop].view(rows, longest, *t.shape[1:]).transpose(1, 2) for t in (queries, keys, values))
-            mask = self._window_mask(longest, sliding_window, query.device)
-            outputs.append(_attend(q, k, v, mask, scaling).transpose(1, 2).flatten(0, 1))
+            padded = (t[start:stop].view(rows, longest, *t.shape[1:]) for t in (queries, keys, values))
+            outputs.append(attend(*padded).flatten(0, 1))
             start = stop
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined if self._slots_T is None else take_rows(joined, self._slots_T)
@@ -53,6 +62,41 @@ class PackedAttention:
             ones = torch.ones(longest, longest, dtype=torch.bool, device=device)
             self._masks[longest, window] = ones.tril().triu(1 - window)
         return self._masks[longest, window]
+
+
+class ExactPackedAttention:
+    """The engine's `exact` arithmetic over packed rows, with the slope of the plain one."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self._plain = PackedAttention(lengths, device)
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        self._starts_S1 = starts.to(device)
+        self._longest = max(lengths)
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        with torch.no_grad():
+            exact = self._forward(query, key, value, scaling, sliding_window)
+        if not torch.is_grad_enabled():
+            return exact
+        plain = self._plain(layer, query, key, value, scaling=scaling, sliding_window=sliding_window)
+        return exact + (plain - plain.detach())  # adds exactly zero, and a gradient
+
+    def _forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        if query.is_cuda:
+            from temper.models.kernels.attention import packed_attention
+
+            return packed_attention(
+                query, key, value, self._starts_S1, scaling=scaling, sliding_window=window, longest=self._longest
+            )
+        return self._plain.by_bucket(query, key, value, partial(_attend_exactly, scaling=scaling, window=window))
+
+
+def _attend_exactly(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None) -> Tensor:
+    """[S, L, H, D]."""
+    positions_SL = torch.arange(query.shape[1]).expand(query.shape[:2])
+    return exact_attention(query, key, value, positions_SL, scaling, window)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:

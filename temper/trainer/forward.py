@@ -18,13 +18,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from temper.errors import UserError
 from temper.models.attention import Attend
+from temper.models.decoder import numerics_of
 from temper.models.load import Head, hidden_states
 from temper.objectives import MetricSums, Objective, Scored, Tokens, objective_loss
 from temper.objectives.ratios import router_deviation
-from temper.trainer.attention import PackedAttention
-from temper.trainer.logprobs import drawn_logprobs
+from temper.trainer.attention import ExactPackedAttention, PackedAttention
+from temper.trainer.logprobs import KeepSets, drawn_logprobs
 from temper.trainer.routers import hidden_and_router_logits, route_logprobs
 from temper.trainer.rows import take_rows
+from temper.trainer.traces import seen_of
 from temper.types import Microbatch
 
 MakeAttention = Callable[[Sequence[int], torch.device], Attend]
@@ -65,15 +67,19 @@ class DrawnStates:
     """[T, experts] by layer; empty unless asked for."""
 
 
+def attention_of(model: nn.Module) -> MakeAttention:
+    return ExactPackedAttention if numerics_of(model) == "exact" else PackedAttention
+
+
 def drawn_states(
-    model: nn.Module, microbatch: Microbatch, *, routers: bool = False, make_attention: MakeAttention = PackedAttention
+    model: nn.Module, microbatch: Microbatch, *, routers: bool = False, make_attention: MakeAttention | None = None
 ) -> DrawnStates:
     """The hidden states that score the drawn tokens of a microbatch, on the model's device."""
     device = next(model.parameters()).device
     drawn_A = microbatch.loss_mask.nonzero()[:, 0]
     # The state before a row's first token belongs to another row; scoring it would train on a neighbour's text.
     assert bool((microbatch.positions[drawn_A] > 0).all()), "the first token of a row cannot be a drawn one"
-    attend = make_attention(microbatch.lengths, device)
+    attend = (make_attention or attention_of(model))(microbatch.lengths, device)
     token_ids_T, positions_T = microbatch.token_ids.to(device), microbatch.positions.to(device)
     drawn_A = drawn_A.to(device)
     logits: tuple[Tensor, ...] = ()
@@ -85,10 +91,12 @@ def drawn_states(
 
 
 def score_drawn(
-    model: nn.Module, microbatch: Microbatch, temperature: float, make_attention: MakeAttention = PackedAttention
+    model: nn.Module, microbatch: Microbatch, temperature: float, make_attention: MakeAttention | None = None
 ) -> Scored:
     """Log-probability and entropy at every drawn token of a microbatch, in its order, on the model's device.
 
+    Within the keep-sets of the sampler when the microbatch has them, whatever the model: policy, reference and teacher
+    are then compared as distributions over the same tokens.
     Also those of the microbatch's top tokens, and how far the router moved, when it carries these columns.
     """
     has_routes = microbatch.router_ids is not None
@@ -100,9 +108,18 @@ def score_drawn(
         states.token_ids_A,
         temperature=temperature,
         top_ids_AK=None if top_ids is None else top_ids.to(states.drawn_A.device)[states.drawn_A],
+        keep=keep_sets(microbatch, states.drawn_A.device),
     )
     shift_A = _router_shift(states, microbatch) if has_routes else None
     return Scored(logprobs=logprobs_A, entropy=entropy_A, top_logprobs=top_AK, router_shift=shift_A)
+
+
+def keep_sets(microbatch: Microbatch, device: torch.device) -> KeepSets | None:
+    """Of the drawn tokens of a microbatch; None when each was drawn among all."""
+    if microbatch.keep_ids is None:
+        return None
+    assert microbatch.keep_counts is not None, "keep-sets without their sizes"
+    return KeepSets.of(microbatch.keep_ids, microbatch.keep_counts[microbatch.loss_mask.bool()], device)
 
 
 def forward_backward(
@@ -113,12 +130,15 @@ def forward_backward(
     temperature: float,
     facts: StepFacts,
     measured: Mapping[str, Tensor] | None = None,
+    seen: list[Tensor] | None = None,
 ) -> tuple[Tensor, MetricSums]:
     """Adds the microbatch's gradient to the parameters; returns its part of the loss and of the metrics.
 
-    Parts of all microbatches and ranks simply add up.
+    Parts of all microbatches and ranks simply add up. To `seen`, if given, it adds what traces are made of.
     """
     scored = score_drawn(model, microbatch, temperature)
+    if seen is not None:
+        seen.append(seen_of(scored.logprobs, scored.entropy))
     if "entropy" not in objective.needs:
         scored = replace(scored, entropy=scored.entropy.detach())  # a metric only
     loss, metrics = objective_loss(objective, facts.tokens(microbatch, scored, measured))

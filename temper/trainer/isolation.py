@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import BackendError
-from temper.trainer.attention import PackedAttention
 from temper.trainer.forward import MakeAttention, score_drawn
 from temper.types import Microbatch
 
@@ -29,7 +28,7 @@ def check_isolation(
     *,
     temperature: float = 1.0,
     row_lengths: Sequence[int] = ROW_LENGTHS,
-    make_attention: MakeAttention = PackedAttention,
+    make_attention: MakeAttention | None = None,
 ) -> float:
     """Changes one row at a time: the others must keep every bit. Then scores rows alone: within the dtype's budget.
 

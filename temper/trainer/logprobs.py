@@ -2,24 +2,49 @@
 
 Logits exist for one chunk of rows at a time and are computed again in the backward pass. A hand-written backward rather
 than checkpointing: it needs one chunk of logits instead of three, and one gradient of the head instead of two.
-Owns: the head's arithmetic in training. Refuses: which tokens are scored by which hidden state (forward.py).
+Owns: the head's arithmetic in training. Refuses: which tokens are scored by which hidden state (forward.py), and the
+softmax, which the sampler shares (models/softmax.py): from equal logits both get equal log-probabilities, to the bit.
 Shapes: _A drawn tokens, _C those of one chunk, _D width, _V vocabulary, _K top tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from temper.errors import UserError
 from temper.models.load import Head
+from temper.models.softmax import Softmax
 
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Logits held at once, two to three times over. A GPU would gain a tenth more from four times as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSets:
+    """Which tokens could be drawn in the place of each of A tokens."""
+
+    ids: Tensor
+    """Those of the first token, then those of the second, and so on; on the device of the hidden states."""
+    starts: list[int]
+    """A + 1 places in ids where those of each token begin, and the end. On the host: a chunk is cut without waiting."""
+
+    @staticmethod
+    def of(ids: Tensor, counts_A: Tensor, device: torch.device) -> KeepSets:
+        return KeepSets(ids.to(device), [0, *counts_A.cumsum(0).tolist()])
+
+    def dropped(self, rows: slice, vocabulary: int) -> Tensor:
+        """[C, V]: True for tokens that could not be drawn."""
+        starts = torch.tensor(self.starts[rows.start : rows.stop + 1])
+        num_rows, ids = len(starts) - 1, self.ids[starts[0] : starts[-1]]
+        rows_of_ids = torch.arange(num_rows).repeat_interleave(starts.diff()).to(ids.device)
+        dropped_CV = torch.ones(num_rows, vocabulary, dtype=torch.bool, device=ids.device)
+        dropped_CV[rows_of_ids, ids] = False
+        return dropped_CV
 
 
 def drawn_logprobs(
@@ -30,15 +55,18 @@ def drawn_logprobs(
     temperature: float,
     chunk_bytes: int | None = None,
     top_ids_AK: Tensor | None = None,
+    keep: KeepSets | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """log softmax(head(hidden) / temperature)[token], the entropy of the same distribution, and its [top ids].
 
+    With keep-sets the first two are of the softmax over these alone, as the sampler drew; top ids are compared with
+    those of a policy before truncation, and stay over the whole vocabulary.
     All carry a gradient; those of entropy and top cost nothing until something differentiates them.
     Ids of one row of top_ids_AK are distinct, or a GPU adds up their gradients in any order.
     """
-    settings = (head.softcap, temperature, _chunk_rows(head, hidden_AD, chunk_bytes))
+    settings = (head.softcap, head.is_exact, temperature, _chunk_rows(head, hidden_AD, chunk_bytes))
     return _DrawnLogprobs.apply(  # type: ignore[no-untyped-call, no-any-return]
-        hidden_AD, head.weight, head.bias, token_ids_A, top_ids_AK, settings
+        hidden_AD, head.weight, head.bias, token_ids_A, top_ids_AK, keep, settings
     )
 
 
@@ -51,11 +79,12 @@ def top_tokens(
     if not 0 < k <= vocabulary:
         raise UserError(f"{k} most likely tokens were asked for; the vocabulary has {vocabulary}. Ask for 1 or more.")
     ids_AK = torch.empty(len(hidden_AD), k, dtype=torch.int64, device=head.weight.device)
-    logprobs_AK = torch.empty(len(hidden_AD), k, dtype=head.weight.dtype, device=head.weight.device)
+    logprobs_AK = torch.empty(len(hidden_AD), k, dtype=_logits_dtype(head.weight), device=head.weight.device)
     for rows in _chunks(len(hidden_AD), _chunk_rows(head, hidden_AD, chunk_bytes)):
-        # log_softmax as in drawn_logprobs: the ratio to an unchanged policy is then exactly one.
-        logprobs_CV = torch.log_softmax(_logits(head, hidden_AD[rows], temperature), dim=-1)
-        logprobs_AK[rows], ids_AK[rows] = logprobs_CV.topk(k, sorted=True)
+        # Softmax as in drawn_logprobs: the ratio to an unchanged policy is then exactly one.
+        logits_CV = _logits(head, hidden_AD[rows], temperature)
+        top_CK, ids_AK[rows] = logits_CV.topk(k, sorted=True)
+        logprobs_AK[rows] = Softmax.of(logits_CV).logprobs(top_CK)
     return ids_AK, logprobs_AK
 
 
@@ -68,59 +97,103 @@ class _DrawnLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         token_ids_A: Tensor,
         top_ids_AK: Tensor | None,
+        keep: KeepSets | None,
         settings: Any,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.settings = settings
-        softcap, temperature, chunk_rows = settings
-        head = Head(weight, bias, softcap)
-        logprobs_A = torch.empty(len(token_ids_A), dtype=weight.dtype, device=weight.device)
+        ctx.settings, ctx.keep = settings, keep
+        softcap, is_exact, temperature, chunk_rows = settings
+        head = Head(weight, bias, softcap, is_exact)
+        logprobs_A = torch.empty(len(token_ids_A), dtype=_logits_dtype(weight), device=weight.device)
         entropy_A = torch.empty_like(logprobs_A)
         top_AK = None if top_ids_AK is None else logprobs_A.new_empty(top_ids_AK.shape)
         for rows in _chunks(len(token_ids_A), chunk_rows):
-            logits_CV = _logits(head, hidden_AD[rows], temperature)
-            logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
-            del logits_CV
-            logprobs_A[rows] = logprobs_CV.gather(1, token_ids_A[rows, None])[:, 0]
+            raw_CV, ids_C = _raw_logits(head, hidden_AD[rows]), token_ids_A[rows]
+            drawn_C = _as_drawn(raw_CV, ids_C, temperature) if keep is None else None
+            logits_CV = _tempered(raw_CV, temperature)
+            softmax = Softmax.of(logits_CV, None if keep is None else keep.dropped(rows, len(weight)))
+            if drawn_C is None:
+                drawn_C = softmax.logprobs(logits_CV.gather(1, ids_C[:, None]))[:, 0]
+            logprobs_A[rows] = drawn_C
+            entropy_A[rows] = softmax.entropy(logits_CV)
             if top_AK is not None and top_ids_AK is not None:
-                top_AK[rows] = logprobs_CV.gather(1, top_ids_AK[rows])
-            entropy_A[rows] = -logprobs_CV.exp().mul_(logprobs_CV).sum(-1)
-        ctx.save_for_backward(hidden_AD, weight, bias, token_ids_A, top_ids_AK, logprobs_A, entropy_A)
+                whole = softmax if keep is None else Softmax.of(logits_CV)
+                top_AK[rows] = whole.logprobs(logits_CV.gather(1, top_ids_AK[rows]))
+        ctx.save_for_backward(hidden_AD, weight, bias, token_ids_A, top_ids_AK, logprobs_A, entropy_A, top_AK)
         return logprobs_A, entropy_A, top_AK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_AD, weight, bias, token_ids_A, top_ids_AK, logprobs_A, entropy_A = ctx.saved_tensors
+        hidden_AD, weight, bias, token_ids_A, top_ids_AK, logprobs_A, entropy_A, top_AK = ctx.saved_tensors
         grad_logprobs_A, grad_entropy_A, grad_top_AK = grads
-        softcap, temperature, chunk_rows = ctx.settings
-        head = Head(weight, bias, softcap)
+        softcap, _, temperature, chunk_rows = ctx.settings
+        head = Head(weight, bias, softcap)  # the slope need not be exact
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden_AD) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight) if wants_weight else None
+        grad_weight = torch.zeros_like(weight, dtype=_logits_dtype(weight)) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         for rows in _chunks(len(token_ids_A), chunk_rows):
             logits_CV = _logits(head, hidden_AD[rows], temperature)
             # What the softcap let through of a change in the raw logit; taken before the logits are overwritten.
             slope_CV = None if softcap is None else 1 - (logits_CV * (temperature / softcap)).square_()
-            # The normaliser follows from what the forward pass kept; no second reduction over the vocabulary.
-            logits_CV -= logits_CV.gather(1, token_ids_A[rows, None]) - logprobs_A[rows, None]
-            chosen = []
-            if grad_logprobs_A is not None:
-                chosen.append((token_ids_A[rows, None], grad_logprobs_A[rows, None]))
-            if grad_top_AK is not None:
-                chosen.append((top_ids_AK[rows], grad_top_AK[rows]))
+            drawn = _Chosen.of(rows, token_ids_A[:, None], logprobs_A[:, None], grad_logprobs_A)
+            top = None if grad_top_AK is None else _Chosen.of(rows, top_ids_AK, top_AK, grad_top_AK)
+            dropped_CV = None if ctx.keep is None else ctx.keep.dropped(rows, len(weight))
             grad_entropy_C = None if grad_entropy_A is None else grad_entropy_A[rows]
-            grad_CV = _tempered(_grad_logits(logits_CV, chosen, entropy_A[rows], grad_entropy_C), temperature)
+            grad_CV = _grad_chunk(logits_CV, drawn, top, dropped_CV, (entropy_A[rows], grad_entropy_C))
+            grad_CV = _tempered(grad_CV, temperature)
             if slope_CV is not None:
                 grad_CV *= slope_CV
-            with _tensor_cores(hidden_AD.dtype):
-                if grad_hidden is not None:
-                    grad_hidden[rows] = (grad_CV @ weight).to(hidden_AD.dtype)
-                if grad_weight is not None:
-                    grad_weight.addmm_(grad_CV.t(), hidden_AD[rows].to(weight.dtype))
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+            # On a GPU with bfloat16 weights the gradient is rounded to theirs; every sum stays float32.
+            grad_CV = grad_CV.to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = (grad_CV @ weight).to(hidden_AD.dtype)
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_CV.t(), hidden_AD[rows].to(weight.dtype))
+        return (
+            grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias,
+            None, None, None, None,
+        )  # fmt: skip
+
+
+class _Chosen(NamedTuple):
+    """Tokens of one chunk whose log-probabilities the loss may depend on."""
+
+    ids_CK: Tensor
+    logprobs_CK: Tensor
+    grad_CK: Tensor | None
+
+    @staticmethod
+    def of(rows: slice, ids_AK: Tensor, logprobs_AK: Tensor, grad_A: Tensor | None) -> _Chosen:
+        grad_CK = None if grad_A is None else grad_A[rows].view_as(ids_AK[rows])
+        return _Chosen(ids_AK[rows], logprobs_AK[rows], grad_CK)
+
+    def normalized(self, logits_CV: Tensor) -> Tensor:
+        """All log-probabilities, in the place of the logits.
+
+        The normaliser follows from what the forward pass kept; no second reduction over the vocabulary.
+        """
+        logits_CV -= logits_CV.gather(1, self.ids_CK[:, :1]) - self.logprobs_CK[:, :1]
+        return logits_CV
+
+
+def _grad_chunk(
+    logits_CV: Tensor, drawn: _Chosen, top: _Chosen | None, dropped_CV: Tensor | None, entropy: Any
+) -> Tensor:
+    """Gradient of the logits, in their place. `entropy`: it and its gradient, for _grad_logits."""
+    chosen = [(one.ids_CK, one.grad_CK) for one in (drawn, top) if one is not None and one.grad_CK is not None]
+    if dropped_CV is None:
+        return _grad_logits(drawn.normalized(logits_CV), chosen, *entropy)
+    grad_top_CV = None
+    if top is not None:  # over the whole vocabulary: another softmax than that of the drawn token
+        grad_top_CV = _grad_logits(top.normalized(logits_CV.clone()), chosen[-1:], entropy[0], None)
+        chosen = chosen[:-1]
+    grad_CV = _grad_logits(drawn.normalized(logits_CV), chosen, *entropy)
+    # A policy that has moved may think anything of a token that was left out, even that it is infinitely likelier.
+    grad_CV.masked_fill_(dropped_CV, 0.0)
+    return grad_CV if grad_top_CV is None else grad_CV.add_(grad_top_CV)
 
 
 def _grad_logits(
@@ -144,37 +217,47 @@ def _grad_logits(
 
 
 def _logits(head: Head, hidden_CD: Tensor, temperature: float) -> Tensor:
-    with _tensor_cores(hidden_CD.dtype):
-        return _tempered(head.logits(hidden_CD), temperature)
+    return _tempered(_raw_logits(head, hidden_CD), temperature)
+
+
+def _raw_logits(head: Head, hidden_CD: Tensor) -> Tensor:
+    return head.logits(hidden_CD)
+
+
+def _as_drawn(logits_CV: Tensor, ids_C: Tensor, temperature: float) -> Tensor | None:
+    """By the kernel that drew the tokens, where one did: on a GPU. None: by Softmax, as on a CPU."""
+    if not logits_CV.is_cuda or logits_CV.dtype != torch.float32:
+        return None
+    from temper.models.kernels.draw import token_logprobs
+
+    return token_logprobs(logits_CV, ids_C, temperature)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, summed in the dtype of the total."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += torch.mm(left, right, out_dtype=total.dtype)
 
 
 def _chunk_rows(head: Head, hidden_AD: Tensor, chunk_bytes: int | None) -> int:
     """Rows whose logits fit into chunk_bytes; None: the default of the device."""
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES.get(hidden_AD.device.type, CHUNK_BYTES["cpu"])
-    return max(1, chunk_bytes // (head.weight.shape[0] * head.weight.element_size()))
+    return max(1, chunk_bytes // (head.weight.shape[0] * _logits_dtype(head.weight).itemsize))
 
 
-@contextmanager
-def _tensor_cores(hidden_dtype: torch.dtype) -> Iterator[None]:
-    """Lets a GPU multiply in TF32 where that cuts no factor short: three times faster.
-
-    TF32 keeps 10 bits of the factors and sums in float32. States and weights of a bfloat16 model have 7, so only the
-    order of the sum differs from float32; the gradient of the logits is rounded to 10 bits, on its way to a bfloat16
-    gradient. A float32 model stays with float32.
-    """
-    before = torch.backends.cuda.matmul.fp32_precision
-    if hidden_dtype in (torch.bfloat16, torch.float16):
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+def _logits_dtype(weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)
 
 
 def _tempered(values_CV: Tensor, temperature: float) -> Tensor:
-    """Divides in place; at temperature 1 saves the pass over memory."""
-    return values_CV if temperature == 1 else values_CV.div_(temperature)
+    """Divides in place; at temperature 1 saves the pass over memory.
+
+    By a tensor, as the sampler, which has one number per row: by a plain number a GPU multiplies with the inverse.
+    """
+    return values_CV if temperature == 1 else values_CV.div_(values_CV.new_full((), temperature))
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:

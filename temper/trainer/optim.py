@@ -97,8 +97,11 @@ class MasterAdamW:
         for owner in (*self._masters.values(), *self._parameters.values()):
             owner.grad = None
 
-    def step(self, learning_rate: float, grad_norm: Tensor) -> None:
-        """Clips by the given norm, updates the masters, rounds the parameters from them, drops the gradients."""
+    def step(self, learning_rate: float, grad_norm: Tensor) -> Tensor:
+        """Clips by the given norm, updates the masters, rounds the parameters from them, drops the gradients.
+
+        Returns [2]: the gradient's norm after clipping, and the norm of the update over that of the weights before it.
+        """
         masters = list(self._masters.values())
         nn.utils.clip_grads_with_norm_(masters, self._settings.max_grad_norm, grad_norm)
         for group in self._adamw.param_groups:
@@ -106,6 +109,32 @@ class MasterAdamW:
         self._adamw.step()
         self._round_parameters()
         self.discard_gradients()
+        clipped = grad_norm * (self._settings.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+        return torch.stack([clipped, self._update_norm_ratio(learning_rate).to(clipped)])
+
+    @torch.no_grad()
+    def _update_norm_ratio(self, learning_rate: float) -> Tensor:
+        """Norm of the masters' change over their norm before it, found from the moments: keeping a copy of the weights
+        to compare with would cost 4 bytes per parameter.
+
+        With push p = m / (sqrt(v) + epsilon), bias corrected, decay d and weights w after the step, those before were
+        (w + rate p) / (1 - rate d) and the change was rate (p + d w) / (1 - rate d).
+        """
+        changes, befores = [], []
+        for group in self._adamw.param_groups:
+            decay = group["weight_decay"]
+            for master in (p for p in group["params"] if p in self._adamw.state):
+                state = self._adamw.state[master]
+                first, second = (1 - b ** state["step"].double() for b in (self._settings.beta1, self._settings.beta2))
+                size = state["exp_avg_sq"].sqrt().div_(second.sqrt()).add_(self._settings.epsilon)
+                push, weights = state["exp_avg"].div(size).div_(first).flatten(), master.flatten()
+                pp, pw, ww = push.dot(push), push.dot(weights), weights.dot(weights)
+                kept = (1 - learning_rate * decay) ** 2
+                changes.append(learning_rate**2 * (pp + 2 * decay * pw + decay**2 * ww) / kept)
+                befores.append((ww + 2 * learning_rate * pw + learning_rate**2 * pp) / kept)
+        if not changes:
+            return torch.zeros(())
+        return (torch.stack(changes).sum() / torch.stack(befores).sum().clamp(min=1e-30)).clamp(min=0).sqrt()
 
     def reset(self) -> None:
         """Forgets the moments, as if training began here."""

@@ -7,7 +7,7 @@ Refuses: the gradient (forward.py), deciding which columns are needed (the objec
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from temper.errors import UserError
 from temper.models.load import Head
 from temper.objectives import Objective, Scored, Tokens, join, measure_batch, measures_batch
-from temper.trainer.forward import StepFacts, drawn_states, score_drawn
+from temper.trainer.forward import StepFacts, drawn_states, keep_sets, score_drawn
 from temper.trainer.logprobs import drawn_logprobs, top_tokens
 from temper.trainer.ranks import gather_over_ranks
 from temper.trainer.routers import chosen_routes
@@ -31,6 +31,8 @@ class Share:
 
     microbatches: list[Microbatch]
     numbers: list[int]
+    rows: list[list[int]] = field(default_factory=list)
+    """Of each microbatch: which of the step's samples its rows are."""
 
 
 class Passes:
@@ -82,7 +84,11 @@ class Passes:
         states = drawn_states(model, microbatch, routers="router" in needs)
         if wants_logprobs:
             logprobs_A = drawn_logprobs(
-                Head.of(model), states.hidden_AD, states.token_ids_A, temperature=self._temperature
+                Head.of(model),
+                states.hidden_AD,
+                states.token_ids_A,
+                temperature=self._temperature,
+                keep=keep_sets(microbatch, states.drawn_A.device),
             )[0]
             microbatch = replace(microbatch, proximal_logprobs=spread(logprobs_A, microbatch))
         if "policy_top_k" in needs:

@@ -41,11 +41,17 @@ class PolicyStep:
             enable_checkpointing(model)
 
     def gradient(
-        self, share: Share, facts: StepFacts, measured: Sequence[Mapping[str, Tensor]], place: str
+        self,
+        share: Share,
+        facts: StepFacts,
+        measured: Sequence[Mapping[str, Tensor]],
+        place: str,
+        seen: list[Tensor] | None = None,
     ) -> tuple[MetricSums, Tensor | None]:
         """Leaves the summed gradient in the optimiser; returns metrics and its norm.
 
-        None as norm: the objective takes a step of its own, and has taken it.
+        None as norm: the objective takes a step of its own, and has taken it. To `seen`, if given, every microbatch
+        adds what traces are made of (traces.seen_of); a step of the objective's own adds nothing.
         """
         if self._objective.step is not None:
             return self._constrained(share, facts, measured), None
@@ -53,7 +59,7 @@ class PolicyStep:
         metrics = MetricSums()
         self._optimizer.discard_gradients()  # what an interrupted pass may have left
         for part in parts:
-            loss, sums = self._backward(part, facts)
+            loss, sums = self._backward(part, facts, seen)
             metrics = metrics.merge(sums).merge(MetricSums(totals={"loss/total": loss.double()}))
         gradients = self._optimizer.gradients()
         sum_over_ranks(gradients.values())
@@ -79,7 +85,7 @@ class PolicyStep:
             measured=measured,
         )
 
-    def _backward(self, part: Part, facts: StepFacts) -> tuple[Tensor, MetricSums]:
+    def _backward(self, part: Part, facts: StepFacts, seen: list[Tensor] | None = None) -> tuple[Tensor, MetricSums]:
         microbatch, measured = part
         with checkpointing(self._model) if self._is_recomputing else nullcontext():
             loss, metrics = forward_backward(
@@ -89,6 +95,7 @@ class PolicyStep:
                 temperature=self._temperature,
                 facts=facts,
                 measured=measured,
+                seen=seen,
             )
         self._optimizer.collect()
         return loss, metrics

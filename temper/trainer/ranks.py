@@ -17,7 +17,7 @@ from temper.objectives import MetricSums, Tokens
 BUCKET_BYTES = 64 << 20
 """Gradients sent together: hundreds of small tensors one by one would wait for the network hundreds of times."""
 
-_FIELDS = ("totals", "sums", "counts", "maxima", "minima")
+_FIELDS = ("totals", "sums", "counts", "maxima", "minima", "histograms")
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -40,8 +40,8 @@ def merge_over_ranks(metrics: MetricSums) -> MetricSums:
     world = rank_and_world()[1]
     if world == 1:
         return metrics
-    plain = {field: {name: float(value) for name, value in getattr(metrics, field).items()} for field in _FIELDS}
-    gathered: list[dict[str, dict[str, float]]] = [{} for _ in range(world)]
+    plain = {field: {name: value.tolist() for name, value in getattr(metrics, field).items()} for field in _FIELDS}
+    gathered: list[dict[str, dict[str, float | list[float]]]] = [{} for _ in range(world)]
     dist.all_gather_object(gathered, plain)
     merged = MetricSums()
     for part in gathered:
@@ -74,5 +74,5 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _tensors(values: dict[str, float]) -> dict[str, Tensor]:
+def _tensors(values: dict[str, float | list[float]]) -> dict[str, Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,10 +30,10 @@ from temper.trainer.passes import Passes, Share
 from temper.trainer.policy_step import PolicyStep
 from temper.trainer.ranks import rank_and_world
 from temper.trainer.references import MovingReference
+from temper.trainer.traces import Key, Pack, keys_of, pack_numbered, traces_of
 from temper.trainer.weights import publish
-from temper.types import Batch, Microbatch, Publication, Sample, TrainResult
+from temper.types import Batch, Microbatch, Publication, Sample, Trace, TrainResult
 
-Pack = Callable[[Sequence[Sample]], list[Microbatch]]
 Shard = Callable[[Sequence[Microbatch], int, int], list[Microbatch]]
 """(microbatches, rank, world) -> the share of that rank; may be empty."""
 
@@ -51,6 +51,8 @@ class TrainerSettings:
     gradient_checkpointing: bool = False
     seed: int = 0
     """Of the run, for factors that choose tokens at random."""
+    traces: bool = True
+    """Whether a step also tells what the policy thought of each trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,15 +113,11 @@ class LocalTrainer:
     def score(
         self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic"]
     ) -> list[list[float]]:
-        # The packer may reorder rows; the versions column, which scoring does not read, carries each row's number.
-        numbered = [replace(s, versions=[number] * len(s.token_ids)) for number, s in enumerate(samples)]
         rows: list[list[float]] = [[] for _ in samples]
-        for microbatch in self._pack(numbered):
-            values = (self._values(microbatch) if who == "critic" else self._passes.score(microbatch, who)).tolist()
-            start = 0
-            for length in microbatch.lengths:
-                rows[int(microbatch.versions[start])] = values[start : start + length]
-                start += length
+        for microbatch, numbers in pack_numbered(self._pack, samples):
+            values = self._values(microbatch) if who == "critic" else self._passes.score(microbatch, who)
+            for number, part in zip(numbers, torch.split(values, list(microbatch.lengths)), strict=True):
+                rows[number] = part.tolist()
         return rows
 
     def observe(self, score: float) -> None:
@@ -131,7 +129,7 @@ class LocalTrainer:
         seconds: dict[str, float] = {}
         rate = learning_rate_at(self._settings.optimizer, self._version + 1, self._settings.total_steps)
         shares = self._prepared(batch, seconds)
-        metrics, norms = MetricSums(), []
+        metrics, applied = MetricSums(), _Applied()
         for number, (update, share) in enumerate(zip(batch.updates, shares, strict=True)):
             facts = self._facts(update, number)
             if self._critic is not None:
@@ -142,15 +140,18 @@ class LocalTrainer:
             with _timed(seconds, "measure"):
                 measured = self._passes.measure(share, facts)
             place = f"step {self._version + 1}, update {number + 1}"
+            seen: list[Tensor] | None = [] if self._settings.traces else None
             with _timed(seconds, "forward_backward"):
-                sums, norm = self._policy_step.gradient(share, facts, measured, place)
+                sums, norm = self._policy_step.gradient(share, facts, measured, place, seen)
             metrics = metrics.merge(sums)
             if norm is not None:
                 with _timed(seconds, "optimizer"):
-                    self._optimizer.step(rate, norm)
-                norms.append(float(norm))
+                    applied.norms.append((norm, *self._optimizer.step(rate, norm)))
+            if seen:
+                with _timed(seconds, "trace"):
+                    applied.trace(update, share, seen)
         self._version += 1
-        return self._finished(batch, metrics, rate, norms, seconds)
+        return self._finished(batch, metrics, rate, applied, seconds)
 
     def publish(self) -> Publication:
         return publish(self._model, self._version)
@@ -230,15 +231,17 @@ class LocalTrainer:
 
     def _share(self, update: Sequence[Sample]) -> Share:
         """This rank's part of one optimiser step."""
-        microbatches = self._pack(update)
+        numbered = pack_numbered(self._pack, update)
+        microbatches, rows = [microbatch for microbatch, _ in numbered], [numbers for _, numbers in numbered]
         rank, world = rank_and_world()
         if world == 1:
-            return Share(microbatches, list(range(len(microbatches))))
+            return Share(microbatches, list(range(len(microbatches))), rows)
         if self._shard is None:
             raise BackendError(f"{world} trainer ranks but no `shard`: each would train the whole batch")
         own = self._shard(microbatches, rank, world)
         numbers = {id(microbatch): number for number, microbatch in enumerate(microbatches)}
-        return Share(own, [numbers[id(microbatch)] for microbatch in own])
+        places = [numbers[id(microbatch)] for microbatch in own]
+        return Share(own, places, [rows[place] for place in places])
 
     def _facts(self, update: Sequence[Sample], number: int) -> StepFacts:
         return StepFacts(
@@ -262,17 +265,17 @@ class LocalTrainer:
         )
 
     def _finished(
-        self, batch: Batch, metrics: MetricSums, rate: float, norms: list[float], seconds: dict[str, float]
+        self, batch: Batch, metrics: MetricSums, rate: float, applied: _Applied, seconds: dict[str, float]
     ) -> TrainResult:
         """Metrics of the whole step, and what follows from them: controllers, and a reference that may move."""
         num_updates = max(1, len(batch.updates))
         metrics = replace(metrics, totals={name: total / num_updates for name, total in metrics.totals.items()})
         finished = explained(metrics.finish()) | {"policy/learning_rate": rate}
         loss = finished.pop("loss/total", 0.0)
-        if norms:
-            finished["policy/grad_norm"] = sum(norms) / len(norms)
-        members = {(sample.group_id, sample.index) for update in batch.updates for sample in update}
-        finished["data/trained_trajectories"] = float(len(members))
+        finished |= applied.metrics()
+        samples = [sample for update in batch.updates for sample in update]
+        finished["data/trained_trajectories"] = float(len({(sample.group_id, sample.index) for sample in samples}))
+        finished["data/tokens"] = float(sum(sample.num_actions for sample in samples))
         self._scales = control(self._objective, self._scales, finished)
         finished |= {f"control/{name}": scale for name, scale in self._scales.items()}
         if self._reference is not None:
@@ -280,7 +283,29 @@ class LocalTrainer:
             finished["policy/reference_moved"] = float(has_moved)
             if resets_optimizer:
                 self._optimizer.reset()
-        return TrainResult(loss=loss, metrics=finished, seconds=seconds)
+        return TrainResult(loss=loss, metrics=finished, seconds=seconds, traces=applied.traces or None)
+
+
+@dataclass(slots=True)
+class _Applied:
+    """What the updates of one step did, as they are done."""
+
+    norms: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """Of each update: gradient before and after clipping, update over weights."""
+    traces: dict[Key, Trace] = field(default_factory=dict)
+
+    def trace(self, update: Sequence[Sample], share: Share, seen: Sequence[Tensor]) -> None:
+        """A row that was trained before keeps the trace of its first time."""
+        keys = keys_of(update)
+        for microbatch, rows, values in zip(share.microbatches, share.rows, seen, strict=True):
+            self.traces = traces_of(microbatch, values, [keys[row] for row in rows]) | self.traces
+
+    def metrics(self) -> dict[str, float]:
+        if not self.norms:
+            return {}
+        names = ("policy/grad_norm", "policy/grad_norm_clipped", "policy/update_norm_ratio")
+        means = torch.stack([torch.stack(norms).double() for norms in self.norms]).mean(0).tolist()
+        return dict(zip(names, means, strict=True))
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from temper.types.batches import (
     Publication,
     Sample,
     StepReport,
+    Trace,
+    Traces,
     TrainResult,
     total_tokens,
 )
@@ -56,6 +58,8 @@ __all__ = [
     "Status",
     "StepReport",
     "Task",
+    "Trace",
+    "Traces",
     "TrainResult",
     "Trajectory",
     "Turn",

@@ -17,6 +17,7 @@ from temper.types.rollouts import Group, Scalar
 
 OPTIONAL_COLUMNS = (
     "proximal_logprobs", "reference_logprobs", "teacher_logprobs", "values", "targets", "top_ids", "top_logprobs",
+    "keep_ids",
 )  # fmt: skip
 """Columns of a Sample that only some objectives need."""
 
@@ -52,6 +53,9 @@ class Sample:
     top_ids: list[list[int]] | None = None
     """The sampler's most likely tokens at each position; empty lists where loss_mask is 0."""
     top_logprobs: list[list[float]] | None = None
+    keep_ids: list[list[int]] | None = None
+    """Which tokens could be drawn at each position; empty lists where loss_mask is 0. None: all of them. Every
+    log-probability and entropy of the row, by whatever model, is that within these; those of top_ids are not."""
     reward: float = 0.0
     """Of the trajectory, before shaping."""
     weight_slope: float = 0.0
@@ -100,6 +104,10 @@ class Microbatch:
     """[T, K] most likely tokens of the sampler, or of the trainer when the batch started."""
     top_logprobs: Tensor | None = None
     """[T, K] of the policy that named them."""
+    keep_ids: Tensor | None = None
+    """Tokens that could be drawn, those of one position after those of another. None: all tokens, everywhere."""
+    keep_counts: Tensor | None = None
+    """[T] how many of keep_ids belong to each position; 0 where loss_mask is 0."""
     router_ids: Tensor | None = None
     """[T, layers, experts] chosen by the router when the batch started."""
     router_logprobs: Tensor | None = None
@@ -108,7 +116,7 @@ class Microbatch:
     def __post_init__(self) -> None:
         require_parallel(
             self, "token_ids", "positions", "sequence_ids", "trajectory_ids", "loss_mask", "behavior_logprobs",
-            "advantages", "weights", "versions",
+            "advantages", "weights", "versions", *(() if self.keep_counts is None else ("keep_counts",)),
         )  # fmt: skip
         assert sum(self.lengths) == len(self.token_ids), "row lengths must add up to the packed tokens"
 
@@ -145,12 +153,27 @@ class Publication:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What the trainer found at every token of one row; 0.0 where nothing was drawn."""
+
+    policy_logprobs: list[float]
+    """By the policy that the row first trained."""
+    entropies: list[float]
+
+
+Traces = Mapping[tuple[str, int, int], Trace]
+"""By group, member and number of the row among those of the trajectory. Only rows of this rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
     """What the trainer did with one batch."""
 
     loss: float
     metrics: Mapping[str, float]
     seconds: Mapping[str, float]
+    traces: Traces | None = None
+    """None: switched off, or the objective took a step of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +195,8 @@ class StepReport:
     groups_trained: int
     groups_dropped: int
     max_staleness: int
+    traces: Traces | None = None
+    """By (group id, index, number of the row); None: the trainer kept none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +216,10 @@ class EvaluationResult:
     constant_score: float
     """Score of always giving the commonest answer: a gain up to it proves nothing."""
     budget: Mapping[str, Scalar]
-    """Prompts hash and decoding parameters; results are comparable only when equal."""
+    """Prompts hash, decoding parameters, verifier; results are comparable only when equal."""
+    details: Mapping[str, float | Mapping[str, float]] = field(default_factory=dict)
+    """More about the same samples: "pass@4" and other estimates as {"score", "low", "high"}, and plain numbers such as
+    "proxy_gap", by how much the training reward is above the held-out verifier's score."""
 
 
 def total_tokens(samples: Sequence[Sample]) -> int:

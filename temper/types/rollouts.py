@@ -146,8 +146,24 @@ class SamplingParams:
     max_new_tokens: int = 64
     stop_ids: tuple[int, ...] = ()
     """Drawing one of these ends the completion; the stop token itself is kept."""
+    top_k: int = 0
+    """Draw among this many most likely tokens only; 0: all."""
+    top_p: float = 1.0
+    """Draw among the fewest most likely tokens that hold this much probability together; 1: all."""
+    min_p: float = 0.0
+    """Draw among tokens at least this likely compared with the most likely one; 0: all."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the completion as soon as it contains one; the token that completes it is kept."""
     top_logprobs: int = 0
     """How many of the most likely tokens to return at each position, after temperature."""
+    entropy: bool = False
+    """Return the entropy of the distribution each token was drawn from."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens can never be drawn. Log-probabilities are then those within the keep-set, and whoever
+        recomputes them needs it."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +194,17 @@ class Completion:
     top_ids: list[list[int]] | None = None
     """The most likely tokens at each position, most likely first. None: not asked for."""
     top_logprobs: list[list[float]] | None = None
+    entropies: list[float] | None = None
+    """None: not asked for."""
+    keep_ids: list[list[int]] | None = None
+    """Which tokens could be drawn at each position, the drawn one among them. None: all of them."""
+    params: SamplingParams | None = None
+    """What the sampler really applied. None: a completion that no sampler drew."""
 
     def __post_init__(self) -> None:
-        top = ("top_ids", "top_logprobs") if self.top_ids is not None else ()
-        require_parallel(self, "token_ids", "logprobs", "versions", *top)
+        optional = ("top_ids", "top_logprobs", "entropies", "keep_ids")
+        given = [name for name in optional if getattr(self, name) is not None]
+        require_parallel(self, "token_ids", "logprobs", "versions", *given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

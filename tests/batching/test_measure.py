@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import random
+
 import pytest
 import torch
 
-from temper.batching.measure import measure_advantages, measure_groups
-from temper.types import Status
+from temper.batching.measure import RecentPrompts, measure_advantages, measure_groups
+from temper.types import Finish, Status
 
 
 def test_shares_are_over_generated_groups_trained_and_dropped(group) -> None:
@@ -62,5 +66,115 @@ def test_advantages_are_measured_over_trajectories() -> None:
 
 
 def test_nothing_generated_measures_nothing_but_counts() -> None:
-    assert measure_groups([], [], version=0) == {"data/unscorable": 0.0, "data/env_error": 0.0}
+    assert measure_groups([], [], version=0) == dict.fromkeys(
+        ("data/unscorable", "data/env_error", "gen/env_reset_fail"), 0.0
+    )
     assert measure_advantages(torch.tensor([]), torch.tensor([], dtype=torch.int64)) == {}
+
+
+def test_lengths_by_verdict_and_their_percentile(group) -> None:
+    members = [(1.0, 10), (0.0, 2), (0.5, 4), (None, 50), (1.0, 20)]
+    metrics = measure_groups([group(members)], [], version=0)
+    assert metrics["gen/len_correct"] == 15
+    assert metrics["gen/len_wrong"] == 3
+    assert metrics["gen/len_p95"] == 50
+    twenty = [(1.0, length) for length in range(1, 21)]
+    random.Random(0).shuffle(twenty)
+    assert measure_groups([group(twenty)], [], version=0)["gen/len_p95"] == 19
+    assert "gen/len_wrong" not in measure_groups([group(twenty)], [], version=0)
+
+
+def test_repeated_grams_are_counted_inside_a_turn_and_never_across_two(group, turn) -> None:
+    looping = [turn([1], [5, 6, 5, 6, 5, 6, 5])]  # 5656 6565 5656 6565: two of four are new
+    across = [turn([1], [1, 2, 3, 4]), turn([1], [1, 2, 3, 4])]  # the second turn repeats the first
+    short = [turn([1], [1, 2, 3])]
+    rate = {name: measure_groups([group([(1.0, what)])], [], version=0).get("gen/repetition_rate")
+            for name, what in (("looping", looping), ("across", across), ("short", short))}  # fmt: skip
+    assert rate == {"looping": 0.5, "across": 0.5, "short": None}
+    both = measure_groups([group([(1.0, looping), (0.0, short), (0.0, [turn([1], range(8))])])], [], version=0)
+    assert both["gen/repetition_rate"] == 0.25
+
+
+def test_ends_formats_and_failed_resets(group, turn) -> None:
+    cut = dataclasses.replace(turn([1], [2]).completion, finish=Finish.LENGTH)
+    members = [(1.0, 2), (0.0, [dataclasses.replace(turn([1], [2]), completion=cut)]), (0.0, 2), (None, []), (None, 1)]
+    statuses = [Status.COMPLETED, Status.TRUNCATED_LENGTH, Status.BAD_FORMAT, Status.TOOL_ERROR, Status.TIMEOUT]
+    metrics = measure_groups([group(members, statuses=statuses)], [], version=0)
+    assert metrics["gen/eos_rate"] == 0.75
+    assert metrics["gen/format_valid_rate"] == 0.75
+    assert metrics["gen/env_reset_fail"] == 1
+    assert metrics["gen/interrupt_rate"] == 0
+    paused = dataclasses.replace(turn([1], [2]).completion, finish=Finish.INTERRUPT)
+    turns = [dataclasses.replace(turn([1], [2]), completion=paused), turn([1, 2], [3])]
+    assert measure_groups([group([(1.0, turns), (0.0, 1)])], [], version=0)["gen/interrupt_rate"] == 0.5
+    assert metrics["data/env_error"] == 2
+
+
+def test_pass_rates_fall_into_ten_bins_exactly(group) -> None:
+    groups = [group([(float(i < solved), 1) for i in range(10)], draw=solved) for solved in range(11)]
+    metrics = measure_groups(groups[:6], [(g, "degenerate") for g in groups[6:]], version=0)
+    shares = [metrics[f"data/p_hist/{place:02d}"] for place in range(10)]
+    assert shares == [1 / 11] * 9 + [2 / 11]  # nine and ten of ten share the last
+    assert metrics["data/p_hist/03"] == 1 / 11  # 10 * 0.3 is 3.0000000000000004 or less, by how it was computed
+
+
+def test_equal_responses_count_only_inside_their_group(group, turn) -> None:
+    one = group([(1.0, [turn([1], [7, 8])]), (1.0, [turn([1], [7, 8])]), (0.0, [turn([1], [7])])])
+    other = group([(0.0, [turn([1], [7])]), (0.0, [turn([1], [9])])], draw=1)
+    assert measure_groups([one], [(other, "degenerate")], version=0)["data/dup_response_rate"] == 2 / 5
+
+
+def test_ages_of_tokens_and_where_they_were_spent(group, turn) -> None:
+    mixed = [turn([1], [2], version=3), turn([1, 2], [3, 4, 5], version=5)]
+    fresh, old = [turn([1], [2, 3], version=16)], [turn([1], [2], version=0)]
+    metrics = measure_groups([group([(1.0, mixed), (0.0, fresh), (0.0, old)])], [], version=16)
+    assert metrics["stale/p95"] == 16
+    assert metrics["stale/in_flight"] == pytest.approx(2 / 3)
+    assert metrics["stale/in_queue"] == pytest.approx((11 + 0 + 16) / 3)
+    assert metrics["stale/mean"] == pytest.approx(metrics["stale/in_flight"] + metrics["stale/in_queue"])
+    shares = {place: metrics[f"stale/token_hist/{place:02d}"] for place in range(10)}
+    assert shares == pytest.approx({**dict.fromkeys(range(10), 0.0), 0: 2 / 7, 9: 5 / 7})
+
+
+def test_no_order_of_groups_and_members_changes_a_number(group, turn) -> None:
+    draw = random.Random(3)
+    groups = [
+        group([(draw.choice([0.0, 0.4, 1.0]), [turn([1], draw.choices(range(2), k=draw.randint(1, 12)), version=v)])
+               for v in draw.choices(range(6), k=5)], draw=n)
+        for n in range(6)
+    ]  # fmt: skip
+    plain = measure_groups(groups, [], version=6)
+    for _ in range(3):
+        draw.shuffle(groups)
+        shuffled = [dataclasses.replace(g, trajectories=tuple(draw.sample(g.trajectories, 5))) for g in groups]
+        assert measure_groups(shuffled, [], version=6) == pytest.approx(plain, abs=1e-12)
+    # The planted fault: numbers of parts, averaged.
+    parts = [measure_groups(part, [], version=6) for part in (groups[:1], groups[1:])]
+    for name in ("gen/len_mean", "gen/repetition_rate", "stale/mean", "data/group_std_mean"):
+        assert sum(part[name] for part in parts) / 2 != pytest.approx(plain[name]), name
+
+
+def test_advantages_are_also_measured_over_tokens() -> None:
+    advantages_N = torch.tensor([1.5] * 3 + [-0.5] * 3 + [0.0] * 2, dtype=torch.float64)
+    metrics = measure_advantages(advantages_N, torch.tensor([3, 2, 1, 2]))
+    assert metrics["adv/token_mean"] == pytest.approx(3 / 8)
+    assert metrics["adv/token_frac_zero"] == 0.25
+    assert metrics["adv/token_abs_mean"] == pytest.approx(6 / 8)
+    assert metrics["adv/token_std"] == pytest.approx(advantages_N.std(unbiased=False).item())
+
+
+def test_prompts_are_remembered_for_eight_steps_and_over_a_resume(group) -> None:
+    recent, rates = RecentPrompts(), []
+    for step in range(12):
+        if step == 5:
+            resumed = RecentPrompts()
+            resumed.load_state(json.loads(json.dumps(recent.state())))
+            recent = resumed
+        names = ["first", "new"] if step in (0, 8, 11) else [f"{step}", f"{step}b"]
+        groups = [group([(1.0, 1)], task=name, draw=place) for place, name in enumerate(names)]
+        rates.append(recent.measure(groups)["data/prompt_repeat_rate"])
+    assert rates == [0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1]  # step 0 is still seen by step 8, eight steps later
+    late = RecentPrompts()
+    seen = [late.measure([group([(1.0, 1)], task="a" if step in (0, 9) else str(step))]) for step in range(10)]
+    assert seen[-1] == {"data/prompt_repeat_rate": 0.0}
+    assert late.measure([]) == {}

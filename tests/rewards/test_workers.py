@@ -79,9 +79,12 @@ def test_workers_do_not_import_torch(pool: WorkerPool) -> None:
     assert outcome(pool, "modules") == 0.0
 
 
-def test_arguments_larger_than_a_pipe_arrive_whole(pool: WorkerPool) -> None:
-    text = "x" * 3_000_000
-    assert pool.submit("p", text, text).result(timeout=60) == 1.0
+def test_arguments_larger_than_a_pipe_arrive_whole(misbehaving: str) -> None:
+    pool, text = WorkerPool(f"{misbehaving}:reward", size=1, deadline_seconds=30), "x" * 3_000_000
+    try:
+        assert pool.submit("p", text, text).result(timeout=60) == 1.0
+    finally:
+        pool.close()
 
 
 def test_nothing_starts_before_the_first_call_and_nothing_is_left_after_close(misbehaving: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from temper.batching.pack import pack
+from temper.models import decoder, load
 from temper.objectives import PRESETS, Extent, MetricSums, Objective, resolve
 from temper.trainer.forward import StepFacts, checkpointing, enable_checkpointing, forward_backward, score_drawn
 from temper.trainer.passes import spread
@@ -178,12 +179,27 @@ def test_a_single_update_has_ratio_exactly_one_and_clips_nothing(
         assert metrics["policy/clip_frac_high"] == metrics["policy/clip_frac_low"] == 0.0
 
 
+@pytest.mark.parametrize("short_way", [True, False], ids=["short way", "own forward pass"])
 def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(
-    make_model: Callable[..., Any], make_rows: Callable[..., list[Sample]]
+    make_model: Callable[..., Any],
+    make_rows: Callable[..., list[Sample]],
+    monkeypatch: pytest.MonkeyPatch,
+    short_way: bool,
 ) -> None:
     model, objective, rows = make_model(), PRESETS["dapo"], make_rows()
     calls = []
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    first = model.model.layers[0]
+    if short_way:
+        original = decoder._layer
+
+        def counted(layer: Any, *rest: Any) -> Any:
+            calls.extend([1] if layer is first else [])
+            return original(layer, *rest)
+
+        monkeypatch.setattr(decoder, "_layer", counted)
+    else:
+        monkeypatch.setattr(load, "can_walk", lambda _: False)
+        first.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     plain = train(model, rows, objective, budget=10_000)
     assert len(calls) == 1
     enable_checkpointing(model)

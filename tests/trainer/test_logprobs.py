@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from temper.errors import UserError
 from temper.models.load import Head
 from temper.trainer import logprobs as logprobs_module
-from temper.trainer.logprobs import drawn_logprobs, top_tokens
+from temper.trainer.logprobs import KeepSets, drawn_logprobs, top_tokens
 
 NUM_TOKENS, WIDTH, VOCABULARY = 23, 6, 31
 
@@ -130,6 +130,120 @@ def test_the_gradient_of_top_tokens_passes_a_numerical_check_and_a_planted_fault
     assert not torch.autograd.gradcheck(score, inputs, fast_mode=True, raise_exception=False)
 
 
+def make_keep(drawn: torch.Tensor) -> KeepSets:
+    """One to nine tokens per row, in no order, the drawn one among them."""
+    generator = torch.Generator().manual_seed(1)
+    sets = []
+    for place, token in enumerate(drawn.tolist()):
+        others = [other for other in torch.randperm(VOCABULARY, generator=generator).tolist() if other != token]
+        sets.append([*others[: place % 5], token, *others[5 : 5 + place % 4]])
+    counts = torch.tensor([len(one) for one in sets], dtype=torch.int64)
+    ids = torch.tensor([token for one in sets for token in one], dtype=torch.int64)
+    return KeepSets.of(ids, counts, torch.device("cpu"))
+
+
+def plain_kept(
+    head: Head, hidden: torch.Tensor, ids: torch.Tensor, keep: KeepSets, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By autograd, row by row, over the kept tokens only."""
+    logits = head.logits(hidden) / temperature
+    logprobs, entropy = [], []
+    for row, token in enumerate(ids.tolist()):
+        kept = keep.ids[keep.starts[row] : keep.starts[row + 1]]
+        within = logits[row, kept].log_softmax(-1)
+        logprobs.append(within[(kept == token).nonzero()[0, 0]])
+        entropy.append(-(within.exp() * within).sum())
+    return torch.stack(logprobs), torch.stack(entropy)
+
+
+def kept_gradients(chunk_rows: int | None, softcap: float | None, terms: tuple[int, int, int]) -> list[torch.Tensor]:
+    """Values, then gradients by hidden, weight and bias. Without chunk_rows: by autograd."""
+    hidden, weight, bias, ids = make_inputs()
+    top_ids, keep, head = make_top_ids(ids), make_keep(ids), Head(weight, bias, softcap)
+    parts: tuple[torch.Tensor | None, ...]
+    if chunk_rows is None:
+        parts = (*plain_kept(head, hidden, ids, keep, 0.7), plain_top(head, hidden, top_ids, 0.7))
+    else:
+        size = chunk_rows * VOCABULARY * 8
+        parts = drawn_logprobs(head, hidden, ids, temperature=0.7, chunk_bytes=size, top_ids_AK=top_ids, keep=keep)
+    scale = torch.linspace(-1, 2, NUM_TOKENS, dtype=torch.float64)
+    sums = [(scale * part.reshape(NUM_TOKENS, -1).sum(-1)).sum() for part in parts if part is not None]
+    loss = sum(wanted * part for wanted, part in zip(terms, sums, strict=True) if wanted)
+    return [*(p for p in parts if p is not None), *torch.autograd.grad(loss, (hidden, weight, bias))]
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 5, 100])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("terms", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 0, 1), (1, 1, 1)])
+def test_within_keep_sets_values_and_gradients_are_those_of_the_kept_tokens_alone(
+    chunk_rows: int, softcap: float | None, terms: tuple[int, int, int]
+) -> None:
+    """And top tokens stay those of the whole vocabulary, beside them."""
+    expected = kept_gradients(None, softcap, terms)
+    for ours, theirs in zip(kept_gradients(chunk_rows, softcap, terms), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_the_gradient_within_keep_sets_passes_a_numerical_check_and_that_of_the_whole_vocabulary_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hidden, weight, bias, ids = make_inputs()
+    top_ids, keep = make_top_ids(ids), make_keep(ids)
+
+    def score(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        head, size = Head(weight, bias, 3.0), 5 * VOCABULARY * 8
+        results = drawn_logprobs(head, hidden, ids, temperature=0.7, chunk_bytes=size, top_ids_AK=top_ids, keep=keep)
+        return tuple(result for result in results if result is not None)
+
+    assert torch.autograd.gradcheck(score, (hidden, weight, bias), fast_mode=True)
+    right = logprobs_module._grad_chunk
+
+    def ignoring_what_was_dropped(logits: Any, drawn: Any, top: Any, dropped: Any, entropy: Any) -> torch.Tensor:
+        return right(logits, drawn, top, None, entropy)
+
+    monkeypatch.setattr(logprobs_module, "_grad_chunk", ignoring_what_was_dropped)
+    assert not torch.autograd.gradcheck(score, (hidden, weight, bias), fast_mode=True, raise_exception=False)
+
+
+def test_a_policy_that_left_the_keep_sets_far_behind_still_gets_finite_gradients() -> None:
+    # Token 0, by a thousand the likeliest now, could not be drawn.
+    weight = torch.tensor([[1000.0], [1.0], [0.0], [-1000.0]], requires_grad=True)
+    hidden, ids = torch.ones(2, 1, requires_grad=True), torch.tensor([1, 3])
+    keep = KeepSets.of(torch.tensor([1, 2, 3]), torch.tensor([2, 1]), torch.device("cpu"))
+    logprobs, entropy, _ = drawn_logprobs(Head(weight, None, None), hidden, ids, temperature=1.0, keep=keep)
+    torch.testing.assert_close(logprobs, torch.tensor([-0.313262, 0.0]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(entropy, torch.tensor([0.582203, 0.0]), atol=1e-6, rtol=0)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None
+    assert hidden.grad is not None
+    assert torch.isfinite(weight.grad).all()
+    assert torch.isfinite(hidden.grad).all()
+    assert weight.grad[0].item() == 0.0
+
+
+def test_keep_sets_of_everything_change_nothing() -> None:
+    hidden, weight, bias, ids = make_inputs(torch.float32)
+    head, everything = Head(weight, bias, None), torch.arange(VOCABULARY).repeat(NUM_TOKENS)
+    keep = KeepSets.of(everything, torch.full((NUM_TOKENS,), VOCABULARY), torch.device("cpu"))
+    kept, plain_ = (drawn_logprobs(head, hidden, ids, temperature=0.7, keep=k)[:2] for k in (keep, None))
+    assert torch.equal(kept[0], plain_[0])
+    assert torch.equal(kept[1], plain_[1])
+
+
+def test_float32_log_probabilities_do_not_depend_on_chunks() -> None:
+    """To the bit, given equal logits: of one row at a time and of all together."""
+    generator = torch.Generator().manual_seed(0)
+    # States that pick one row of the head each: products with one and zero are exact, so logits are equal.
+    hidden, weight = torch.eye(40), torch.randn(1003, 40, generator=generator) * 3
+    ids, head = torch.randint(1003, (40,), generator=generator), Head(weight, None, None)
+    results = [
+        drawn_logprobs(head, hidden, ids, temperature=0.7, chunk_bytes=rows * 1003 * 4)[:2] for rows in (1, 7, 40)
+    ]
+    for logprobs, entropy in results[1:]:
+        assert torch.equal(logprobs, results[0][0])
+        assert torch.equal(entropy, results[0][1])
+
+
 @pytest.mark.parametrize("chunk_rows", [1, 5, 100])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_the_most_likely_tokens_come_first_with_the_log_probabilities_that_scoring_gives(
@@ -230,11 +344,12 @@ def test_logits_of_all_tokens_are_never_held() -> None:
     with LargestTensor() as chunked:
         size = chunk_rows * vocabulary * 4
         top_ids, _ = top_tokens(head, hidden, 3, temperature=0.9, chunk_bytes=size)
-        logprobs, entropy, top = drawn_logprobs(
-            head, hidden, ids, temperature=0.9, chunk_bytes=size, top_ids_AK=top_ids
-        )
-        assert top is not None
-        (logprobs.sum() + entropy.sum() + top.sum()).backward()
+        for keep in (None, KeepSets.of(ids, torch.ones_like(ids), ids.device)):
+            logprobs, entropy, top = drawn_logprobs(
+                head, hidden, ids, temperature=0.9, chunk_bytes=size, top_ids_AK=top_ids, keep=keep
+            )
+            assert top is not None
+            (logprobs.sum() + entropy.sum() + top.sum()).backward()
     assert chunked.numel <= chunk_rows * vocabulary
     with LargestTensor() as whole:  # the measure itself sees what it should
         plain(head, hidden, ids, 0.9)[0].sum().backward()

@@ -114,3 +114,31 @@ def test_state_of_another_model_is_refused_by_name() -> None:
     _, optimizer = one_weight(1.0, torch.bfloat16)
     with pytest.raises(UserError, match=r'"master.bias" is absent there and \(1,\) in the model'):
         optimizer.load_tensors({"master.weight": torch.ones(1, 1)}, 0)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_norms_after_clipping_and_of_the_update_are_those_of_a_copy_compared(decay: float) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double()
+        settings = OptimizerSettings(learning_rate=0.1, weight_decay=decay, max_grad_norm=0.5)
+        optimizer = MasterAdamW(model, settings)
+        for rate, scale in ((0.1, 1.0), (0.02, 50.0), (0.0, 1.0), (0.05, 1e-3)):
+            (model(torch.randn(4, 5).double()).square().sum() * scale).backward()
+            optimizer.collect()
+            gradients = list(optimizer.gradients().values())
+            norm = nn.utils.get_total_norm(gradients)
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            clipped, ratio = optimizer.step(rate, norm).tolist()
+            moved = [new.detach() - old for new, old in zip(model.parameters(), before, strict=True)]
+            expected = nn.utils.get_total_norm(moved) / nn.utils.get_total_norm(before)
+            assert ratio == pytest.approx(float(expected), rel=1e-9, abs=1e-15)
+            assert clipped == pytest.approx(min(float(norm), 0.5), rel=1e-5)
+    assert clipped < 0.5  # the last gradient was small and passed as it was
+
+
+def test_the_norm_of_the_update_is_that_of_the_masters_where_bfloat16_would_not_move() -> None:
+    _, optimizer = one_weight(1.0, torch.bfloat16)
+    for gradient in optimizer.gradients().values():
+        gradient.fill_(1.0)
+    assert optimizer.step(1e-6, torch.tensor(2.0**0.5)).tolist()[1] == pytest.approx(1e-6, rel=1e-4)

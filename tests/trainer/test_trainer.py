@@ -63,7 +63,8 @@ def test_a_step_moves_the_weights_once_and_reports_norm_and_rate(
     assert result.metrics["policy/grad_norm"] > 0
     assert result.metrics["policy/ratio_max"] == 1.0
     assert result.loss == pytest.approx(result.metrics["loss/policy"])
-    assert set(result.seconds) == {"pack", "reference", "proximal", "measure", "forward_backward", "optimizer"}
+    phases = {"pack", "reference", "proximal", "measure", "forward_backward", "optimizer", "trace"}
+    assert set(result.seconds) == phases
     assert trainer.peak_memory_bytes() > 10_000_000
 
 

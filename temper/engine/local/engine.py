@@ -1,28 +1,28 @@
 """The local sampler: continuous batching in this process over the module that the trainer trains.
 
-Owns: the step (schedule, run, sample, postprocess), the asyncio face of the engine, taking over new weights.
-Refuses: text, tasks, rewards. Token ids in, token ids out.
+Owns: the asyncio face of the engine, which requests it takes, taking over new weights. The step itself: step.py.
+Refuses: tasks, rewards. Token ids in, token ids out; text only to find where a stop text is complete.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from temper.engine.local.attention import PagedCache
-from temper.engine.local.rows import Rows_R
-from temper.engine.local.runner import Drawn, Runner
-from temper.engine.local.sampling import uniforms
+from temper.engine.local.graphs import GraphLimits
+from temper.engine.local.runner import Runner
 from temper.engine.local.scheduler import Scheduler
-from temper.engine.local.sequence import Sequence, random_key
+from temper.engine.local.sequence import Sequence, StopTexts, Watch, random_key
+from temper.engine.local.step import Stepper
 from temper.errors import BackendError, ContextFull, TaskError
 from temper.models.load import shape_of
-from temper.types import Completion, Finish, Publication, Request
+from temper.types import Completion, Finish, Publication, Request, SamplingParams
 
 SETTLING_PASSES = 3
 """Turns of the event loop without a new request before a step. Episodes that were just answered hand in their next
@@ -39,43 +39,51 @@ class EngineSettings:
     max_length: int
     """Longest sequence, prompt included: the model's context or less."""
     cuda_graphs: bool = True
+    steps_per_sync: int = 1
+    """Tokens of each sequence drawn before the host looks again, where the device can do that by itself."""
+    prefix_cache: bool = True
+    """Blocks of texts that were computed before are used again, until the weights change or room is needed."""
+    kv_after_load: Literal["keep", "recompute"] = "keep"
+    """Keys and values of running sequences when the weights change."""
 
 
 class LocalEngine:
     """Implements protocols.Sampler."""
 
-    def __init__(self, model: Any, settings: EngineSettings, *, version: int = 0) -> None:
-        shape, parameter = shape_of(model.config), next(model.parameters())
+    def __init__(
+        self,
+        model: Any,
+        settings: EngineSettings,
+        *,
+        version: int = 0,
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        """decode: text of token ids, needed by requests with stop texts only."""
         self._model = model
         self._settings = settings
         self._version = version
+        self._decode = decode
+        self._runner = _runner(model, settings)
         self._scheduler = Scheduler(
             max_running=settings.max_running,
             block_size=settings.block_size,
             num_blocks=settings.num_blocks,
             tokens_per_step=settings.tokens_per_step,
             max_length=settings.max_length,
+            steps_per_sync=settings.steps_per_sync if self._runner.can_burst else 1,
+            prefix_cache=settings.prefix_cache,
         )
-        cache = PagedCache(
-            num_layers=shape.num_layers,
-            num_blocks=settings.num_blocks,
-            block_size=settings.block_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=parameter.dtype,
-            device=parameter.device,
-        )
-        self._runner = Runner(model, cache, device=parameter.device, cuda_graphs=settings.cuda_graphs)
+        self._stepper = Stepper(self._scheduler, self._runner)
         self._driver: asyncio.Task[None] | None = None
         self._num_requests = 0
-        self._counts: dict[str, float] = {}
         self._failure: BaseException | None = None
 
     @property
     def version(self) -> int:
         return self._version
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, *, watch: Watch | None = None) -> Completion:
+        """`watch` is called on the event loop with each piece that was drawn. If it raises, only this request fails."""
         self._check(request)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
@@ -84,18 +92,28 @@ class LocalEngine:
             if not future.done():
                 future.set_result(completion)
 
-        key = random_key(self._settings.seed, request.id)
-        self._scheduler.add(Sequence(request, key, deliver, list(request.prompt_ids)))
+        sequence = Sequence(
+            request,
+            random_key(self._settings.seed, request.id),
+            deliver,
+            list(request.prompt_ids),
+            watch=None if watch is None else _guarded(watch, future),
+            stop_texts=StopTexts(request.params.stop, self._decode) if request.params.stop and self._decode else None,
+        )
+        self._scheduler.add(sequence)
         self._num_requests += 1
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive(), name="local engine")
-        return await self._delivered(future, request.id)
+        return await self._delivered(future, sequence)
 
     async def abort(self, request_id: str) -> None:
-        self._scheduler.abort(request_id)
+        self._scheduler.stop(request_id, Finish.ABORT)
+
+    async def interrupt(self, request_id: str) -> None:
+        self._scheduler.stop(request_id, Finish.INTERRUPT)
 
     async def load(self, publication: Publication) -> None:
-        """Copies what is not shared already. Keys and values of running sequences are kept; their versions tell."""
+        """Copies what is not shared already. Running sequences go on with the new weights; their versions tell."""
         own = dict(self._model.named_parameters())
         if missing := sorted(own.keys() ^ publication.tensors.keys()):
             raise BackendError(
@@ -112,21 +130,17 @@ class LocalEngine:
                 if tensor.data_ptr() != own[name].data_ptr():
                     own[name].copy_(tensor)
         self._runner.refresh_head()
+        self._scheduler.change_weights(recompute=self._settings.kv_after_load == "recompute")
         self._version = publication.version
 
     def stats(self) -> Mapping[str, float]:
-        counters = self._scheduler.counters
-        counts = {
-            "steps": self._counts.get("steps", 0.0),
-            "prefill_tokens": self._counts.get("prefill_tokens", 0.0),
-            "decode_tokens": self._counts.get("decode_tokens", 0.0),
-            "kv_use": self._counts.get("kv_use", 0.0),
-            "preemptions": float(counters.preemptions),
-            "shared_prefills": float(counters.shared_prefills),
-        }
-        counters.preemptions = counters.shared_prefills = 0
-        self._counts = {}
-        return counts
+        """Since the last call. kv_use is the peak; running, waiting and occupancy are means over steps; tokens per
+        second are over the time spent in steps."""
+        return self._stepper.meter.since_last()
+
+    def utilisation(self) -> Mapping[str, float]:
+        """Gauges of now and totals since the start, named for a scraper of metrics. Reading resets nothing."""
+        return self._stepper.meter.utilisation()
 
     async def close(self) -> None:
         if self._driver is not None and not self._driver.done():
@@ -134,89 +148,12 @@ class LocalEngine:
             await asyncio.wait([self._driver], timeout=10.0)
 
     def step(self) -> None:
-        """One step of everything that runs: schedule, run, sample, postprocess."""
-        schedule = self._scheduler.schedule()
-        if copies := self._scheduler.counters.copies:
-            self._runner.copy_blocks(copies)
-            copies.clear()
-        if schedule.is_empty:
-            return
-        logits_RV = self._runner.forward(schedule, self._scheduler.rows)
-        drawing_R = self._scheduler.advance(schedule)
-        self._count(len(schedule.decode_R), int(schedule.count_R.sum()))
-        if len(drawing_R):
-            self._draw(logits_RV, drawing_R)
+        """One step of everything that runs."""
+        self._stepper.step(self._version)
 
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
-
-    def _draw(self, logits_RV: torch.Tensor, drawing_R: Rows_R) -> None:
-        """Draws a token for each row, and a first token for each request that shares a prompt just computed."""
-        rows = self._scheduler.rows
-        followers = self._scheduler.followers_of(drawing_R)
-        places = np.concatenate((np.arange(len(drawing_R)), np.asarray([p for p, _ in followers], dtype=np.int64)))
-        temperature = rows.temperature[drawing_R[places]]
-        keys = rows.random_key[drawing_R[places]]
-        for offset, (_, follower) in enumerate(followers, start=len(drawing_R)):
-            temperature[offset] = follower.request.params.temperature
-            keys[offset] = follower.random_key
-        if followers:
-            logits_RV = logits_RV[torch.from_numpy(places).to(logits_RV.device)]
-        positions = rows.length[drawing_R[places]]
-        num_top = max((f.request.params.top_logprobs for _, f in followers), default=0)
-        num_top = max(num_top, rows.max_top(drawing_R))
-        drawn = self._runner.draw(logits_RV, temperature, uniforms(keys, positions), num_top)
-        if num_top:
-            self._record_top(drawing_R, followers, drawn)
-        count = len(drawing_R)
-        # Followers first: a leader that ends with this token gives its blocks back.
-        self._start_followers(drawing_R, followers, drawn.tokens_R[count:], drawn.logprobs_R[count:])
-        self._append(drawing_R, drawn.tokens_R[:count], drawn.logprobs_R[:count])
-
-    def _record_top(self, drawing_R: Rows_R, followers: list[tuple[int, Sequence]], drawn: Drawn) -> None:
-        """Into the sequences at once, not into rows: they outlive preemption, and few requests ask for it."""
-        assert drawn.top_ids_RK is not None
-        assert drawn.top_logprobs_RK is not None
-        running = (self._scheduler.rows.sequences[row] for row in drawing_R.tolist())
-        sequences = (*running, *(follower for _, follower in followers))
-        for sequence, ids, logprobs in zip(
-            sequences, drawn.top_ids_RK.tolist(), drawn.top_logprobs_RK.tolist(), strict=True
-        ):
-            assert sequence is not None, "a row that draws holds a sequence"
-            sequence.record_top(ids, logprobs)
-
-    def _append(self, drawing_R: Rows_R, tokens_R: Rows_R, logprobs_R: Any) -> None:
-        rows = self._scheduler.rows
-        rows.append(drawing_R, tokens_R, logprobs_R, self._version)
-        is_stop_R = rows.is_stop(drawing_R, tokens_R)
-        is_cut_R = rows.length[drawing_R] >= rows.limit[drawing_R]
-        for place in np.flatnonzero(is_stop_R | is_cut_R).tolist():
-            self._scheduler.finish(int(drawing_R[place]), Finish.STOP if is_stop_R[place] else Finish.LENGTH)
-
-    def _start_followers(
-        self, drawing_R: Rows_R, followers: list[tuple[int, Sequence]], tokens: Rows_R, logprobs: Any
-    ) -> None:
-        parked = []
-        for (place, follower), token, logprob in zip(followers, tokens.tolist(), logprobs.tolist(), strict=True):
-            follower.token_ids.append(token)
-            follower.logprobs.append(logprob)
-            follower.versions.append(self._version)
-            if token in follower.request.params.stop_ids:
-                follower.complete(Finish.STOP)
-            elif len(follower.token_ids) >= self._scheduler.limit_of(follower):
-                follower.complete(Finish.LENGTH)
-            else:
-                self._scheduler.fork(int(drawing_R[place]), follower)
-                parked.append(follower)
-        self._scheduler.park(parked)
-
-    def _count(self, decode: int, prefill: int) -> None:
-        counts = self._counts
-        counts["steps"] = counts.get("steps", 0) + 1
-        counts["decode_tokens"] = counts.get("decode_tokens", 0) + decode
-        counts["prefill_tokens"] = counts.get("prefill_tokens", 0) + prefill
-        counts["kv_use"] = max(counts.get("kv_use", 0.0), self._scheduler.pool.use)
 
     async def _drive(self) -> None:
         """Steps while there is work. Runs in the event loop, so a step never sees half of what an episode does."""
@@ -236,8 +173,9 @@ class LocalEngine:
             quiet = quiet + 1 if self._num_requests == seen else 0
             seen = self._num_requests
 
-    async def _delivered(self, future: asyncio.Future[Completion], request_id: str) -> Completion:
-        """Waits for the completion or for the engine's failure, whichever comes first. Cancelling ends the request."""
+    async def _delivered(self, future: asyncio.Future[Completion], sequence: Sequence) -> Completion:
+        """Waits for the completion or for the engine's failure, whichever comes first. A caller that is cancelled, or
+        whose watcher failed, ends its request."""
         assert self._driver is not None
         try:
             while not future.done():
@@ -246,26 +184,85 @@ class LocalEngine:
                 if self._failure is not None:
                     raise BackendError(f"the engine failed: {self._failure!r}") from self._failure
             return future.result()
-        except asyncio.CancelledError:
-            self._scheduler.abort(request_id)
-            raise
+        finally:
+            # Not by id alone: another request may have it by now.
+            if self._scheduler.live.get(sequence.request.id) is sequence:
+                self._scheduler.stop(sequence.request.id, Finish.ABORT)
 
     def _check(self, request: Request) -> None:
-        settings, length = self._settings, len(request.prompt_ids)
+        settings, params, length = self._settings, request.params, len(request.prompt_ids)
+        if request.id in self._scheduler.live:
+            raise TaskError(f'a request with the id "{request.id}" is running already: give each request its own id')
         if length == 0:
             raise TaskError("the prompt has no tokens")
         if length >= settings.max_length:
             raise ContextFull(
                 f"the prompt has {length} tokens and the longest sequence is {settings.max_length}: no room to answer"
             )
-        asked, vocabulary = request.params.top_logprobs, self._runner.vocabulary_size
-        if not 0 <= asked <= vocabulary:
+        vocabulary = self._runner.vocabulary_size
+        for name, ids in (("the prompt", request.prompt_ids), ("stop_ids", params.stop_ids)):
+            if min(ids, default=0) < 0 or max(ids, default=0) >= vocabulary:
+                wrong = next(token for token in ids if not 0 <= token < vocabulary)
+                raise TaskError(f"{name}: token {wrong} is outside the vocabulary of 0 to {vocabulary - 1}")
+        check_params(params, vocabulary)
+        if params.stop and self._decode is None:
             raise TaskError(
-                f"top_logprobs={asked} asks for the most likely tokens at each position, and the model has a "
-                f"vocabulary of {vocabulary}: use 0 (none) to {vocabulary}"
+                f"stop={list(params.stop)} needs text, and this engine has token ids only: give LocalEngine the "
+                "tokenizer's decode, or use stop_ids"
             )
-        longest = min(length + request.params.max_new_tokens, settings.max_length)
+        longest = min(length + params.max_new_tokens, settings.max_length)
         if -(-longest // settings.block_size) >= settings.num_blocks:
             raise TaskError(
                 f"a sequence of {longest} tokens does not fit into the KV cache: raise engine.kv_tokens above {longest}"
             )
+
+
+def check_params(params: SamplingParams, vocabulary: int) -> None:
+    """Refuses what cannot be applied. Comparisons are written so that NaN fails them."""
+    rules = (
+        ("temperature", "finite and at least 0", 0 <= params.temperature < math.inf),
+        ("max_new_tokens", "at least 1", params.max_new_tokens >= 1),
+        ("top_k", "at least 0 (0: all tokens)", params.top_k >= 0),
+        ("top_p", "above 0 and at most 1", 0 < params.top_p <= 1),
+        ("min_p", "at least 0 and below 1", 0 <= params.min_p < 1),
+        ("stop", "texts that are not empty", all(params.stop)),
+        ("top_logprobs", f"0 to the vocabulary of {vocabulary}", 0 <= params.top_logprobs <= vocabulary),
+    )
+    for name, allowed, is_good in rules:
+        if not is_good:
+            raise TaskError(f"{name}={getattr(params, name)} cannot be applied: use {allowed}")
+
+
+def _runner(model: Any, settings: EngineSettings) -> Runner:
+    shape, parameter = shape_of(model.config), next(model.parameters())
+    cache = PagedCache(
+        num_layers=shape.num_layers,
+        num_blocks=settings.num_blocks,
+        block_size=settings.block_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=parameter.dtype,
+        device=parameter.device,
+    )
+    limits = GraphLimits(
+        max_rows=settings.max_running,
+        max_blocks=-(-settings.max_length // settings.block_size),
+        max_steps=settings.steps_per_sync,
+    )
+    return Runner(model, cache, device=parameter.device, graphs=limits if settings.cuda_graphs else None)
+
+
+def _guarded(watch: Watch, future: asyncio.Future[Completion]) -> Watch:
+    """A watcher that raises fails its own future, and is not called again."""
+
+    def guarded(token_ids: list[int], logprobs: list[float]) -> None:
+        if future.done():
+            return
+        try:
+            watch(token_ids, logprobs)
+        except Exception as error:
+            failure = TaskError(f"whoever watched this request failed: {error!r}")
+            failure.__cause__ = error
+            future.set_exception(failure)
+
+    return guarded

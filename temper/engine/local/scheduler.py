@@ -1,19 +1,21 @@
 """What runs next: chunked prefill and decode under one token budget, over paged blocks.
 
-Owns: waiting requests, rows, blocks; admission, preemption by recomputation, sharing of one prefill by equal prompts.
+Owns: waiting requests, rows, blocks; admission behind a known prefix, preemption by recomputation, sharing of one
+prefill by equal prompts, which keys and values were computed by which weights.
 Refuses: tensors and the model (runner.py). Out of blocks is never a failure: the youngest sequence gives way.
 Shapes: _R rows.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from temper.engine.local.blocks import BlockPool
+from temper.engine.local.blocks import BlockPool, Blocks
+from temper.engine.local.prefix import PrefixCache
 from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.sequence import Sequence
 from temper.types import Finish
@@ -28,6 +30,8 @@ class Schedule:
     start_R: NDArray[np.int64]
     """First position each prefill row computes."""
     count_R: NDArray[np.int64]
+    steps: int = 1
+    """Tokens each decode row computes and draws before the host looks again."""
 
     @property
     def is_empty(self) -> bool:
@@ -36,52 +40,92 @@ class Schedule:
 
 @dataclass(slots=True)
 class Counters:
-    """Since they were last read."""
+    """Since the start."""
 
     preemptions: int = 0
     shared_prefills: int = 0
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    """(from, to): blocks whose contents must be copied before the next step."""
+    prompt_tokens: int = 0
+    """Of requests that were looked up in the prefix cache."""
+    found_tokens: int = 0
+    """Of those, the ones that need not be computed."""
+    ends: Counter[Finish] = field(default_factory=Counter)
+
+
+class Leaders:
+    """Of the requests with one prompt that wait for its prefill the first leads and the others follow."""
+
+    def __init__(self) -> None:
+        self._by_prompt: dict[tuple[int, ...], Sequence] = {}
+
+    def join(self, sequence: Sequence) -> bool:
+        """Whether there is one to follow; otherwise this one leads."""
+        leader = self._by_prompt.setdefault(sequence.request.prompt_ids, sequence)
+        if leader is not sequence:
+            leader.followers.append(sequence)
+        return leader is not sequence
+
+    def dissolve(self, sequence: Sequence) -> list[Sequence]:
+        """Who followed this sequence; it no longer leads."""
+        if self._by_prompt.get(sequence.request.prompt_ids) is not sequence:
+            return []
+        del self._by_prompt[sequence.request.prompt_ids]
+        followers, sequence.followers = sequence.followers, []
+        return followers
+
+    def leave(self, follower: Sequence) -> None:
+        self._by_prompt[follower.request.prompt_ids].followers.remove(follower)
 
 
 class Scheduler:
     def __init__(
-        self, *, max_running: int, block_size: int, num_blocks: int, tokens_per_step: int, max_length: int
-    ) -> None:
-        self.rows = Rows(max_running, block_size)
+        self, *, max_running: int, block_size: int, num_blocks: int, tokens_per_step: int, max_length: int,
+        steps_per_sync: int = 1, prefix_cache: bool = True,
+    ) -> None:  # fmt: skip
+        self.rows = Rows(max_running, block_size, overshoot=steps_per_sync)
         self.pool = BlockPool(num_blocks)
         self.counters = Counters()
         self.waiting: deque[Sequence] = deque()
-        self._leaders: dict[tuple[int, ...], Sequence] = {}
+        self.live: dict[str, Sequence] = {}
+        """Every request that has not ended, by id."""
+        self.copies: list[tuple[int, int]] = []
+        """(from, to): blocks whose contents must be copied before the next step."""
+        self._leaders = Leaders()
+        self._prefixes = PrefixCache(self.pool, block_size) if prefix_cache else None
+        self._weights = 0
+        """How often the weights changed. Not their version: one version may be loaded twice, with other tensors."""
         self._block_size = block_size
         self._tokens_per_step = tokens_per_step
         self._max_length = max_length
+        self._steps_per_sync = steps_per_sync
 
     def add(self, sequence: Sequence) -> None:
         """Queues a request. If an equal prompt is still waiting for its prefill, this one follows it."""
-        leader = self._leaders.get(sequence.request.prompt_ids)
-        if leader is not None:
-            leader.followers.append(sequence)
+        assert sequence.request.id not in self.live, "the id of a request that has not ended"
+        self.live[sequence.request.id] = sequence
+        if self._leaders.join(sequence):
             self.counters.shared_prefills += 1
-            return
-        self._leaders[sequence.request.prompt_ids] = sequence
-        self.waiting.append(sequence)
+        else:
+            self.waiting.append(sequence)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting) or bool(self.rows.is_active.any())
+        return bool(self.live)
+
+    @property
+    def num_running(self) -> int:
+        return int(self.rows.is_active.sum())
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + sum(len(leader.followers) for leader in self._leaders.values())
+        return len(self.live) - self.num_running
 
     def schedule(self) -> Schedule:
         """Decode first, then prefills that go on, then new ones, as far as rows, blocks and the budget reach."""
-        self._extend_decode_rows()
-        decode_R = np.flatnonzero(self._is_decode())
-        budget = self._tokens_per_step - len(decode_R)
+        self._extend_decode_rows(1)
+        is_decode = self.rows.is_decode()
+        budget = self._tokens_per_step - int(is_decode.sum())
         chunks: list[tuple[int, int, int]] = []
-        for row in np.flatnonzero(self.rows.is_active & ~self._is_decode()).tolist():
+        for row in np.flatnonzero(self.rows.is_active & ~is_decode).tolist():
             budget -= self._schedule_chunk(row, budget, chunks)
         while self.waiting and budget > 0:
             admitted = self._admit(self.waiting[0])
@@ -90,37 +134,34 @@ class Scheduler:
                     break
                 continue
             self.waiting.popleft()
-            # One that starts from a shared prefill has a single token left to compute: it decodes from the next step.
-            if self.rows.num_computed[admitted] == 0:
-                budget -= self._schedule_chunk(admitted, budget, chunks)
+            is_prefill = not self.rows.is_decode()[admitted]
+            budget -= self._schedule_chunk(admitted, budget, chunks) if is_prefill else 1
+        steps = 1 if chunks else self._reserve_burst()
         rows, starts, counts = np.asarray(chunks, dtype=np.int64).reshape(-1, 3).T
-        return Schedule(decode_R=decode_R, prefill_R=rows, start_R=starts, count_R=counts)
+        decode_R = np.flatnonzero(self.rows.is_decode())
+        return Schedule(decode_R=decode_R, prefill_R=rows, start_R=starts, count_R=counts, steps=steps)
 
     def advance(self, schedule: Schedule) -> Rows_R:
-        """Marks the step as computed; returns the rows that draw a token now, decode rows first."""
+        """Marks the prefill as computed; returns the rows that draw their first token now."""
         rows = self.rows
-        rows.num_computed[schedule.decode_R] += 1
         rows.num_computed[schedule.prefill_R] += schedule.count_R
         done_R = schedule.prefill_R[rows.num_computed[schedule.prefill_R] == rows.length[schedule.prefill_R]]
-        return np.concatenate((schedule.decode_R, done_R))
+        for row in done_R.tolist():
+            self._remember(row)
+        return done_R
 
     def followers_of(self, rows_R: Rows_R) -> list[tuple[int, Sequence]]:
         """(place in rows_R, sequence) of every request that may start from a prompt just computed."""
         found = []
         for place, row in enumerate(rows_R.tolist()):
-            leader = self.rows.sequences[int(row)]
-            assert leader is not None, "a row that draws holds a sequence"
-            if self._leaders.get(leader.request.prompt_ids) is leader:
-                del self._leaders[leader.request.prompt_ids]
-                found += [(place, follower) for follower in leader.followers]
-                leader.followers = []
+            found += [(place, follower) for follower in self._leaders.dissolve(self.rows.sequence(row))]
         return found
 
     def fork(self, row: int, follower: Sequence) -> None:
         """Gives a follower the leader's prompt blocks; it waits with its first token already drawn."""
         num_prompt = follower.num_prompt
         follower.blocks = self.rows.blocks[row, : -(-num_prompt // self._block_size)].copy()
-        follower.num_computed = num_prompt
+        follower.num_computed, follower.weights = num_prompt, self.rows.sequence(row).weights
         self.pool.share(follower.blocks)
 
     def park(self, followers: list[Sequence]) -> None:
@@ -128,30 +169,42 @@ class Scheduler:
         self.waiting.extendleft(reversed(followers))
 
     def finish(self, row: int, finish: Finish) -> None:
-        sequence, blocks = self.rows.leave(row)
-        self.pool.release(blocks)
+        self.end(self._leave(row), finish)
+
+    def end(self, sequence: Sequence, finish: Finish) -> None:
+        """The last of a sequence, which holds no blocks and no row any more."""
+        del self.live[sequence.request.id]
+        self.counters.ends[finish] += 1
         sequence.complete(finish)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request wherever it is. The followers of an aborted leader go on without it."""
-        for row, running in enumerate(self.rows.sequences):
-            if running is not None and running.request.id == request_id:
-                self._drop_leader(running)
-                self.finish(row, Finish.ABORT)
-                return
-        for sequence in list(self.waiting):
-            if sequence.request.id == request_id:
-                self.waiting.remove(sequence)
-                self._drop_leader(sequence)
+    def stop(self, request_id: str, finish: Finish) -> None:
+        """Ends a request wherever it is. The followers of a stopped leader go on without it."""
+        sequence = self.live.get(request_id)
+        if sequence is None:
+            return
+        if sequence in self.rows.sequences:
+            self._leave(self.rows.sequences.index(sequence))
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+            self.release(sequence)
+        else:
+            self._leaders.leave(sequence)
+        self._drop_leader(sequence)
+        self.end(sequence, finish)
+
+    def change_weights(self, *, recompute: bool) -> None:
+        """What was computed so far is not found again; with `recompute` nothing of it is used again either."""
+        self._weights += 1
+        if recompute:
+            while self.rows.is_active.any():
+                self._preempt_youngest()
+            for sequence in self.waiting:
                 self.release(sequence)
-                sequence.complete(Finish.ABORT)
-                return
-        for leader in self._leaders.values():
-            for follower in leader.followers:
-                if follower.request.id == request_id:
-                    leader.followers.remove(follower)
-                    follower.complete(Finish.ABORT)
-                    return
+        for row in np.flatnonzero(self.rows.is_active).tolist():
+            # A part of its prompt is of the old weights: requests that follow it start afresh.
+            self._drop_leader(self.rows.sequence(row))
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     def release(self, sequence: Sequence) -> None:
         """Gives back the blocks a waiting sequence holds."""
@@ -163,29 +216,53 @@ class Scheduler:
         """Longest this sequence may become, prompt included."""
         return min(sequence.num_prompt + sequence.request.params.max_new_tokens, self._max_length)
 
-    def _is_decode(self) -> NDArray[np.bool_]:
-        rows = self.rows
-        return rows.is_active & (rows.length - rows.num_computed == 1) & (rows.num_computed > 0)
+    def _reserve_burst(self) -> int:
+        """How many tokens every decode row draws at once. Those beyond a row's limit go to the scratch block and are
+        dropped."""
+        rows, steps, decode_R = self.rows, self._steps_per_sync, np.flatnonzero(self.rows.is_decode())
+        if steps == 1 or not len(decode_R) or not rows.draws(decode_R).is_plain or not self._extend_decode_rows(steps):
+            return 1
+        decode_R = np.flatnonzero(self.rows.is_decode())
+        return min(steps, int((rows.limit[decode_R] - rows.length[decode_R]).max(initial=1)))
 
-    def _extend_decode_rows(self) -> None:
-        """A block for every decode row whose next token starts one; the youngest rows give way when there are none."""
+    def _extend_decode_rows(self, steps: int) -> bool:
+        """Blocks for the next tokens of every decode row; the youngest rows give way when there are none. False: a
+        single row is left, and several steps are more than there is room for."""
         rows = self.rows
         while True:
-            lacking_R = np.flatnonzero(self._is_decode() & (rows.num_blocks * self._block_size < rows.length))
-            if len(lacking_R) <= self.pool.num_free:
+            decode_R = np.flatnonzero(self.rows.is_decode())
+            # The last token a row may draw is never computed.
+            ahead_R = np.minimum(steps, rows.limit[decode_R] - rows.length[decode_R]) - 1
+            blocks_R = -(-(rows.length[decode_R] + ahead_R) // self._block_size)
+            lacking_R = np.maximum(blocks_R - rows.num_blocks[decode_R], 0)
+            if (needed := int(lacking_R.sum())) <= self.pool.num_free:
                 break
+            if steps > 1 and self.num_running == 1:
+                return False
             self._preempt_youngest()
-        fresh = self.pool.take(len(lacking_R))
-        rows.blocks[lacking_R, rows.num_blocks[lacking_R]] = fresh
-        rows.num_blocks[lacking_R] += 1
+            self.counters.preemptions += 1
+        if needed:
+            rows.extend(decode_R, lacking_R, self.pool.take(needed))
+        return True
 
     def _preempt_youngest(self) -> None:
         active = np.flatnonzero(self.rows.is_active)
         row = int(active[np.argmax(self.rows.arrival[active])])
+        self.waiting.appendleft(self._leave(row))
+
+    def _leave(self, row: int) -> Sequence:
+        """Takes a sequence out of its row. Its full blocks can be found again."""
+        self._remember(row)
         sequence, blocks = self.rows.leave(row)
         self.pool.release(blocks)
-        self.waiting.appendleft(sequence)
-        self.counters.preemptions += 1
+        return sequence
+
+    def _remember(self, row: int) -> None:
+        """Registers the full blocks of a row, unless the weights changed since the first of them."""
+        rows = self.rows
+        if self._prefixes is not None and rows.sequence(row).weights == self._weights:
+            blocks = rows.blocks[row, : rows.num_blocks[row]]
+            self._prefixes.register(rows.tokens[row, : rows.num_computed[row]], blocks, self._weights)
 
     def _schedule_chunk(self, row: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
         start = int(self.rows.num_computed[row])
@@ -197,23 +274,43 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> int | None:
         """Moves a waiting sequence into a row with blocks for its known tokens, or None if there is no room."""
-        length, held = len(sequence.token_ids), len(sequence.blocks)
-        shares_tail = held > 0 and sequence.num_computed % self._block_size != 0
-        needed = -(-length // self._block_size) - held + int(shares_tail)
-        if self.rows.num_free == 0 or needed > self.pool.num_free:
+        if self.rows.num_free == 0:
             return None
+        known = self._known(sequence)
+        length, held = len(sequence.token_ids), len(sequence.blocks) or len(known)
+        shares_tail = len(sequence.blocks) > 0 and sequence.num_computed % self._block_size != 0
+        needed = -(-length // self._block_size) - held + int(shares_tail)
+        if needed + self.pool.num_idle(known) > self.pool.num_free:
+            return None
+        if not len(sequence.blocks):
+            self._start_behind(sequence, known)
         row = self.rows.enter(sequence, self.limit_of(sequence))
         fresh = self.pool.take(needed)
         if shares_tail:
             # Copy on write, done now because the very next token is written into this block.
             tail = int(self.rows.blocks[row, held - 1])
-            self.counters.copies.append((tail, int(fresh[0])))
+            self.copies.append((tail, int(fresh[0])))
             self.rows.blocks[row, held - 1] = fresh[0]
             self.pool.release(np.asarray([tail]))
             fresh = fresh[1:]
         self.rows.add_blocks(row, fresh)
         sequence.blocks = sequence.blocks[:0]
         return row
+
+    def _known(self, sequence: Sequence) -> Blocks:
+        """Blocks of the longest known prefix of a sequence that holds none, without its last token: that is computed
+        in any case, to draw the next one."""
+        if self._prefixes is None or len(sequence.blocks):
+            return np.empty(0, dtype=np.int64)
+        return self._prefixes.find(np.asarray(sequence.token_ids[:-1], dtype=np.int64), self._weights)
+
+    def _start_behind(self, sequence: Sequence, known: Blocks) -> None:
+        self.pool.share(known)
+        sequence.blocks, sequence.weights = known, self._weights
+        sequence.num_computed = len(known) * self._block_size
+        if len(sequence.token_ids) == sequence.num_prompt:
+            self.counters.prompt_tokens += sequence.num_prompt
+            self.counters.found_tokens += sequence.num_computed
 
     def _reclaim(self) -> bool:
         """Nothing runs and the first in line does not fit: the last that waits with blocks gives them up."""
@@ -224,13 +321,8 @@ class Scheduler:
         return False
 
     def _drop_leader(self, sequence: Sequence) -> None:
-        """An aborted leader hands its followers to the first of them."""
-        prompt = sequence.request.prompt_ids
-        if self._leaders.get(prompt) is not sequence:
-            return
-        del self._leaders[prompt]
-        if sequence.followers:
-            heir, *rest = sequence.followers
-            heir.followers, sequence.followers = rest, []
-            self._leaders[prompt] = heir
-            self.waiting.append(heir)
+        """Whoever follows this sequence does without it: the first of them leads the others."""
+        for place, follower in enumerate(self._leaders.dissolve(sequence)):
+            self._leaders.join(follower)
+            if place == 0:
+                self.waiting.append(follower)

@@ -8,11 +8,43 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from temper.engine.local.blocks import Blocks
 from temper.types import Completion, Finish, Request
+
+if TYPE_CHECKING:
+    from temper.engine.local.runner import Drawn
+
+Watch = Callable[[list[int], list[float]], None]
+"""Called with the tokens just drawn and their log-probabilities."""
+
+SPLIT_CHARACTERS = 8
+"""Tokens decoded before those that can hold a stop text: the first of a window may start amid a character."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopTexts:
+    """Texts that end a completion. Only a window of its last tokens is ever decoded."""
+
+    texts: tuple[str, ...]
+    decode: Callable[[list[int]], str]
+
+    @property
+    def window(self) -> int:
+        """A token that says anything holds at least one byte."""
+        return max(len(text.encode()) for text in self.texts) + SPLIT_CHARACTERS
+
+    def end(self, before: list[int], drawn: list[int]) -> int | None:
+        """How many of the drawn tokens it takes to complete one of the texts; None: they do not."""
+        ids, window = before + drawn, self.window
+        for end in range(len(before) + 1, len(ids) + 1):
+            tail = self.decode(ids[max(0, end - window) : end])
+            if any(text in tail for text in self.texts):
+                return end - len(before)
+        return None
 
 
 def _no_blocks() -> Blocks:
@@ -28,14 +60,20 @@ class Sequence:
     deliver: Callable[[Completion], None]
     token_ids: list[int]
     """Prompt and drawn tokens so far."""
+    watch: Watch | None = None
+    stop_texts: StopTexts | None = None
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_ids: list[list[int]] = field(default_factory=list)
-    """Most likely tokens at each drawn position; kept here also while the sequence runs. Empty: not asked for."""
+    """Like the next three: one entry per drawn token, kept here also while the sequence runs. Empty: not asked for."""
     top_logprobs: list[list[float]] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    keep_ids: list[list[int]] = field(default_factory=list)
     blocks: Blocks = field(default_factory=_no_blocks)
     num_computed: int = 0
     """Tokens whose keys and values are in `blocks`."""
+    weights: int = -1
+    """Generation of the weights that computed the first of them."""
     followers: list[Sequence] = field(default_factory=list)
     """Waiting requests with the same prompt: they start from this one's prefill."""
 
@@ -43,14 +81,31 @@ class Sequence:
     def num_prompt(self) -> int:
         return len(self.request.prompt_ids)
 
-    def record_top(self, ids: list[int], logprobs: list[float]) -> None:
-        """Keeps as many of the most likely tokens of the position just drawn as the request asked for."""
-        if (count := self.request.params.top_logprobs) > 0:
-            self.top_ids.append(ids[:count])
-            self.top_logprobs.append(logprobs[:count])
+    @property
+    def is_special(self) -> bool:
+        """Whether each of its tokens needs a look of its own."""
+        params = self.request.params
+        records = params.top_logprobs > 0 or params.entropy or params.is_truncated
+        return records or self.watch is not None or self.stop_texts is not None
+
+    def record(self, drawn: Drawn, place: int) -> None:
+        """Keeps what the request asked to know about the position just drawn."""
+        params = self.request.params
+        if params.top_logprobs > 0:
+            assert drawn.top_ids_RK is not None, "a row asked for the most likely tokens"
+            assert drawn.top_logprobs_RK is not None
+            self.top_ids.append(drawn.top_ids_RK[place, : params.top_logprobs].tolist())
+            self.top_logprobs.append(drawn.top_logprobs_RK[place, : params.top_logprobs].tolist())
+        if params.entropy:
+            assert drawn.entropy_R is not None, "a row asked for the entropy"
+            self.entropies.append(float(drawn.entropy_R[place]))
+        if params.is_truncated:
+            assert drawn.keep_ids is not None, "a row was truncated"
+            self.keep_ids.append(drawn.keep_ids[place])
 
     def complete(self, finish: Finish) -> None:
-        has_top = self.request.params.top_logprobs > 0
+        params = self.request.params
+        has_top = params.top_logprobs > 0
         self.deliver(
             Completion(
                 prompt_ids=self.request.prompt_ids,
@@ -60,6 +115,9 @@ class Sequence:
                 finish=finish,
                 top_ids=self.top_ids if has_top else None,
                 top_logprobs=self.top_logprobs if has_top else None,
+                entropies=self.entropies if params.entropy else None,
+                keep_ids=self.keep_ids if params.is_truncated else None,
+                params=params,
             )
         )
 

@@ -1,12 +1,11 @@
-"""From a configuration to objects: one stage, ready for the loop. The only file that may import everything.
+"""From a configuration to the live parts of one stage.
 
-Owns: which parts are made and how they are wired. Refuses: training (loop.py) and checking data (data.py).
+Owns: which parts are made and how they are wired. Refuses: training (loop.py), checking data (data.py), and what the
+loop calls back (plan.py).
 """
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,35 +15,32 @@ from typing import Any
 
 import torch
 
-from temper import loop
 from temper.batching.pack import pack, shard
 from temper.batching.samples import CreditRules, make_batch
+from temper.build.sampler import make_sampler
 from temper.config import RunConfig
 from temper.data import StageData, open_data
-from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.envs.env import find_env
 from temper.errors import UserError
-from temper.evals.evaluate import Evaluation, constant_answer_score, evaluate
+from temper.evals.evaluate import Evaluation, HeldOut, constant_answer_score, evaluate
 from temper.models.load import find_checkpoint, load_model, require_same_tokenizer
 from temper.models.tiny import make_tiny_model
 from temper.objectives import Objective, check_objective, resolve
 from temper.objectives.resolve import REGISTRY
-from temper.protocols import BatchSource, Env
+from temper.protocols import BatchSource, Env, Sampler
 from temper.rollout.buffer import Buffer, Taken
 from temper.rollout.episode import EpisodeSetup
-from temper.rollout.gate import BUDGETS, Agreement, check_before_training, require_agreement
+from temper.rollout.gate import Canary
 from temper.rollout.group import Extras
 from temper.rollout.roller import Roller, RollSettings
 from temper.rollout.steps import StepSplit
+from temper.runs.records import AuditRecord
 from temper.stages.sft import Examples, supervised_objective
 from temper.trainer.checkpoint import read_checkpoint
 from temper.trainer.critic import Critic
-from temper.trainer.isolation import check_isolation
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
-from temper.types import Batch, EvaluationResult, SamplingParams, TrainResult, total_tokens
-
-GATE_PROMPTS = 8
+from temper.types import Batch, EvaluationResult, SamplingParams
 
 
 @dataclass(kw_only=True)
@@ -56,32 +52,68 @@ class Stage:
     data: StageData
     model: torch.nn.Module
     trainer: LocalTrainer
-    sampler: LocalEngine
+    sampler: Sampler
+    held: torch.nn.Module | None
+    """The sampler's weights: the model, or a copy when it samples while the model is trained. None: elsewhere."""
     source: BatchSource
     setup: EpisodeSetup
     note: Callable[[str], None] = print
     """Where facts about the run go: the store's events."""
-    constant_score: float | None = None
+    warn: Callable[[str], None] = print
+    """Where doubts about the run go: the same, more loudly."""
+    audit: Callable[[Sequence[AuditRecord]], None] | None = None
+    """Where held-out transcripts go; None: nowhere."""
+    heldout: HeldOut | None = None
+    """None before the first evaluation."""
+    canary: Canary | None = None
+    """None before the gate has passed, and in supervised stages."""
 
-    async def evaluate(self, step: int) -> list[EvaluationResult]:
-        """Greedy and sampled held-out scores of the weights the sampler holds."""
-        tasks = self.data.heldout
-        if self.constant_score is None:
-            self.constant_score = await constant_answer_score(self.setup, tasks)
+    async def evaluate(self, step: int, metrics: Mapping[str, float] | None = None) -> list[EvaluationResult]:
+        """Greedy and sampled held-out scores of the weights the sampler holds. metrics: of the step they come from."""
+        config = self.config.evaluation
+        if self.heldout is None:
+            self.heldout = await _held_out(self)
         ways = (
-            Evaluation(name="greedy", temperature=0.0, samples=1),
+            Evaluation(name="greedy", temperature=0.0, samples=1, max_new_tokens=config.max_new_tokens),
             Evaluation(
-                name="sampled", temperature=self.config.sampling.temperature, samples=self.config.evaluation.samples
+                name="sampled",
+                temperature=config.temperature or self.config.sampling.temperature,
+                samples=config.samples,
+                max_new_tokens=config.max_new_tokens,
+                top_p=config.top_p,
             ),
         )
-        score = partial(evaluate, stage=self.index, step=step, constant_score=self.constant_score)
-        results = [await score(self.setup, tasks, way) for way in ways]
-        self.trainer.observe(results[-1].score)  # the sampled one: what training climbs
+        reward = (metrics or {}).get("reward/mean")
+        results = []
+        for way in ways:
+            result, audits = await evaluate(self.heldout, way, stage=self.index, step=step, reward=reward)
+            if self.audit is not None:
+                self.audit(audits)
+            results.append(result)
+        # Of the sampled ones, and by the training reward: that is what training climbs, and a verifier that steers
+        # training is no longer held out.
+        seen = results[-1].details.get("reward_mean")
+        if isinstance(seen, float):
+            self.trainer.observe(seen)
         return results
 
     async def close(self) -> None:
         await self.sampler.close()
         await self.data.rubric.close()
+        if self.data.verifier is not self.data.rubric:
+            await self.data.verifier.close()
+
+
+async def _held_out(stage: Stage) -> HeldOut:
+    data = stage.data
+    return HeldOut(
+        setup=stage.setup,
+        tasks=data.heldout,
+        verifier=data.verifier,
+        verifier_name=data.verifier_name,
+        constant_score=await constant_answer_score(data.verifier, data.heldout),
+        error_limit=stage.config.rollout.error_limit,
+    )
 
 
 def resolve_objective(config: RunConfig) -> Objective:
@@ -93,6 +125,12 @@ def resolve_objective(config: RunConfig) -> Objective:
     check_objective(objective, group_size=config.rollout.group_size)
     if "teacher" in objective.needs and not config.model.teacher:
         raise UserError(f"objective {objective.name} needs a teacher. Set model.teacher to a checkpoint directory")
+    sampling = config.sampling
+    if objective.step is not None and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+        raise UserError(
+            f"objective {objective.name} bounds the change of the whole distribution, which a truncated sampler does "
+            f"not show. Use sampling.top_k = 0, top_p = 1 and min_p = 0"
+        )
     if "step_values" in objective.needs and config.rollout.max_turns > 1:
         raise UserError(
             f"objective {objective.name} rolls out from inside an answer, and an environment of several turns cannot "
@@ -133,7 +171,8 @@ def build_stage(config: RunConfig, index: int, model_folder: Path, checkpoint: P
     data = open_data(config, model_folder)
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.dtype, device)
-    model = load_model(model_folder, dtype, device)
+    load = partial(load_model, dtype=dtype, device=device, numerics=config.engine.numerics)
+    model = load(model_folder)
     trainer = LocalTrainer(
         model,
         data.tokenizer,
@@ -141,18 +180,17 @@ def build_stage(config: RunConfig, index: int, model_folder: Path, checkpoint: P
         _trainer_settings(config),
         pack=partial(pack, tokens_per_microbatch=config.trainer.tokens_per_microbatch),
         shard=shard,
-        others=_other_models(config, objective, model_folder, partial(load_model, dtype=dtype, device=device)),
+        others=_other_models(config, objective, model_folder, load),
     )
     if checkpoint is not None:
         trainer.load(checkpoint)
-    # One copy of the weights when nothing is sampled while they change; otherwise the engine needs its own.
-    is_synchronous = config.rollout.max_staleness == 0 or config.stage == "sft"
-    sampler = LocalEngine(model if is_synchronous else copy.deepcopy(model), _engine_settings(config, data))
+    sampler, held = make_sampler(config, data, model, model_folder)
     setup = _episode_setup(config, objective, data, sampler)
     source = _source(config, index, objective, data, trainer, setup)
     if resumed is not None:
         source.load_state(resumed["source"])
         data.rubric.load_state(resumed["rubric"])
+        data.verifier.load_state(resumed["verifier"])
     return Stage(
         config=config,
         index=index,
@@ -160,30 +198,9 @@ def build_stage(config: RunConfig, index: int, model_folder: Path, checkpoint: P
         model=model,
         trainer=trainer,
         sampler=sampler,
+        held=held,
         source=source,
         setup=setup,
-    )
-
-
-def make_plan(
-    stage: Stage, *, first_step: int, recorders: Sequence[loop.Recorder], checkpoint: Callable[[int], None]
-) -> loop.Plan:
-    config = stage.config
-    return loop.Plan(
-        stage=stage.index,
-        steps=config.steps,
-        first_step=first_step,
-        source=stage.source,
-        trainer=stage.trainer,
-        sampler=stage.sampler,
-        recorders=tuple(recorders),
-        evaluate=stage.evaluate if stage.data.heldout else None,
-        evaluate_every=config.evaluation.every,
-        checkpoint=checkpoint,
-        checkpoint_every=config.checkpoint.every,
-        gate=partial(_gate, stage, first_step),
-        verify=partial(_verify, stage),
-        measure_system=partial(_measure_system, stage),
     )
 
 
@@ -224,23 +241,7 @@ def _trainer_settings(config: RunConfig) -> TrainerSettings:
     )
 
 
-def _engine_settings(config: RunConfig, data: StageData) -> EngineSettings:
-    engine = config.engine
-    longest = data.longest_prompt + config.sampling.max_new_tokens
-    # A quarter more than the probed prompts need: a longer one than those is preempted, never refused.
-    tokens = engine.kv_tokens or max(engine.max_running * longest * 5 // 4, data.shape.max_context)
-    return EngineSettings(
-        seed=config.seed,
-        block_size=engine.block_size,
-        num_blocks=-(-tokens // engine.block_size) + engine.max_running + 2,
-        max_running=engine.max_running,
-        tokens_per_step=max(engine.tokens_per_step, engine.max_running + 1),
-        max_length=data.shape.max_context,
-        cuda_graphs=engine.cuda_graphs,
-    )
-
-
-def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sampler: LocalEngine) -> EpisodeSetup:
+def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sampler: Sampler) -> EpisodeSetup:
     return EpisodeSetup(
         sampler=sampler,
         renderer=data.renderer,
@@ -250,6 +251,10 @@ def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sam
             temperature=config.sampling.temperature,
             max_new_tokens=config.sampling.max_new_tokens,
             stop_ids=data.renderer.stop_ids,
+            top_k=config.sampling.top_k,
+            top_p=config.sampling.top_p,
+            min_p=config.sampling.min_p,
+            stop=tuple(config.sampling.stop),
             top_logprobs=objective.top_k("sampler_top_k"),
         ),
         max_turns=config.rollout.max_turns,
@@ -326,59 +331,3 @@ def _credit_rules(config: RunConfig, objective: Objective, data: StageData) -> C
         part_weights=data.rubric.weights,
         seed=config.seed,
     )
-
-
-def _budget(stage: Stage) -> float:
-    given = stage.config.engine.max_logprob_gap
-    dtype = str(next(stage.model.parameters()).dtype).removeprefix("torch.")
-    return BUDGETS[dtype] if given is None else given
-
-
-async def _gate(stage: Stage, first_step: int) -> None:
-    """Rows of a pack are apart, and sampler and trainer agree: both proven on this model before it is trained."""
-    await asyncio.to_thread(check_isolation, stage.model, stage.data.shape.vocab_size)
-    if stage.config.stage == "rl":
-        for name, value in (await stage.data.rubric.start()).items():
-            stage.note(f"reward {name} = {value:g}")
-        await check_before_training(
-            stage.setup,
-            stage.data.probe[:GATE_PROMPTS],
-            stage.trainer.score,
-            budget=_budget(stage),
-            name=f"gate/{stage.index}/{first_step}",
-        )
-
-
-def _verify(stage: Stage, step: int, result: TrainResult) -> None:
-    """After every synchronous step the gap between sampled and recomputed log-probabilities stays within budget."""
-    gap = result.metrics.get("mismatch/logp_abs_mean")
-    config = stage.config
-    if gap is None or config.stage == "sft" or config.rollout.max_staleness or config.trainer.updates_per_batch > 1:
-        return
-    agreement = Agreement(
-        num_tokens=int(result.metrics.get("data/tokens", 0)),
-        mean_gap=gap,
-        max_gap=result.metrics.get("mismatch/logp_abs_max", gap),
-        first_token_gap=0.0,
-        slope=1.0,
-    )
-    require_agreement(agreement, budget=_budget(stage), when=f"step {step}")
-
-
-def _measure_system(stage: Stage, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
-    stats = stage.sampler.stats()
-    trained = sum(total_tokens(update) for update in batch.updates)
-    drawn = sum(group.tokens_drawn for group in (*batch.groups, *(group for group, _ in batch.dropped)))
-    training_seconds = sum(seconds.get(name, 0.0) for name in ("proximal", "forward_backward", "optimizer"))
-    system = {
-        "sys/train_tokens": float(trained),
-        "sys/rollout_tokens": float(drawn),
-        "sys/train_tok_s": trained / max(training_seconds, 1e-9),
-        "sys/peak_memory_bytes": float(stage.trainer.peak_memory_bytes()),
-        "sys/kv_use": stats["kv_use"],
-        "sys/preemptions": stats["preemptions"],
-        **stage.data.rubric.metrics(),
-    }
-    if "rollout" in seconds:
-        system["sys/rollout_tok_s"] = drawn / max(seconds["rollout"], 1e-9)
-    return system

@@ -1,0 +1,152 @@
+"""How good a model is after so many seconds of training: GSM8K, GRPO, held-out greedy accuracy, the time split.
+
+    python benchmarks/gsm8k.py --model models/qwen2.5-coder-0.5b --data data/gsm8k --seeds 0 1 2 --out curve.svg
+The clock runs while it trains (rollouts, verifiers, updates, publication, canary), not while it evaluates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from rich.console import Console
+from rich.table import Table
+
+from temper import loop
+from temper.build import build_stage, make_plan
+from temper.config import resolve
+from temper.runs.plot import Line, Panel, chart
+from temper.types import Batch, EvaluationResult, StepReport
+
+TEMPLATE = "{prompt}\nReason step by step, and put your final answer within \\boxed{}."
+
+
+class TimeIsUp(Exception):
+    """Ends the run between two steps."""
+
+
+class Clock:
+    """A recorder that ends the run, and keeps what happened when."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self.seconds = 0.0
+        self.steps = 0
+        self.phases: Counter[str] = Counter()
+        self.rewards: list[tuple[float, float]] = []
+        self.scores: list[tuple[float, float, float, float]] = []
+
+    def append(self, report: StepReport, batch: Batch) -> None:
+        self.seconds += sum(report.seconds.values())
+        self.steps += 1
+        self.phases.update(report.seconds)
+        self.rewards.append((self.seconds, report.metrics["reward/mean"]))
+        if self.seconds >= self._limit:
+            raise TimeIsUp
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        if result.name == "greedy":
+            self.scores.append((self.seconds, result.score, result.low, result.high))
+
+
+def recipe_of(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    source = {"prompt_field": "question", "answer_pattern": "#### (.+)"}
+    return {
+        "name": "gsm8k",
+        "seed": seed,
+        "steps": 100_000,
+        "model": {"path": options.model},
+        "train": [{"path": f"{options.data}/train.jsonl", **source}],
+        "heldout": {"path": f"{options.data}/test.jsonl", "size": options.heldout, **source},
+        "prompt": {"template": TEMPLATE},
+        "reward": [{"kind": "math"}],
+        "sampling": {"max_new_tokens": options.new},
+        "rollout": {"groups_per_step": options.prompts, "group_size": options.group},
+        "engine": {"max_running": max(options.prompts * options.group, options.heldout), "tokens_per_step": 16384},
+        "trainer": {"tokens_per_microbatch": options.microbatch},
+        "objective": {"preset": options.preset},
+        "optim": {"learning_rate": options.learning_rate, "warmup_steps": 5},
+        "evaluation": {"every": options.every},
+        "checkpoint": {"every": 10**6},
+    }
+
+
+async def train(options: argparse.Namespace, seed: int) -> Clock:
+    (config,) = resolve(recipe_of(options, seed), [*options.set], where="benchmark")
+    stage = build_stage(config, 0, Path(options.model))
+    clock = Clock(options.seconds)
+    plan = make_plan(stage, first_step=1, recorders=(clock,), checkpoint=lambda step: None)
+    try:
+        await loop.run(plan)
+    except TimeIsUp:
+        for result in await stage.evaluate(clock.steps):
+            clock.evaluation(result)
+    finally:
+        await stage.close()
+    return clock
+
+
+def show(options: argparse.Namespace, clocks: dict[int, Clock]) -> None:
+    table = Table("seed", "steps", "seconds", "start", "end, 95% interval", "where the time went")
+    for seed, clock in clocks.items():
+        first, last = clock.scores[0], clock.scores[-1]
+        split = ", ".join(f"{name} {100 * s / clock.seconds:.0f}%" for name, s in clock.phases.most_common(5))
+        end = f"{100 * last[1]:.1f}% [{100 * last[2]:.1f}, {100 * last[3]:.1f}]"
+        table.add_row(str(seed), str(clock.steps), f"{clock.seconds:.0f}", f"{100 * first[1]:.1f}%", end, split)
+    Console(width=150).print(table)
+    if options.out:
+        curves = {f"seed {seed}": clock for seed, clock in clocks.items()}
+        panels = [
+            Panel(
+                title="held out, greedy, 95% interval",
+                lines=[
+                    Line(label=label, xs=xs, ys=ys, low=low, high=high)
+                    for label, clock in curves.items()
+                    for xs, ys, low, high in [tuple(zip(*clock.scores, strict=True))]
+                ],
+                x_label="seconds of training",
+            ),
+            Panel(
+                title="reward of a step",
+                lines=[
+                    Line(label=label, xs=[x for x, _ in clock.rewards], ys=[y for _, y in clock.rewards])
+                    for label, clock in curves.items()
+                ],
+                x_label="seconds of training",
+            ),
+        ]
+        Path(options.out).write_text(chart(panels))
+        numbers = {seed: {"scores": c.scores, "rewards": c.rewards, "phases": c.phases} for seed, c in clocks.items()}
+        Path(options.out).with_suffix(".json").write_text(json.dumps(numbers))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="checkpoint directory")
+    parser.add_argument("--data", required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
+    parser.add_argument("--seconds", type=float, default=338.0, help="of training")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--new", type=int, default=320)
+    parser.add_argument("--heldout", type=int, default=512)
+    parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
+    parser.add_argument("--preset", default="grpo")
+    parser.add_argument("--learning-rate", type=float, default=3e-6)
+    parser.add_argument("--microbatch", type=int, default=32768)
+    parser.add_argument("--set", action="append", default=[], help="change a key of the recipe")
+    parser.add_argument("--out", help="SVG of the curves, and their numbers beside it")
+    options = parser.parse_args()
+    show(options, {seed: asyncio.run(train(options, seed)) for seed in options.seeds})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What the loop calls back: the gate, the canary, the watch over a step, the facts about the system.
+
+Owns: the plan of a stage whose parts are live (stage.py). Refuses: the order in which the loop calls (loop.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from temper import loop
+from temper.build.stage import Stage
+from temper.evals import contamination
+from temper.rollout.budgets import Budget, budget_of
+from temper.rollout.diagnosis import Agreement
+from temper.rollout.gate import Canary, Sides, canary_prompts, open_gate, require_agreement, stale_tensors
+from temper.rollout.roller import Roller
+from temper.runs.ledger import TRAINING, ModelSize, active_parameters, mfu, peak_flops, time_metrics
+from temper.trainer.isolation import check_isolation
+from temper.trainer.ranks import rank_and_world
+from temper.trainer.weights import publish
+from temper.types import Batch, TrainResult
+
+GATE_PROMPTS = 8
+
+
+def make_plan(
+    stage: Stage,
+    *,
+    first_step: int,
+    recorders: Sequence[loop.Recorder],
+    checkpoint: Callable[[int], None],
+    watch: loop.Watch | None = None,
+) -> loop.Plan:
+    config = stage.config
+    return loop.Plan(
+        stage=stage.index,
+        steps=config.steps,
+        first_step=first_step,
+        source=stage.source,
+        trainer=stage.trainer,
+        sampler=stage.sampler,
+        recorders=tuple(recorders),
+        evaluate=stage.evaluate if stage.data.heldout else None,
+        evaluate_every=config.evaluation.every,
+        checkpoint=checkpoint,
+        checkpoint_every=config.checkpoint.every,
+        gate=partial(_gate, stage, first_step),
+        canary=partial(_canary, stage),
+        verify=partial(_verify, stage),
+        measure_system=partial(_measure_system, stage),
+        watch=watch,
+    )
+
+
+def _budget(stage: Stage) -> Budget:
+    engine = stage.config.engine
+    if engine.max_logprob_gap is not None:
+        return Budget(mean_gap=engine.max_logprob_gap, max_gap=math.inf)
+    dtype = str(next(stage.model.parameters()).dtype).removeprefix("torch.")
+    return budget_of(stage.data.shape.family, dtype, engine.kind.partition("+")[0], engine.numerics)
+
+
+def _sides(stage: Stage) -> Sides:
+    held = stage.held
+    return Sides(
+        sampler=stage.sampler,
+        recompute=stage.trainer.score,
+        params=stage.setup.params,
+        budget=_budget(stage),
+        find_stale=None
+        if held is None
+        else lambda: stale_tensors(stage.trainer.publish().tensors, publish(held, 0).tensors),
+        bos_id=stage.data.tokenizer.bos_token_id,
+        seconds=stage.config.rollout.step_seconds,
+    )
+
+
+async def _gate(stage: Stage, first_step: int) -> None:
+    """Rows of a pack are apart, and sampler and trainer agree: both proven on this model before it is trained."""
+    await asyncio.to_thread(check_isolation, stage.model, stage.data.shape.vocab_size)
+    if warning := await asyncio.to_thread(contamination.check, stage.data.known, stage.data.heldout):
+        stage.warn(warning)
+    if stage.data.heldout and stage.data.verifier is not stage.data.rubric:
+        for name, value in (await stage.data.verifier.start()).items():
+            stage.note(f"held-out verifier {name} = {value:g}")
+    if stage.config.stage == "rl":
+        for name, value in (await stage.data.rubric.start()).items():
+            stage.note(f"reward {name} = {value:g}")
+        sides, name = _sides(stage), f"gate/{stage.index}/{first_step}"
+        _, rows = await open_gate(stage.setup, stage.data.probe[:GATE_PROMPTS], sides, name=name)
+        stage.canary = Canary(sides, canary_prompts(rows), name=f"canary/{stage.index}")
+
+
+async def _canary(stage: Stage) -> None:
+    if stage.canary is not None:
+        await stage.canary.check(stage.trainer.version)
+
+
+def _verify(stage: Stage, step: int, result: TrainResult) -> None:
+    """After every synchronous step the gap between sampled and recomputed log-probabilities stays within budget."""
+    gap = result.metrics.get("mismatch/logp_abs_mean")
+    config = stage.config
+    if gap is None or config.stage == "sft" or config.rollout.max_staleness or config.trainer.updates_per_batch > 1:
+        return
+    agreement = Agreement(
+        num_tokens=int(result.metrics.get("data/tokens", 0)),
+        mean_gap=gap,
+        # Fast mode's limit for one token is that of a few hundred; a whole batch has unluckier ones.
+        max_gap=result.metrics.get("mismatch/logp_abs_max", gap) if config.engine.numerics == "exact" else gap,
+    )
+    require_agreement(agreement, budget=_budget(stage), when=f"step {step}")
+
+
+def _measure_system(stage: Stage, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
+    stats = stage.sampler.stats()
+    lengths = [len(sample.token_ids) for update in batch.updates for sample in update]
+    drawn = sum(group.tokens_drawn for group in (*batch.groups, *(group for group, _ in batch.dropped)))
+    training_seconds = sum(seconds.get(name, 0.0) for name in TRAINING)
+    system = {
+        "sys/train_tokens": float(sum(lengths)),
+        "sys/rollout_tokens": float(drawn),
+        "sys/train_tok_s": sum(lengths) / max(training_seconds, 1e-9),
+        "sys/peak_memory_bytes": float(stage.trainer.peak_memory_bytes()),
+        "sys/kv_use": stats["kv_use"],
+        "sys/preemptions": stats["preemptions"],
+        **time_metrics(seconds, stats),
+        **mfu(_model_size(stage), lengths, training_seconds, _peak(stage)),
+        **stage.data.rubric.metrics(),
+    }
+    if isinstance(stage.source, Roller):
+        system["sys/queue_groups"] = float(stage.source.num_queued)
+    if "rollout" in seconds:
+        system["sys/rollout_tok_s"] = drawn / max(seconds["rollout"], 1e-9)
+    return system
+
+
+def _model_size(stage: Stage) -> ModelSize:
+    config: Any = stage.model.config.get_text_config()  # type: ignore[operator, union-attr]
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    experts = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0) or 0
+    return ModelSize(
+        active_parameters=active_parameters(
+            {name: parameter.numel() for name, parameter in stage.model.named_parameters()},
+            num_experts=experts,
+            experts_per_token=getattr(config, "num_experts_per_tok", 0) or 0,
+        ),
+        num_layers=config.num_hidden_layers,
+        attention_width=config.num_attention_heads * head_size,
+    )
+
+
+def _peak(stage: Stage) -> float | None:
+    """FLOP/s of the trainer's GPUs together; None on a CPU and on GPUs that are not known."""
+    weights = next(stage.model.parameters())
+    name = torch.cuda.get_device_name(weights.device) if weights.is_cuda else ""
+    peak = peak_flops(name, str(weights.dtype))
+    return None if peak is None else peak * rank_and_world()[1]

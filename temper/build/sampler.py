@@ -1,0 +1,88 @@
+"""Who draws the tokens of a stage.
+
+Owns: choosing the engine and its size. Refuses: combinations that an engine cannot honour.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from temper.config import RunConfig
+from temper.data import StageData
+from temper.engine.local.engine import EngineSettings, LocalEngine
+from temper.errors import UserError
+from temper.models.decoder import lay_end_to_end
+from temper.protocols import Sampler
+
+BLOCK_SIZE = 16
+"""Tokens per KV block."""
+
+
+def make_sampler(
+    config: RunConfig, data: StageData, model: Any, model_folder: Path
+) -> tuple[Sampler, torch.nn.Module | None]:
+    """The sampler, and the module whose weights it holds, when that is in this process."""
+    kind, _, address = config.engine.kind.partition("+")
+    if kind != "local" and config.engine.numerics == "exact":
+        raise UserError(f'engine.numerics="exact" needs engine.kind="local", not "{config.engine.kind}"')
+    if kind == "sglang":
+        from temper.engine.sglang.engine import SglangEngine, SglangSettings
+
+        settings = SglangSettings(
+            address=address,
+            checkpoint=model_folder,
+            weights_folder=Path(tempfile.gettempdir()) / "temper-published",
+            seed=config.seed,
+        )
+        return SglangEngine(settings), None
+    if kind == "vllm":
+        return _vllm(config, data, model, model_folder), None
+    # One copy of the weights when nothing is sampled while they change; otherwise the engine needs its own.
+    is_synchronous = config.rollout.max_staleness == 0 or config.stage == "sft"
+    held = model if is_synchronous else copy.deepcopy(model)
+    lay_end_to_end(held)
+    decode = data.renderer.decode if config.sampling.stop else None
+    return LocalEngine(held, _engine_settings(config, data), decode=decode), held
+
+
+def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) -> Sampler:
+    from temper.engine.vllm import VllmEngine, VllmSettings
+
+    parameter, size = next(model.parameters()), _engine_settings(config, data)
+    return VllmEngine(
+        VllmSettings(
+            folder=model_folder,
+            seed=config.seed,
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            device="cuda" if parameter.device.type == "cuda" else "cpu",
+            max_running=size.max_running,
+            tokens_per_step=size.tokens_per_step,
+            max_length=size.max_length,
+            kv_tokens=size.num_blocks * size.block_size,
+            kv_after_load=config.engine.kv_after_load,
+            cuda_graphs=size.cuda_graphs,
+        )
+    )
+
+
+def _engine_settings(config: RunConfig, data: StageData) -> EngineSettings:
+    engine = config.engine
+    longest = data.longest_prompt + config.longest_completion
+    # A quarter more than the probed prompts need: a longer one than those is preempted, never refused.
+    tokens = engine.kv_tokens or max(engine.max_running * longest * 5 // 4, data.shape.max_context)
+    return EngineSettings(
+        seed=config.seed,
+        block_size=BLOCK_SIZE,
+        num_blocks=-(-tokens // BLOCK_SIZE) + engine.max_running + 2,
+        max_running=engine.max_running,
+        tokens_per_step=max(engine.tokens_per_step, engine.max_running + 1),
+        max_length=data.shape.max_context,
+        steps_per_sync=max(1, engine.steps_per_sync),
+        cuda_graphs=engine.steps_per_sync > 0,
+        kv_after_load=engine.kv_after_load,
+    )

@@ -1,0 +1,33 @@
+"""The command line. Each verb parses its arguments and calls one function of temper.commands or below.
+
+Owns: names and help of verbs, exit codes, what is printed.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+from rich.console import Console
+
+# The verbs register themselves, in the order of --help.
+import temper.cli.training
+import temper.cli.judging
+import temper.cli.talking
+import temper.cli.explaining
+from temper.cli.console import app
+from temper.errors import TemperError
+
+
+def main() -> NoReturn:
+    """Runs the command line. Mistakes of the user end with exit code 2 and one clear message, no traceback."""
+    import os
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we start worker processes; a forked tokenizer would warn
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded at run time
+    try:
+        app(standalone_mode=True)
+    except TemperError as error:
+        Console(stderr=True, soft_wrap=True).print(f"temper: {error}", markup=False, highlight=False)
+        sys.exit(error.exit_code)
+    sys.exit(0)

@@ -1,0 +1,84 @@
+"""Training a recipe and looking at the run.
+
+Heavy imports happen inside the verbs, so --help is instant.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from temper.cli.console import Overrides, Recipe, app, out
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    set_: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything that needs no weights, then stop.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")] = False,
+    run: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME")] = None,
+) -> None:
+    """Train a recipe: all its stages, in order."""
+    if dry_run:
+        from temper.commands.preflight import dry_run as check
+
+        out.print(check(recipe, overrides=set_ or ()), markup=False)
+        out.print("\nNothing was trained. Everything that can be checked without weights is in order.")
+        return
+    from temper.commands.train import train as run_training
+    from temper.runs.report import make_report, render
+
+    folder = run_training(recipe, overrides=set_ or (), run=run, resume=resume)
+    out.print(render(make_report(folder)), markup=False)
+    out.print(f"\nThe run is in {folder}. Look at it:", markup=False)
+    out.print(f"  temper watch {folder}           curves, rollouts and tokens in the browser", markup=False)
+    out.print(f"  temper report {folder}          numbers, intervals, time split", markup=False)
+    out.print(f"  temper sample {folder}          talk to the trained model", markup=False)
+    out.print(f"  temper export {folder} OUT      an ordinary Hugging Face directory", markup=False)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run directory, live or finished")],
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable")] = False,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all metrics as a .csv table")] = None,
+    parquet: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all metrics as a .parquet table")] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="Tables with a row per step, not per number")] = False,
+) -> None:
+    """What a run did: held-out scores with intervals, steps, tokens, time split, sha256 of the weights."""
+    from temper.runs.report import as_json as report_json
+    from temper.runs.report import make_report, render
+
+    if csv is not None or parquet is not None:
+        from temper.runs.export import export_metrics
+
+        for target in (path for path in (csv, parquet) if path is not None):
+            num_rows = export_metrics(run, target, form="wide" if wide else "long")
+            out.print(f"{target}: {num_rows:,} rows", markup=False)
+        return
+    result = make_report(run)
+    out.print_json(report_json(result)) if as_json else out.print(render(result), markup=False)
+
+
+@app.command()
+def watch(
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN_OR_FOLDER...", help="Runs, or folders of runs")],
+    host: Annotated[str, typer.Option(help="Address; others than this machine need e.g. 0.0.0.0")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one")] = 8777,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser")] = False,
+) -> None:
+    """Look at runs in the browser while they are trained, or afterwards. Reads only."""
+    from temper.commands.watch import watch as serve_dashboard
+
+    serve_dashboard(
+        paths,
+        host=host,
+        port=port,
+        open_browser=open_,
+        say=lambda line: out.print(line, markup=False, highlight=False),
+    )

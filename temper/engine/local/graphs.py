@@ -1,0 +1,151 @@
+"""Decode steps as CUDA graphs: the device computes and draws several tokens per row before the host looks again.
+
+Owns: the fixed tensors a graph reads and writes, the sizes it is recorded for. Refuses: knowing requests, and requests
+that want more than tokens and log-probabilities (runner.py draws those from the hidden states).
+Shapes: N rows of a graph, _R rows in use, M blocks per row, S steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from temper.engine.local.blocks import SCRATCH_BLOCK
+from temper.engine.local.rows import Rows, Rows_R
+from temper.engine.local.sampling import Table
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(tokens [N], positions [N], blocks [N, M]) -> hidden states [N, D]; stores keys and values of the tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphLimits:
+    max_rows: int
+    max_blocks: int
+    """Per row, of the longest sequence."""
+    max_steps: int
+    """Tokens drawn between two looks of the host."""
+
+
+Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+"""(work) -> (do it again, on what its tensors hold by then; the tensor it writes its result to)."""
+
+
+class DecodeGraphs:
+    def __init__(
+        self, forward: Forward, logits: Callable[[Tensor], Tensor], limits: GraphLimits, block_size: int,
+        device: torch.device, record: Record | None = None,
+    ) -> None:  # fmt: skip
+        """record: None: as CUDA graphs."""
+        self._record = record or CudaRecorder()
+        self._forward, self._logits = forward, logits
+        rows = bucket(limits.max_rows)
+        # Beyond its limit a row draws into the scratch block; what it draws there is thrown away.
+        width = limits.max_blocks + -(-limits.max_steps // block_size) + 1
+        integers = torch.zeros((3, rows), dtype=torch.int64, device=device)
+        self._tokens_N, self._positions_N, self._keys_N = integers
+        self._temperature_N = torch.ones(rows, device=device)
+        self._blocks_NM = torch.full((rows, width), SCRATCH_BLOCK, dtype=torch.int64, device=device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._drawn_SN = torch.zeros((limits.max_steps, rows), dtype=torch.int64, device=device)
+        self._logprobs_SN = torch.zeros((limits.max_steps, rows), device=device)
+        self._recorded: dict[tuple[int, bool], tuple[Callable[[], None], Tensor]] = {}
+
+    def hidden(self, decode_R: Rows_R, rows: Rows) -> Tensor:
+        """Hidden states of every row's last token."""
+        self._fill(decode_R, rows)
+        replay, output = self._graph(bucket(len(decode_R)), draws=False)
+        replay()
+        return output[: len(decode_R)]
+
+    def draw(self, decode_R: Rows_R, rows: Rows, steps: int) -> Table:
+        """The next `steps` tokens of every row. The table is valid until the next call."""
+        self._fill(decode_R, rows)
+        replay, _ = self._graph(bucket(len(decode_R)), draws=True)
+        for _ in range(steps):
+            replay()
+        count = len(decode_R)
+        return Table(tokens_RS=self._drawn_SN[:steps, :count].T, logprobs_RS=self._logprobs_SN[:steps, :count].T)
+
+    def _fill(self, decode_R: Rows_R, rows: Rows) -> None:
+        count, size = len(decode_R), bucket(len(decode_R))
+        positions = rows.length[decode_R] - 1
+        width = int(rows.num_blocks[decode_R].max())
+        # Rows beyond the count compute the first position of the scratch block.
+        integers = np.zeros((3, size), dtype=np.int64)
+        integers[0, :count] = rows.tokens[decode_R, positions]
+        integers[1, :count] = positions
+        integers[2, :count] = rows.random_key[decode_R].view(np.int64)
+        moved = _to(integers, self._step.device)
+        for target, source in zip((self._tokens_N, self._positions_N, self._keys_N), moved, strict=True):
+            target[:size].copy_(source)
+        self._temperature_N[:count].copy_(_to(rows.temperature[decode_R], self._step.device))
+        # Columns a row does not own must never name the block of another.
+        self._blocks_NM.fill_(SCRATCH_BLOCK)
+        self._blocks_NM[:count, :width].copy_(_to(rows.blocks[decode_R, :width], self._step.device))
+        self._step.zero_()
+
+    def _graph(self, size: int, *, draws: bool) -> tuple[Callable[[], None], Tensor]:
+        """The graph for this many rows, recorded the first time it is needed."""
+        if (size, draws) not in self._recorded:
+            moved = (self._tokens_N, self._positions_N)
+            saved = [tensor.clone() for tensor in moved]
+            self._recorded[size, draws] = self._record(partial(self._run, size, draws))
+            # Recording ran the work and moved the rows on. Keys and values it wrote are written again by replays.
+            for tensor, value in zip(moved, saved, strict=True):
+                tensor.copy_(value)
+            self._step.zero_()
+        return self._recorded[size, draws]
+
+    def _run(self, size: int, draws: bool) -> Tensor:
+        from temper.models.kernels.draw import draw_tokens
+
+        tokens_N, positions_N = self._tokens_N[:size], self._positions_N[:size]
+        hidden_ND = self._forward(tokens_N, positions_N, self._blocks_NM[:size])
+        if not draws:
+            return hidden_ND
+        drawn_N, logprobs_N = draw_tokens(
+            self._logits(hidden_ND), self._temperature_N[:size], self._keys_N[:size], positions_N + 1
+        )
+        # Modulo: recording runs the work more often than there are steps.
+        place = self._step % len(self._drawn_SN)
+        self._drawn_SN[:, :size].index_copy_(0, place, drawn_N.unsqueeze(0))
+        self._logprobs_SN[:, :size].index_copy_(0, place, logprobs_N.unsqueeze(0))
+        tokens_N.copy_(drawn_N)
+        positions_N.add_(1)
+        self._step.add_(1)
+        return drawn_N
+
+
+class CudaRecorder:
+    def __init__(self) -> None:
+        # One pool for all graphs: only one of them runs at a time, and its output is consumed before the next.
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # kernels compile and libraries allocate on first use, which a capture forbids
+            for _ in range(2):
+                work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = work()
+        return graph.replay, output
+
+
+def bucket(count: int) -> int:
+    """The next size a graph is recorded for: few enough to record quickly, close enough to waste little."""
+    return 1 << (count - 1).bit_length() if count <= 256 else -(-count // 256) * 256
+
+
+def _to(array: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

@@ -1,0 +1,177 @@
+"""A second way through the decoders most people train: the same parameters, fewer and larger operations.
+
+The ordinary way is the module's own forward pass. Here queries, keys and values are one matrix product, gate and up
+projection another, and additions, norms and rotations are fused: what a decode step or a training step waits for are
+launches, not arithmetic. Engine and trainer both come through here, so they round alike.
+Owns: the order of operations in a layer. Refuses: attention (given), arithmetic (ops.py), families it does not know.
+Shapes: _T packed tokens, _D width, H heads, K kv-heads, _F width of the feed-forward layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from temper.models.ops import Ops, ops_of, product
+
+Numerics = Literal["fast", "exact"]
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Norm, attention, norm, gated feed-forward with SiLU; nothing else. By model_type."""
+
+
+def can_walk(model: Any) -> bool:
+    config = model.get_decoder().config.get_text_config()
+    return config.model_type in FAMILIES and config.hidden_act == "silu"
+
+
+def numerics_of(model: Any) -> Numerics:
+    return getattr(model, "temper_numerics", "fast")
+
+
+def set_numerics(model: Any, numerics: Numerics) -> None:
+    """For every forward pass of this model from now on, the engine's and the trainer's."""
+    model.temper_numerics = numerics
+
+
+def walk(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Any) -> Tensor:
+    """Last hidden states [T, D] of packed tokens, without the head."""
+    decoder = model.get_decoder()
+    ops = ops_of(token_ids_T.device, numerics_of(model))
+    residual_TD: Tensor = decoder.embed_tokens(token_ids_T)
+    cos, sin = decoder.rotary_emb(residual_TD.unsqueeze(0), positions_T.unsqueeze(0))
+    rotation = (cos[0], sin[0])
+    hidden_TD: Tensor | None = None
+    for layer in decoder.layers:
+        if layer.training and getattr(layer, "gradient_checkpointing", False) and torch.is_grad_enabled():
+            hidden_TD, residual_TD = checkpoint(
+                _layer, layer, ops, hidden_TD, residual_TD, rotation, attend, use_reentrant=False
+            )
+        else:
+            hidden_TD, residual_TD = _layer(layer, ops, hidden_TD, residual_TD, rotation, attend)
+    assert hidden_TD is not None, "a decoder has layers"
+    return ops.add_rms_norm(hidden_TD, residual_TD, decoder.norm.weight, decoder.norm.variance_epsilon)[0]
+
+
+def _layer(
+    layer: Any, ops: Ops, hidden_TD: Tensor | None, residual_TD: Tensor, rotation: tuple[Tensor, Tensor], attend: Any
+) -> tuple[Tensor, Tensor]:
+    """What the layer adds, and what it is added to: the next norm does the addition."""
+    norm = layer.input_layernorm
+    if hidden_TD is None:
+        normed_TD = ops.rms_norm(residual_TD, norm.weight, norm.variance_epsilon)
+    else:
+        normed_TD, residual_TD = ops.add_rms_norm(hidden_TD, residual_TD, norm.weight, norm.variance_epsilon)
+    attended_TD = _attention(layer.self_attn, ops, normed_TD, rotation, attend)
+    norm = layer.post_attention_layernorm
+    normed_TD, residual_TD = ops.add_rms_norm(attended_TD, residual_TD, norm.weight, norm.variance_epsilon)
+    mlp = layer.mlp
+    gated_TF = ops.silu_mul(_project(ops, normed_TD, (mlp.gate_proj, mlp.up_proj)))
+    return _project(ops, gated_TF, (mlp.down_proj,)), residual_TD
+
+
+def _attention(module: Any, ops: Ops, normed_TD: Tensor, rotation: tuple[Tensor, Tensor], attend: Any) -> Tensor:
+    joined = _project(ops, normed_TD, (module.q_proj, module.k_proj, module.v_proj))
+    heads = joined.view(len(joined), -1, module.head_dim)
+    num_kv_heads = heads.shape[1] // (module.num_key_value_groups + 2)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if (norm := getattr(module, "q_norm", None)) is not None:
+        query = ops.rms_norm(query, norm.weight, norm.variance_epsilon)
+        key = ops.rms_norm(key, module.k_norm.weight, module.k_norm.variance_epsilon)
+    window = _window(module)
+    if (rotating := getattr(attend, "rotating", None)) is not None:
+        output = rotating(module.layer_idx, query, key, value, rotation, scaling=module.scaling, sliding_window=window)
+    else:
+        query, key = ops.rotate(query, key, *rotation)
+        output = attend(module.layer_idx, query, key, value, scaling=module.scaling, sliding_window=window)
+    return _project(ops, output.flatten(1), (module.o_proj,))
+
+
+def _window(module: Any) -> int | None:
+    """Qwen's attention knows whether its layer has a window; Mistral's is the configuration's; Llama has none."""
+    if hasattr(module, "sliding_window"):
+        return module.sliding_window  # type: ignore[no-any-return]
+    return getattr(module.config, "sliding_window", None) if module.config.model_type == "mistral" else None
+
+
+def _project(ops: Ops, hidden_TD: Tensor, linears: Sequence[Any]) -> Tensor:
+    """Outputs of these linear layers side by side: one product when their weights lie end to end in memory."""
+    if any(type(linear) is not nn.Linear for linear in linears):  # e.g. an adapter around it
+        return torch.cat([linear(hidden_TD) for linear in linears], dim=-1)
+    weights = [linear.weight for linear in linears]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if len(linears) == 1:
+        return ops.linear(hidden_TD, weights[0], linears[0].bias)
+    assert len(biases) in (0, len(linears)), "projections of one layer all have a bias or none has"
+    return JoinedLinear.apply(hidden_TD, ops.linear, len(weights), *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class JoinedLinear(torch.autograd.Function):
+    """Several linear layers as one product, forward and backward; each parameter gets its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, linear: Any, count: int, *parameters: Tensor) -> Tensor:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(hidden_TD, *weights)
+        ctx.sizes = [len(weight) for weight in weights]
+        return linear(hidden_TD, joined(weights), joined(biases) if biases else None)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_TO,) = grads
+        hidden_TD, *weights = ctx.saved_tensors
+        has_bias = len(ctx.needs_input_grad) > 3 + len(weights)
+        grad_hidden = product(grad_TO, joined(weights)) if ctx.needs_input_grad[0] else None
+        grad_weights: Sequence[Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[3:]):
+            grad_weights = torch.split(product(grad_TO.t(), hidden_TD), ctx.sizes)
+        grad_biases = torch.split(grad_TO.sum(0), ctx.sizes) if has_bias else ()
+        return grad_hidden, None, None, *grad_weights, *grad_biases
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors one below the other: a view when they lie so in memory already, else a copy."""
+    first = tensors[0]
+    if not _lie_end_to_end(tensors):
+        return torch.cat(list(tensors))
+    return first.detach().as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+
+
+def _lie_end_to_end(tensors: Sequence[Tensor]) -> bool:
+    first = tensors[0]
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or tensor.untyped_storage().data_ptr() != storage or not tensor.is_contiguous():
+            return False
+        end += tensor.numel() * tensor.element_size()
+    return True
+
+
+@torch.no_grad()
+def lay_end_to_end(model: Any) -> None:
+    """Moves the weights of projections that are computed together next to each other. Names and values stay.
+
+    A copy of the model, or one moved to another device, has lost it; the products are then the same and slower.
+    """
+    if not can_walk(model):
+        return
+    for layer in model.get_decoder().layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            if any(type(linear) is not nn.Linear for linear in linears):
+                continue
+            for name in ("weight", "bias"):
+                parameters = [getattr(linear, name) for linear in linears]
+                if all(parameter is not None for parameter in parameters):
+                    _place(parameters)
+
+
+def _place(parameters: list[nn.Parameter]) -> None:
+    together = torch.cat([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, torch.split(together, [len(p) for p in parameters]), strict=True):
+        parameter.data = part

@@ -1,0 +1,111 @@
+"""The arithmetic of a decoder layer, by device and numerics: fused kernels on a GPU, torch elsewhere.
+
+Owns: which function computes what. In `exact` mode no result of a row depends on the rows beside it.
+Refuses: the order of operations (decoder.py) and attention.
+Shapes: _T packed tokens, _D width, H heads, K kv-heads, _F width of the feed-forward layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from temper.models.exact import tiled_linear
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """All differentiable; results have the dtype of the states."""
+
+    linear: Linear
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    """(x [..., D], weight, epsilon)."""
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    """(x, residual, weight, epsilon) -> norm of the sum, and the sum."""
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """(query [T, H, D], key [T, K, D], cos [T, D], sin [T, D])."""
+    silu_mul: Callable[[Tensor], Tensor]
+    """[T, 2F]: gate and up side by side -> [T, F]."""
+
+
+@cache
+def ops_of(device: torch.device, numerics: str) -> Ops:
+    if device.type == "cuda":
+        # Here: triton is there with a GPU only.
+        from temper.models.kernels.norms import add_rms_norm as gpu_add_rms_norm
+        from temper.models.kernels.norms import rms_norm as gpu_rms_norm
+        from temper.models.kernels.rope import rotate as gpu_rotate
+        from temper.models.kernels.swiglu import silu_mul as gpu_silu_mul
+
+        # Library products of one weight are the same for any number of rows on the GPUs we measured; the gate proves
+        # it for each model before training.
+        return Ops(
+            linear=functional.linear,
+            rms_norm=gpu_rms_norm,
+            add_rms_norm=gpu_add_rms_norm,
+            rotate=gpu_rotate,
+            silu_mul=gpu_silu_mul,
+        )
+    return Ops(
+        linear=tiled_linear if numerics == "exact" else cpu_linear,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        rotate=rotate,
+        silu_mul=silu_mul,
+    )
+
+
+def cpu_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if _lacks_products(hidden):
+        wide = functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+        return wide.to(hidden.dtype)
+    return functional.linear(hidden, weight, bias)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right of two matrices of one dtype."""
+    return (left.float() @ right.float()).to(left.dtype) if _lacks_products(left) else left @ right
+
+
+def _lacks_products(tensor: Tensor) -> bool:
+    """Without the instructions torch multiplies bfloat16 in loops that are hundreds of times slower than float32."""
+    return tensor.dtype is torch.bfloat16 and not tensor.is_cuda and not has_bfloat16_products()
+
+
+@cache
+def has_bfloat16_products() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    wide = x.float()  # float64 too, as the modules do
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    summed = residual + x
+    return rms_norm(summed, weight, epsilon), summed
+
+
+def rotate(query: Tensor, key: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
+    return query * cos + _rotate_half(query) * sin, key * cos + _rotate_half(key) * sin
+
+
+def silu_mul(gate_up_T2F: Tensor) -> Tensor:
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)

@@ -1,0 +1,258 @@
+"""From two lists of log-probabilities to the name of what sets them apart.
+
+Owns: the comparison and the diagnosis, both pure. Refuses: sampling and scoring (gate.py gathers the evidence), and
+guessing: where no single cause explains most of the gap, it says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from temper.errors import BackendError
+from temper.types import Sample
+
+EXPLAINED = 1 / 3
+"""A cause is named when taking it away leaves less than this share of the gap. Budgets are a few times the noise, so a
+gap above one falls at least this far once its only cause is gone."""
+ROUNDING = 1e-4
+"""No cause but rounding makes a largest gap below this."""
+GRID = 2.0**-10
+"""Differences of bfloat16 or float16 numbers of size 1 and more are multiples of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The sampler's most likely next tokens of one context, scored by both sides. Within one context the normaliser of
+    the softmax cancels, so that a temperature, a normaliser and a difference of logits can be told apart."""
+
+    num_context: int
+    sampled: tuple[float, ...]
+    recomputed: tuple[float, ...]
+
+    @property
+    def gaps(self) -> list[float]:
+        return [again - sampled for sampled, again in zip(self.sampled, self.recomputed, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What was tried after a gap was found. Gaps are means over the same tokens as the agreement's."""
+
+    temperature: float
+    """What the sampler was asked for."""
+    probes: tuple[Probe, ...]
+    alone_gap: float
+    """With every row scored by itself."""
+    other_starts: dict[str, float]
+    """Gap by what was done to the start of every row before it was scored again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How far recomputed log-probabilities are from sampled ones."""
+
+    num_tokens: int
+    mean_gap: float
+    max_gap: float
+    first_token_gap: float = 0.0
+    """Mean over the first drawn token of each row."""
+    slope: float = 1.0
+    """Recomputed over sampled, by least squares through the origin."""
+    quarter_gaps: tuple[float, ...] = ()
+    """Mean by quarter of the tokens, in the order of their positions."""
+    stale: tuple[str, ...] | None = None
+    """Tensors that the sampler holds and the trainer has otherwise. None: they were not compared."""
+    evidence: Evidence | None = None
+    """None: nothing was tried yet."""
+
+
+def measure(
+    samples: Sequence[Sample], recomputed: Sequence[Sequence[float]], *, version: int | None = None
+) -> Agreement:
+    """Compares behavior log-probabilities with the trainer's, over drawn tokens; with `version`, over those it drew."""
+    tokens, firsts = [], []
+    for sample, row in zip(samples, recomputed, strict=True):
+        drawn = [
+            (place, sample.behavior_logprobs[place], again)
+            for place, again in enumerate(row)
+            if sample.loss_mask[place] and version in (None, sample.versions[place])
+        ]
+        tokens += drawn
+        firsts += [abs(sampled - again) for _, sampled, again in drawn[:1]]
+    if not tokens:
+        drawn_by = sorted({v for s in samples for v, is_drawn in zip(s.versions, s.loss_mask, strict=True) if is_drawn})
+        raise BackendError(f"no drawn tokens to compare: wanted those of version {version}, drawn were {drawn_by}")
+    gaps = [abs(sampled - again) for _, sampled, again in sorted(tokens)]
+    squares = sum(sampled * sampled for _, sampled, _ in tokens)
+    return Agreement(
+        num_tokens=len(gaps),
+        mean_gap=mean(gaps),
+        # NaN must fail the gate, and max() would hide it.
+        max_gap=max(gaps) if all(map(math.isfinite, gaps)) else math.nan,
+        first_token_gap=mean(firsts),
+        slope=sum(sampled * again for _, sampled, again in tokens) / squares if squares else 1.0,
+        quarter_gaps=tuple(mean(gaps[len(gaps) * q // 4 : len(gaps) * (q + 1) // 4] or gaps) for q in range(4)),
+    )
+
+
+def diagnose(agreement: Agreement) -> str:
+    """The one cause that explains the gap, or an honest account that there is none."""
+    if not math.isfinite(agreement.mean_gap):
+        return "Some log-probabilities are not finite numbers: look for an overflow, or for broken weights on one side"
+    if agreement.stale:
+        return _stale(agreement.stale)
+    if agreement.evidence is None:
+        return "No experiment was made to find the cause: engine.canary_every=1 makes them after every publication"
+    if agreement.max_gap < ROUNDING:
+        return "This is rounding: the two sides use different kernels, or one kernel whose result depends on the batch"
+    for cause in CAUSES:
+        if (named := cause(agreement, agreement.evidence)) is not None:
+            return named
+    return _no_single_cause(agreement)
+
+
+def _stale(names: Sequence[str]) -> str:
+    listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    if len(names) == 1:
+        return f"The sampler holds a stale tensor, {listed}: it was not published, or changed after it was"
+    return f"The sampler holds other weights than the trainer, {len(names)} tensors: {listed}. They did not arrive"
+
+
+def _lost_boundaries(agreement: Agreement, evidence: Evidence) -> str | None:
+    if evidence.alone_gap > EXPLAINED * agreement.mean_gap:
+        return None
+    return (
+        f"Rows scored one by one agree (gap {evidence.alone_gap:.3g}), scored together they do not: the "
+        f"trainer's packing loses sequence boundaries or positions"
+    )
+
+
+def _other_prompt(agreement: Agreement, evidence: Evidence) -> str | None:
+    change, gap = min(evidence.other_starts.items(), key=lambda item: item[1], default=("", math.inf))
+    if gap > EXPLAINED * agreement.mean_gap:
+        return None
+    return (
+        f"The sampler saw other prompts than it reports: {change}, they agree (gap {gap:.3g}). Look for an extra BOS, "
+        f"or one that was taken away, on the way into the sampler"
+    )
+
+
+def _temperature(agreement: Agreement, evidence: Evidence) -> str | None:
+    """log p(a) - log p(b) = (z_a - z_b) / T: another temperature scales all these differences alike."""
+    pairs = [pair for probe in evidence.probes for pair in zip(*_centred(probe), strict=True)]
+    squares = sum(sampled * sampled for sampled, _ in pairs)
+    if not squares:
+        return None
+    slope = sum(sampled * again for sampled, again in pairs) / squares
+    before = sum((again - sampled) ** 2 for sampled, again in pairs)
+    after = sum((again - slope * sampled) ** 2 for sampled, again in pairs)
+    if after > EXPLAINED**2 * before or slope <= 0:
+        return None
+    asked = evidence.temperature
+    return (
+        f"Differences of recomputed log-probabilities are {slope:.3f} times the sampled ones: a temperature. Asked was "
+        f"{asked:g}; either the sampler used {asked * slope:.3g} or the trainer {asked / slope:.3g}"
+    )
+
+
+def _half_precision(agreement: Agreement, evidence: Evidence) -> str | None:
+    by_side = {
+        "sampler": _is_on_grid((probe.sampled for probe in evidence.probes), evidence.temperature),
+        "trainer": _is_on_grid((probe.recomputed for probe in evidence.probes), evidence.temperature),
+    }
+    rounded = [side for side, is_on_grid in by_side.items() if is_on_grid]
+    if len(rounded) != 1:
+        return None
+    return (
+        f"The head of the {rounded[0]} rounds to half precision: its logits differ by multiples of {GRID:g} only, "
+        f"those of the other side do not. Compute its logits in float32"
+    )
+
+
+def _normaliser(agreement: Agreement, evidence: Evidence) -> str | None:
+    """Truncated sampling leaves the differences within one context as they are and shifts all of them, one way."""
+    offsets = [mean(probe.gaps) for probe in evidence.probes]
+    shapes = [
+        again - sampled for probe in evidence.probes for sampled, again in zip(*_centred(probe), strict=True)
+    ]  # what is left once every context is shifted by its own offset
+    shift = mean(offsets)
+    against = [offset for offset in offsets if offset * shift < 0]
+    is_one_sided = sum(map(abs, against)) <= EXPLAINED * 0.1 * sum(map(abs, offsets))
+    if not offsets or not is_one_sided or _size(shapes) > EXPLAINED * _size(offsets):
+        return None
+    mass = mean(math.exp(-abs(offset)) for offset in offsets)
+    if shift < 0:
+        return (
+            f"The sampler normalises over about {mass:.0%} of the probability and the trainer over all of it: the "
+            f"sampler truncates (top_p, top_k, min_p; a default of generation_config.json?), the trainer was not told"
+        )
+    return (
+        f"The trainer normalises over about {mass:.0%} of the probability and the sampler over all of it: the "
+        f"sampler's log-probabilities are not renormalised after top_p, top_k or min_p"
+    )
+
+
+def _positions(agreement: Agreement, evidence: Evidence) -> str | None:
+    """A context of one token sees only itself: neither rotary positions nor masks matter to it."""
+    short = [abs(gap) for probe in evidence.probes if probe.num_context == 1 for gap in probe.gaps]
+    long = [abs(gap) for probe in evidence.probes if probe.num_context > 1 for gap in probe.gaps]
+    if not short or not long or mean(short) > EXPLAINED * mean(long):
+        return None
+    return (
+        f"Contexts of one token agree (gap {mean(short):.3g}), longer ones do not (gap {mean(long):.3g}; by position "
+        f"{_listed(agreement.quarter_gaps)}): positions differ. Look at the model family, rotary embedding (theta, "
+        f"scaling), sliding window and attention mask"
+    )
+
+
+CAUSES: tuple[Callable[[Agreement, Evidence], str | None], ...] = (
+    _lost_boundaries,
+    _other_prompt,
+    _temperature,
+    _half_precision,
+    _normaliser,
+    _positions,
+)
+"""Asked in this order; each answers only when it alone explains the gap."""
+
+
+def _no_single_cause(agreement: Agreement) -> str:
+    weights = (
+        "the weights were not compared: look there first"
+        if agreement.stale is None
+        else "all weights are equal: look at copies made of them (a float32 head, fused projections, captured graphs)"
+    )
+    return (
+        f"No single cause explains it. It is not packing, the prompt, temperature, truncation, the head's precision or "
+        f"positions alone; {weights}. First token {agreement.first_token_gap:.3g}, by position "
+        f"{_listed(agreement.quarter_gaps)}, slope {agreement.slope:.3f}"
+    )
+
+
+def _centred(probe: Probe) -> tuple[list[float], list[float]]:
+    """Both sides without the mean of their context, and so without the normaliser of the softmax."""
+    sampled_mean, again_mean = mean(probe.sampled), mean(probe.recomputed)
+    return [value - sampled_mean for value in probe.sampled], [value - again_mean for value in probe.recomputed]
+
+
+def _is_on_grid(contexts: Iterable[Sequence[float]], temperature: float) -> bool:
+    """Whether logits seem to be half-precision numbers: their differences are then multiples of a power of two."""
+    steps = [(value - values[0]) * temperature / GRID for values in contexts for value in values[1:]]
+    # A hundredth of the grid: four of a hundred float32 differences would pass for multiples by chance.
+    near = sum(abs(step - round(step)) < 0.02 for step in steps)
+    return len(steps) >= 8 and near >= 0.9 * len(steps)
+
+
+def _size(values: Sequence[float]) -> float:
+    return math.sqrt(mean(value * value for value in values))
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:.2g}" for value in values)

@@ -1,0 +1,105 @@
+"""What a GPU does, done by a CPU: kernels in Triton's interpreter, recorded steps simply run again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from temper.engine.local.attention import PagedCache
+from temper.engine.local.engine import EngineSettings, LocalEngine
+from temper.engine.local.graphs import GraphLimits, bucket
+from temper.engine.local.runner import Runner
+from temper.models.decoder import set_numerics
+from temper.models.load import prepare
+from temper.types import Completion, Request, SamplingParams
+
+pytest.importorskip("triton", reason="needs triton: pip install triton")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="without a GPU the kernels need TRITON_INTERPRET=1 before triton is imported",
+)
+
+
+def run_again(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    output = work()
+    return lambda: output.copy_(work()) and None, output
+
+
+def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1) -> LocalEngine:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    model = prepare(LlamaForCausalLM(config).eval())
+    set_numerics(model, numerics)
+    settings = EngineSettings(
+        seed=3, block_size=4, num_blocks=60, max_running=4, tokens_per_step=32, max_length=48, steps_per_sync=steps
+    )
+    engine = LocalEngine(model, settings)
+    if as_gpu:
+        shape = {"num_layers": 2, "num_blocks": 60, "block_size": 4, "num_kv_heads": 2, "head_dim": 16}
+        device = torch.device("cpu")
+        cache = PagedCache(**shape, dtype=torch.float32, device=device)
+        limits = GraphLimits(max_rows=4, max_blocks=12, max_steps=steps)
+        engine._runner = Runner(model, cache, device=device, graphs=limits, record=run_again)
+    return engine
+
+
+def requests(temperature: float, **asked: Any) -> list[Request]:
+    sizes = (3, 9, 9, 14, 5)
+    prompts = [tuple(2 + (7 * i + 3 * j) % 50 for j in range(size)) for i, size in enumerate(sizes)]
+    prompts[2] = prompts[1]
+    return [
+        Request(
+            id=f"r{i}",
+            prompt_ids=prompt,
+            params=SamplingParams(temperature=temperature, max_new_tokens=5 + i, stop_ids=(1,), **asked),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def generate(engine: LocalEngine, asked: list[Request]) -> list[Completion]:
+    async def run() -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(request) for request in asked))
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_recorded_steps_draw_what_single_steps_on_a_cpu_draw(temperature: float, numerics: str) -> None:
+    expected = generate(make_engine(as_gpu=False, numerics=numerics), requests(temperature))
+    actual = generate(make_engine(as_gpu=True, numerics=numerics, steps=4), requests(temperature))
+    for one, other in zip(expected, actual, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.finish == other.finish
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_want_more_than_tokens_are_drawn_from_the_recorded_states() -> None:
+    expected = generate(make_engine(as_gpu=False), requests(1.0, top_logprobs=3, top_k=5))
+    actual = generate(make_engine(as_gpu=True, steps=4), requests(1.0, top_logprobs=3, top_k=5))
+    assert [one.token_ids for one in expected] == [other.token_ids for other in actual]
+    assert [one.top_ids for one in expected] == [other.top_ids for other in actual]
+    assert [one.keep_ids for one in expected] == [other.keep_ids for other in actual]
+
+
+def test_in_exact_mode_log_probabilities_do_not_depend_on_how_many_steps_or_rows_run_together() -> None:
+    together = generate(make_engine(as_gpu=True, numerics="exact", steps=4), requests(1.0))
+    alone = [generate(make_engine(as_gpu=True, numerics="exact"), [request])[0] for request in requests(1.0)[:3]]
+    for one, other in zip(alone, together, strict=False):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (3, 4), (200, 256), (257, 512), (1024, 1024)])
+def test_sizes_are_few_and_close(count: int, size: int) -> None:
+    assert bucket(count) == size
