@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "temper"
 LAYERS: dict[str, int] = {
-    **dict.fromkeys(("types", "protocols", "errors", "named", "sandbox", "__init__"), 0),
+    **dict.fromkeys(("types", "protocols", "errors", "named", "sandbox", "listening", "__init__"), 0),
     **dict.fromkeys(("config", "objectives", "rewards", "tasks", "envs", "runs", "models"), 1),
     **dict.fromkeys(("engine", "trainer", "batching"), 2),
     **dict.fromkeys(("rollout", "cluster"), 3),

@@ -14,12 +14,13 @@ from temper.build import pick_device, pick_dtype
 from temper.commands.checkpoints import find_model
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import UserError
+from temper.listening import is_public, listen
 from temper.models.load import end_ids, load_model, load_tokenizer, read_shape
 from temper.serve.app import App, HttpSettings
 from temper.serve.conversation import Conversations
 from temper.serve.gateway import Gateway, Limits
 from temper.serve.records import Records
-from temper.serve.server import is_public, listen, make_server, run
+from temper.serve.server import make_server, run
 from temper.serve.text import Words
 from temper.tasks.render import Renderer
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from temper.dashboard.registry import Registry
-from temper.dashboard.server import is_public, listen, make_app, make_server
+from temper.dashboard.server import make_app, make_server
+from temper.listening import is_public, listen
 
 NICENESS = 10
 """Below training, which may run on the same cores."""

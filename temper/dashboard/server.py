@@ -6,8 +6,6 @@ Owns: routes and how failures become answers. Refuses: paths from clients; a nam
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
-import socket
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +21,7 @@ from temper.dashboard.registry import Registry, UnknownRun, summary
 from temper.dashboard.stream import Streams
 from temper.dashboard.tokens import Tokenizers
 from temper.errors import BackendError, UserError
+from temper.listening import is_public
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -212,27 +211,6 @@ def _add_static(app: FastAPI, files: Mapping[str, Path]) -> None:
     @app.get("/static/{name:path}")
     def static(name: str, if_none_match: str | None = Header(None)) -> Any:
         return send(name, if_none_match)
-
-
-def is_public(host: str) -> bool:
-    """Whether others can reach this address."""
-    try:
-        return not ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host != "localhost"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 picks one."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(128)
-    except OSError as error:
-        raise UserError(f"cannot listen on {host}:{port}: {error}. Choose another --host or --port") from error
-    return bound
 
 
 def make_server(app: Guard, streams: Streams) -> Any:

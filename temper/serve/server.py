@@ -6,7 +6,6 @@ Owns: the address, the deadline of shutdown, closing everything. Refuses: listen
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -16,28 +15,6 @@ from temper.errors import UserError
 from temper.serve.app import App
 
 INSTALL = 'pip install "temper-rl[serve]"'
-BACKLOG = 1024
-
-
-def is_public(host: str) -> bool:
-    """Whether others can reach this address."""
-    try:
-        return not ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host != "localhost"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 picks one. Bound before the model is loaded, so that a taken port is known at once."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(BACKLOG)
-    except OSError as error:
-        raise UserError(f"cannot listen on {host}:{port}: {error}. Choose another --host or --port") from error
-    return bound
 
 
 def make_server(app: App, shutdown_seconds: float) -> Any:

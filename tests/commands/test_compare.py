@@ -19,23 +19,6 @@ from temper.evals.suites import load_suite, read_tasks
 from temper.models.tiny import make_tiny_model
 from temper.runs.results import load
 
-SUITE = """
-answer = "text"
-
-[data]
-generator = "spell_backward"
-options = {min_letters = 1, max_letters = 2}
-size = 6
-
-[[reward]]
-kind = "edit"
-
-[decoding]
-temperature = 1.0
-samples = 2
-max_new_tokens = 4
-"""
-
 
 def quiet(line: str) -> None:
     """Notes are read by nobody."""
@@ -52,13 +35,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         for seed, name in enumerate(("base", "trained"))
     )  # fmt: skip
     return base, trained
-
-
-@pytest.fixture
-def suite(tmp_path: Path) -> str:
-    path = tmp_path / "letters.toml"
-    path.write_text(SUITE)
-    return str(path)
 
 
 def shown(what) -> str:
@@ -149,13 +125,13 @@ def test_all_modes_run_on_a_real_engine_and_again_give_the_same_numbers(models, 
     assert "injected" in shown(render_points(points))
 
 
-def test_unknown_modes_budgets_and_environments_are_refused(tmp_path: Path) -> None:
+def test_unknown_modes_budgets_and_environments_are_refused(suite_text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match='Did you mean "majority"'):
         Ways(modes=("majorty",))
     with pytest.raises(UserError, match="32-256"):
         parse_budgets("a lot", Budget(max_tokens=1))
     file = tmp_path / "agent.toml"
-    file.write_text(SUITE + 'max_turns = 4\n[env]\nname = "calculator"\n')
+    file.write_text(suite_text + 'max_turns = 4\n[env]\nname = "calculator"\n')
     agent = load_suite(str(file))
     with pytest.raises(UserError, match="plays in calculator over up to 4 turns"):
         require_single_turn(agent, read_tasks(agent))

@@ -17,23 +17,6 @@ from temper.rewards.rubric import Rubric
 from temper.runs.results import SampleResult, SuiteResult, load
 from temper.types import Trajectory
 
-SUITE = """
-answer = "text"
-
-[data]
-generator = "spell_backward"
-options = {min_letters = 1, max_letters = 2}
-size = 6
-
-[[reward]]
-kind = "edit"
-
-[decoding]
-temperature = 1.0
-samples = 2
-max_new_tokens = 4
-"""
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -41,13 +24,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("models") / "tiny", layers=2, width=32, heads=2, kv_heads=1, mlp_width=64, context=32,
         alphabet="abcdefghijklmnopqrstuvwxyz", seed=0,
     )  # fmt: skip
-
-
-@pytest.fixture
-def suite(tmp_path: Path) -> str:
-    path = tmp_path / "letters.toml"
-    path.write_text(SUITE)
-    return str(path)
 
 
 def evaluate(model: Path, asked: Asked) -> SuiteResult:

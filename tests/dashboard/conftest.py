@@ -21,7 +21,8 @@ pytest.importorskip("plotly", reason="the dashboard's charts are not installed")
 from temper.commands.train import train
 from temper.config import resolve, to_toml
 from temper.dashboard.registry import Registry
-from temper.dashboard.server import listen, make_app, make_server
+from temper.dashboard.server import make_app, make_server
+from temper.listening import listen
 
 ROOT = Path(__file__).parent.parent.parent
 

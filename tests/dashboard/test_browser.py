@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from temper.dashboard.registry import Registry
-from temper.dashboard.server import listen, make_app, make_server
+from temper.dashboard.server import make_app, make_server
+from temper.listening import listen
 from temper.runs.schema import prepare
 
 pytestmark = pytest.mark.browser

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -141,3 +141,35 @@ def judge_server() -> Iterator[JudgeServer]:
 def server() -> Iterator[JudgeServer]:
     """The one whose answers depend on the framed texts."""
     yield from _serving(FramedJudgeServer())
+
+
+def _save_letter_model(
+    folder: Path, *, kind: Any, num_labels: int, tokens: Sequence[str], template: str, special: Sequence[str] = ()
+) -> Path:
+    """A tiny random classifier over letters whose padding is its end of turn, as in many real tokenizers."""
+    # Here: most tests of rewards need neither.
+    import torch
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<end>", eos_token="<end>", unk_token=" ")
+    if special:
+        wrapped.add_special_tokens({"additional_special_tokens": list(special)})
+    wrapped.chat_template = template
+    config = LlamaConfig(
+        vocab_size=len(wrapped), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, num_labels=num_labels, pad_token_id=0, eos_token_id=0,
+        bos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        kind(config).save_pretrained(folder)
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def save_letter_model() -> Callable[..., Path]:
+    return _save_letter_model

@@ -5,13 +5,12 @@ import dataclasses
 import json
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from temper.errors import UserError
 from temper.rewards.model import Batcher, RewardModelReward, run_padded, spell_out
@@ -22,30 +21,20 @@ TASK = Task(id="t:1", messages=(Message(role="user", content="abc"),))
 SPECIAL = ("<end>", "<user>", "<bot>")
 
 
-def write_model(folder: Path, *, num_labels: int = 1, kind: Any = LlamaForSequenceClassification) -> Path:
-    """A tiny random classifier over letters whose padding is its end of turn, as in many real tokenizers."""
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL, *"abcdefghijklmnopqrstuvwxyz< "))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<end>", eos_token="<end>", unk_token=" ")
-    wrapped.add_special_tokens({"additional_special_tokens": ["<user>", "<bot>"]})
-    wrapped.chat_template = (
-        "{% for m in messages %}{{ '<user>' if m['role'] == 'user' else '<bot>' }}{{ m['content'] }}<end>{% endfor %}"
-    )
-    config = LlamaConfig(
-        vocab_size=len(wrapped), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, num_labels=num_labels, pad_token_id=0, eos_token_id=0,
-        bos_token_id=None,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        kind(config).save_pretrained(folder)
-    wrapped.save_pretrained(folder)
-    return folder
+TEMPLATE = (
+    "{% for m in messages %}{{ '<user>' if m['role'] == 'user' else '<bot>' }}{{ m['content'] }}<end>{% endfor %}"
+)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def write_model(save_letter_model: Callable[..., Path]) -> Callable[..., Path]:
+    defaults = {"kind": LlamaForSequenceClassification, "num_labels": 1}
+    tokens = (*SPECIAL, *"abcdefghijklmnopqrstuvwxyz< ")
+    return partial(save_letter_model, tokens=tokens, template=TEMPLATE, special=SPECIAL[1:], **defaults)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, write_model: Callable[..., Path]) -> Path:
     return write_model(tmp_path / "rm")
 
 
@@ -177,13 +166,13 @@ def test_a_response_cannot_end_its_turn_and_begin_another(folder: Path, say: Say
     assert abs((scored.value or 0.0) - expected(folder, "a<end><user>abc<end><bot>z")) > 1e-4
 
 
-def test_a_head_that_was_never_trained_is_refused(tmp_path: Path) -> None:
+def test_a_head_that_was_never_trained_is_refused(tmp_path: Path, write_model: Callable[..., Path]) -> None:
     """transformers would make up random weights and go on."""
     with pytest.raises(UserError, match=r"score\.weight"):
         RewardModelReward(path=str(write_model(tmp_path / "lm", kind=LlamaForCausalLM)))
 
 
-def test_a_directory_that_is_no_reward_model_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_no_reward_model_is_refused(tmp_path: Path, write_model: Callable[..., Path]) -> None:
     with pytest.raises(UserError, match="has no config"):
         RewardModelReward(path=str(tmp_path))
     with pytest.raises(UserError, match="2 outputs"):

@@ -4,14 +4,13 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
-    LlamaConfig,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     PreTrainedTokenizerFast,
@@ -25,24 +24,12 @@ Say = Callable[[str], Trajectory]
 TASK = Task(id="t:1", messages=(Message(role="user", content="abc"),))
 
 
-def write_model(folder: Path, kind: Any, num_labels: int) -> Path:
-    vocabulary = {token: i for i, token in enumerate(("<end>", *"abcdefghijklmnopqrstuvwxyz;: \n"))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<end>", eos_token="<end>", unk_token=" ")
-    wrapped.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}:{% endfor %}{% if add_generation_prompt %};{% endif %}"
-    )
-    config = LlamaConfig(
-        vocab_size=len(wrapped), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, num_labels=num_labels, pad_token_id=0, eos_token_id=0,
-        bos_token_id=None,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        kind(config).save_pretrained(folder)
-    wrapped.save_pretrained(folder)
-    return folder
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}:{% endfor %}{% if add_generation_prompt %};{% endif %}"
+
+
+@pytest.fixture
+def write_model(save_letter_model: Callable[..., Path]) -> Callable[..., Path]:
+    return partial(save_letter_model, tokens=("<end>", *"abcdefghijklmnopqrstuvwxyz;: \n"), template=TEMPLATE)
 
 
 def many_turns(say: Say, *texts: str, reply: str = "") -> Trajectory:
@@ -76,8 +63,10 @@ def test_steps_are_what_stands_between_separators(say: Say) -> None:
 
 @pytest.mark.parametrize("num_labels", [1, 2])
 @pytest.mark.parametrize("kind", [LlamaForTokenClassification, LlamaForSequenceClassification])
-def test_a_model_is_read_at_the_end_of_each_separator(tmp_path: Path, say: Say, kind: Any, num_labels: int) -> None:
-    folder = write_model(tmp_path, kind, num_labels)
+def test_a_model_is_read_at_the_end_of_each_separator(
+    tmp_path: Path, write_model: Callable[..., Path], say: Say, kind: Any, num_labels: int
+) -> None:
+    folder = write_model(tmp_path, kind=kind, num_labels=num_labels)
     reward = ProcessReward(path=str(folder), aggregate="product")
     model = kind.from_pretrained(folder).eval()
     encode = PreTrainedTokenizerFast.from_pretrained(folder).encode
@@ -134,8 +123,10 @@ def test_turn_rewards_are_added_to_the_environments(say: Say) -> None:
     assert rewarded.score == trajectory.score
 
 
-def test_a_response_that_does_not_fit_the_model_is_unscorable(tmp_path: Path, say: Say) -> None:
-    folder = write_model(tmp_path, LlamaForTokenClassification, 2)
+def test_a_response_that_does_not_fit_the_model_is_unscorable(
+    tmp_path: Path, write_model: Callable[..., Path], say: Say
+) -> None:
+    folder = write_model(tmp_path, kind=LlamaForTokenClassification, num_labels=2)
     assert score(ProcessReward(path=str(folder)), say("a" * 100)).kind is ScoreKind.UNSCORABLE
 
 

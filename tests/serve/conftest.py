@@ -15,13 +15,14 @@ import httpx
 import pytest
 
 from temper.commands.serve import ServeSettings, open_app
+from temper.listening import listen
 from temper.models.load import load_tokenizer
 from temper.models.tiny import make_tiny_model
 from temper.serve.app import App, HttpSettings
 from temper.serve.conversation import Conversations
 from temper.serve.gateway import Gateway, Limits
 from temper.serve.records import Records
-from temper.serve.server import listen, make_server, serve
+from temper.serve.server import make_server, serve
 from temper.tasks.render import Renderer
 from temper.types import Completion, Finish, Request
 

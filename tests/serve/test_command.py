@@ -14,7 +14,8 @@ import pytest
 
 from temper.commands.serve import ServeSettings, open_engine
 from temper.errors import UserError
-from temper.serve.server import is_public, listen, make_server
+from temper.listening import is_public, listen
+from temper.serve.server import make_server
 from temper.serve.text import Words
 
 PROGRAM = """
