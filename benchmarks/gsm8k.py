@@ -45,16 +45,20 @@ class Clock:
         self.scores: list[tuple[float, float, float, float]] = []
 
     def append(self, report: StepReport, batch: Batch) -> None:
-        self.seconds += sum(report.seconds.values())
+        trained = {phase: seconds for phase, seconds in report.seconds.items() if phase != "evaluate"}
+        self.seconds += sum(trained.values())
         self.steps += 1
-        self.phases.update(report.seconds)
+        self.phases.update(trained)
         self.rewards.append((self.seconds, report.metrics["reward/mean"]))
+        if self.steps % 10 == 0:
+            print(f"step {self.steps}, {self.seconds:.0f} s, reward {self.rewards[-1][1]:.3f}", flush=True)
         if self.seconds >= self._limit:
             raise TimeIsUp
 
     def evaluation(self, result: EvaluationResult) -> None:
         if result.name == "greedy":
             self.scores.append((self.seconds, result.score, result.low, result.high))
+            print(f"step {self.steps}, {self.seconds:.0f} s, held out {100 * result.score:.1f}%", flush=True)
 
 
 def recipe_of(options: argparse.Namespace, seed: int) -> dict[str, Any]:

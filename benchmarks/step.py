@@ -93,6 +93,9 @@ def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dic
     asyncio.run(_run(plan, stage.close))
     warm = steps.reports[1:]
     median: Callable[[Callable[[StepReport], float]], float] = lambda f: statistics.median(map(f, warm))  # noqa: E731
+    phases = {name: median(lambda r, name=name: r.seconds.get(name, 0.0)) for name in warm[-1].seconds}
+    split = sorted(phases.items(), key=lambda item: -item[1])
+    print("seconds of a step:", ", ".join(f"{name} {value:.3f}" for name, value in split if value > 0.002))
     return {
         "step seconds": median(lambda r: sum(r.seconds.values())),
         "generate tokens/s": median(lambda r: r.system["sys/rollout_tok_s"]),

@@ -1,4 +1,5 @@
-"""Shared by all tests: where the optional data files are, and a recipe small enough to train in seconds."""
+"""Shared by all tests: where the optional data files are, a recipe small enough to train in seconds, and Triton's
+interpreter made to compute what a GPU would."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,9 +32,64 @@ def tiny_recipe() -> dict[str, Any]:
         "reward": [{"kind": "edit"}],
         "sampling": {"max_new_tokens": 4},
         "checkpoint": {"every": 2},
+        "alarms": {"readiness": "off"},
         "stage": [
             {"kind": "sft", "steps": 6, "optim": {"learning_rate": 3e-3}, "trainer": {"examples_per_step": 8}},
             {"kind": "rl", "steps": 8, "optim": {"learning_rate": 1e-3},
              "rollout": {"groups_per_step": 4, "group_size": 4}, "evaluation": {"every": 3}},
         ],
     }  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def triton_interpreter() -> None:
+    """Makes kernels run on a CPU as they would on a GPU, where there is none."""
+    if not torch.cuda.is_available():
+        _round_as_hardware_does()
+        _mend_interpreter()
+
+
+def _round_as_hardware_does() -> None:
+    """Triton 3.6's interpreter cuts float32 off to bfloat16, and carries wrongly when told to round: round to even."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter._convert_float
+
+    def convert(data: np.ndarray, source: tl.dtype, target: tl.dtype, mode: object) -> np.ndarray:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return original(data, source, target, mode)
+        rounded = torch.from_numpy(np.array(data, dtype=np.float32)).to(torch.bfloat16)
+        return rounded.view(torch.int16).numpy().view(np.uint16)
+
+    interpreter._convert_float = convert
+
+
+def _mend_interpreter() -> None:
+    """Triton 3.6's interpreter multiplies bfloat16 as if its bits were integers, takes int() of arrays of one element,
+    which numpy refuses from 2.4 on, and patches the language anew for each call of a device function, which is slow."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    patched: set[int] = set()
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def widen(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(wide, tl.float32)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(self.fn.__globals__) not in patched:
+            patched.add(id(self.fn.__globals__))
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter._patch_lang_tensor = patch
+    interpreter.InterpretedFunction.__call__ = call
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest)

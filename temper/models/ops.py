@@ -41,13 +41,12 @@ def ops_of(device: torch.device, numerics: str) -> Ops:
         # Here: triton is there with a GPU only.
         from temper.models.kernels.norms import add_rms_norm as gpu_add_rms_norm
         from temper.models.kernels.norms import rms_norm as gpu_rms_norm
+        from temper.models.kernels.products import exact_linear
         from temper.models.kernels.rope import rotate as gpu_rotate
         from temper.models.kernels.swiglu import silu_mul as gpu_silu_mul
 
-        # Library products of one weight are the same for any number of rows on the GPUs we measured; the gate proves
-        # it for each model before training.
         return Ops(
-            linear=functional.linear,
+            linear=exact_linear if numerics == "exact" else functional.linear,
             rms_norm=gpu_rms_norm,
             add_rms_norm=gpu_add_rms_norm,
             rotate=gpu_rotate,

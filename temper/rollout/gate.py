@@ -56,6 +56,10 @@ class Sides:
     """Deadline of one comparison's sampling."""
 
 
+SECOND_LOOK = 16
+"""Times as many tokens are compared before a canary that was found too far off stops a run."""
+
+
 class Canary:
     """A few fixed prompts and a few tokens after every publication.
 
@@ -81,9 +85,12 @@ class Canary:
         """
         if not self._every or version % self._every:
             return None
-        name = f"{self._name}/{version}"
-        completions = await _draw(self._sides, self._prompts, name)
-        return await _compare(self._sides, _rows(completions, name), version=version, name=name)
+        name, sides = f"{self._name}/{version}", self._sides
+        rows = _rows(await _draw(sides, self._prompts, name), name)
+        if 0 < sides.budget.mean_gap < measure(rows, await _score(sides, rows), version=version).mean_gap:
+            # One unlucky token among a few tips their mean; a broken publication is as far off on many.
+            rows = _rows(await _draw(sides, self._prompts * SECOND_LOOK, f"{name}/again"), name)
+        return await _compare(sides, rows, version=version, name=name)
 
 
 def canary_prompts(rows: Sequence[Sample], count: int = 4) -> list[tuple[int, ...]]:

@@ -110,6 +110,10 @@ class _DrawnLogprobs(torch.autograd.Function):
         for rows in _chunks(len(token_ids_A), chunk_rows):
             raw_CV, ids_C = _raw_logits(head, hidden_AD[rows]), token_ids_A[rows]
             drawn_C = _as_drawn(raw_CV, ids_C, temperature) if keep is None else None
+            if drawn_C is not None and top_AK is None:
+                logprobs_A[rows] = drawn_C
+                entropy_A[rows] = _fused_entropy(raw_CV, ids_C, drawn_C, temperature)
+                continue
             logits_CV = _tempered(raw_CV, temperature)
             softmax = Softmax.of(logits_CV, None if keep is None else keep.dropped(rows, len(weight)))
             if drawn_C is None:
@@ -133,21 +137,24 @@ class _DrawnLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=_logits_dtype(weight)) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         for rows in _chunks(len(token_ids_A), chunk_rows):
-            logits_CV = _logits(head, hidden_AD[rows], temperature)
-            # What the softcap let through of a change in the raw logit; taken before the logits are overwritten.
-            slope_CV = None if softcap is None else 1 - (logits_CV * (temperature / softcap)).square_()
+            raw_CV = _raw_logits(head, hidden_AD[rows])
             drawn = _Chosen.of(rows, token_ids_A[:, None], logprobs_A[:, None], grad_logprobs_A)
-            top = None if grad_top_AK is None else _Chosen.of(rows, top_ids_AK, top_AK, grad_top_AK)
-            dropped_CV = None if ctx.keep is None else ctx.keep.dropped(rows, len(weight))
-            grad_entropy_C = None if grad_entropy_A is None else grad_entropy_A[rows]
-            grad_CV = _grad_chunk(logits_CV, drawn, top, dropped_CV, (entropy_A[rows], grad_entropy_C))
-            grad_CV = _tempered(grad_CV, temperature)
-            if slope_CV is not None:
-                grad_CV *= slope_CV
-            if grad_bias is not None:
-                grad_bias += grad_CV.sum(0)
-            # On a GPU with bfloat16 weights the gradient is rounded to theirs; every sum stays float32.
-            grad_CV = grad_CV.to(weight.dtype)
+            entropy = (entropy_A[rows], None if grad_entropy_A is None else grad_entropy_A[rows])
+            if _is_fused(raw_CV) and ctx.keep is None and grad_top_AK is None and softcap is bias is None:
+                grad_CV = _fused_gradient(raw_CV, drawn, entropy, temperature, weight.dtype)
+            else:
+                logits_CV = _tempered(raw_CV, temperature)
+                # What the softcap let through of a change in the raw logit; taken before logits are overwritten.
+                slope_CV = None if softcap is None else 1 - (logits_CV * (temperature / softcap)).square_()
+                top = None if grad_top_AK is None else _Chosen.of(rows, top_ids_AK, top_AK, grad_top_AK)
+                dropped_CV = None if ctx.keep is None else ctx.keep.dropped(rows, len(weight))
+                grad_CV = _tempered(_grad_chunk(logits_CV, drawn, top, dropped_CV, entropy), temperature)
+                if slope_CV is not None:
+                    grad_CV *= slope_CV
+                if grad_bias is not None:
+                    grad_bias += grad_CV.sum(0)
+                # On a GPU with bfloat16 weights the gradient is rounded to theirs; every sum stays float32.
+                grad_CV = grad_CV.to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = (grad_CV @ weight).to(hidden_AD.dtype)
             if grad_weight is not None:
@@ -226,11 +233,38 @@ def _raw_logits(head: Head, hidden_CD: Tensor) -> Tensor:
 
 def _as_drawn(logits_CV: Tensor, ids_C: Tensor, temperature: float) -> Tensor | None:
     """By the kernel that drew the tokens, where one did: on a GPU. None: by Softmax, as on a CPU."""
-    if not logits_CV.is_cuda or logits_CV.dtype != torch.float32:
+    if not _is_fused(logits_CV):
         return None
     from temper.models.kernels.draw import token_logprobs
 
     return token_logprobs(logits_CV, ids_C, temperature)
+
+
+def _is_fused(logits_CV: Tensor) -> bool:
+    """Whether kernels read these logits once where torch would take five readings."""
+    return logits_CV.is_cuda and logits_CV.dtype == torch.float32
+
+
+def _fused_entropy(logits_CV: Tensor, ids_C: Tensor, logprobs_C: Tensor, temperature: float) -> Tensor:
+    from temper.models.kernels.head import entropies
+
+    return entropies(logits_CV, _normalizer(logits_CV, ids_C, logprobs_C, temperature), temperature)
+
+
+def _fused_gradient(
+    logits_CV: Tensor, drawn: _Chosen, entropy: tuple[Tensor, Tensor | None], temperature: float, dtype: torch.dtype
+) -> Tensor:
+    from temper.models.kernels.head import logits_gradient
+
+    ids_C, grad_CK = drawn.ids_CK[:, 0], drawn.grad_CK
+    normalizer_C = _normalizer(logits_CV, ids_C, drawn.logprobs_CK[:, 0], temperature)
+    grad_C = None if grad_CK is None else grad_CK[:, 0]
+    return logits_gradient(logits_CV, ids_C, normalizer_C, grad_C, entropy, temperature, dtype)
+
+
+def _normalizer(logits_CV: Tensor, ids_C: Tensor, logprobs_C: Tensor, temperature: float) -> Tensor:
+    """What log p = logit / temperature - normalizer lacks: it follows from one token's."""
+    return logits_CV.gather(1, ids_C[:, None])[:, 0] / temperature - logprobs_C
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

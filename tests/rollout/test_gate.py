@@ -386,3 +386,27 @@ def test_canary_prompts_are_few_short_and_no_start_of_a_training_prompt() -> Non
 
     rows = [row([5]), row(list(range(10, 90))), row([7, 8]), row([7, 8]), row(list(range(10, 100)))]
     assert canary_prompts(rows) == [(5,), (8,), tuple(range(11, 75))]
+
+
+def test_one_unlucky_token_is_looked_at_again_and_many_stop_the_run() -> None:
+    model = make_model()
+    trainer, engine = make_trainer(model), make_engine(model)
+    unlucky = 40 * BUDGET.mean_gap
+    calls = 0
+
+    def once(samples: Sequence[Sample], who: Any) -> list[list[float]]:
+        nonlocal calls
+        calls += 1
+        scores = trainer.score(samples, who)
+        scores[0][-1] += unlucky  # more than its share of the mean of 32 tokens, not of 512
+        return scores
+
+    agreement = check(engine, once)
+    assert calls == 2
+    assert agreement.num_tokens == 16 * 4 * 8
+
+    def always(samples: Sequence[Sample], who: Any) -> list[list[float]]:
+        return [[score + 2 * BUDGET.mean_gap for score in row] for row in trainer.score(samples, who)]
+
+    with pytest.raises(BackendError, match="sampler and trainer disagree"):
+        check(make_engine(model), always)

@@ -8,7 +8,7 @@ Shapes: _T tokens, N rows, Q queries per row, L keys per row, H heads, K kv-head
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class PagedCache:
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
-        self.block_size = block_size
+        self.block_size, self.num_kv_heads = block_size, num_kv_heads
         # Zeros, not empty: padded positions are multiplied by a zero weight, and 0 * NaN is NaN.
         self._tensor = torch.zeros(shape, dtype=dtype, device=device)
 
@@ -130,6 +130,10 @@ class GpuAttend:
     longest_query: int
     splits: int
     """Parts in which the keys of a decode row are read at once. 0: by the one kernel that all of `exact` mode uses."""
+    lengths_N: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lengths_N = self.positions_N + 1  # once, not in every layer
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
@@ -153,7 +157,7 @@ class GpuAttend:
         keys, values = self.cache.layer(layer)
         if self.longest_query == 1 and self.splits:
             return decode_attention(
-                query, keys, values, self.blocks_NM, self.positions_N + 1,
+                query, keys, values, self.blocks_NM, self.lengths_N,
                 scaling=scaling, sliding_window=sliding_window, splits=self.splits,
             )  # fmt: skip
         return paged_attention(

@@ -57,13 +57,17 @@ class LocalEngine:
         *,
         version: int = 0,
         decode: Callable[[list[int]], str] | None = None,
+        runner: Runner | None = None,
     ) -> None:
-        """decode: text of token ids, needed by requests with stop texts only."""
+        """decode: text of token ids, needed by requests with stop texts only.
+
+        runner: None: one for the model's device.
+        """
         self._model = model
         self._settings = settings
         self._version = version
         self._decode = decode
-        self._runner = _runner(model, settings)
+        self._runner = runner or _runner(model, settings)
         self._scheduler = Scheduler(
             max_running=settings.max_running,
             block_size=settings.block_size,

@@ -7,7 +7,9 @@ Shapes: N rows of a graph, _R rows in use, M blocks per row, S steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +23,12 @@ from temper.engine.local.blocks import SCRATCH_BLOCK
 from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.sampling import Table
 
-Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(tokens [N], positions [N], blocks [N, M]) -> hidden states [N, D]; stores keys and values of the tokens."""
+Forward = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""(tokens [N], positions [N], blocks [N, M], about how long the longest row is) -> hidden states [N, D]; stores the
+tokens' keys and values."""
+
+SHORT = 256
+"""Shorter rows count as so long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +62,19 @@ class DecodeGraphs:
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._drawn_SN = torch.zeros((limits.max_steps, rows), dtype=torch.int64, device=device)
         self._logprobs_SN = torch.zeros((limits.max_steps, rows), device=device)
-        self._recorded: dict[tuple[int, bool], tuple[Callable[[], None], Tensor]] = {}
+        self._recorded: dict[tuple[int, int, bool], tuple[Callable[[], None], Tensor]] = {}
 
     def hidden(self, decode_R: Rows_R, rows: Rows) -> Tensor:
         """Hidden states of every row's last token."""
         self._fill(decode_R, rows)
-        replay, output = self._graph(bucket(len(decode_R)), draws=False)
+        replay, output = self._graph(bucket(len(decode_R)), _length(decode_R, rows), draws=False)
         replay()
         return output[: len(decode_R)]
 
     def draw(self, decode_R: Rows_R, rows: Rows, steps: int) -> Table:
         """The next `steps` tokens of every row. The table is valid until the next call."""
         self._fill(decode_R, rows)
-        replay, _ = self._graph(bucket(len(decode_R)), draws=True)
+        replay, _ = self._graph(bucket(len(decode_R)), _length(decode_R, rows), draws=True)
         for _ in range(steps):
             replay()
         count = len(decode_R)
@@ -92,23 +98,23 @@ class DecodeGraphs:
         self._blocks_NM[:count, :width].copy_(_to(rows.blocks[decode_R, :width], self._step.device))
         self._step.zero_()
 
-    def _graph(self, size: int, *, draws: bool) -> tuple[Callable[[], None], Tensor]:
-        """The graph for this many rows, recorded the first time it is needed."""
-        if (size, draws) not in self._recorded:
+    def _graph(self, size: int, length: int, *, draws: bool) -> tuple[Callable[[], None], Tensor]:
+        """The graph for this many rows of about this length, recorded the first time it is needed."""
+        if (size, length, draws) not in self._recorded:
             moved = (self._tokens_N, self._positions_N)
             saved = [tensor.clone() for tensor in moved]
-            self._recorded[size, draws] = self._record(partial(self._run, size, draws))
+            self._recorded[size, length, draws] = self._record(partial(self._run, size, length, draws))
             # Recording ran the work and moved the rows on. Keys and values it wrote are written again by replays.
             for tensor, value in zip(moved, saved, strict=True):
                 tensor.copy_(value)
             self._step.zero_()
-        return self._recorded[size, draws]
+        return self._recorded[size, length, draws]
 
-    def _run(self, size: int, draws: bool) -> Tensor:
+    def _run(self, size: int, length: int, draws: bool) -> Tensor:
         from temper.models.kernels.draw import draw_tokens
 
         tokens_N, positions_N = self._tokens_N[:size], self._positions_N[:size]
-        hidden_ND = self._forward(tokens_N, positions_N, self._blocks_NM[:size])
+        hidden_ND = self._forward(tokens_N, positions_N, self._blocks_NM[:size], length)
         if not draws:
             return hidden_ND
         drawn_N, logprobs_N = draw_tokens(
@@ -137,14 +143,33 @@ class CudaRecorder:
                 work()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may train or score meanwhile: only what this one does is forbidden to allocate or wait.
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = work()
         return graph.replay, output
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Nothing is collected inside: to destroy an older engine's graph while one is recorded spoils the recording."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def bucket(count: int) -> int:
     """The next size a graph is recorded for: few enough to record quickly, close enough to waste little."""
     return 1 << (count - 1).bit_length() if count <= 256 else -(-count // 256) * 256
+
+
+def _length(decode_R: Rows_R, rows: Rows) -> int:
+    """Of the longest of these rows, rounded down to a power of two: few values, as each needs a recording."""
+    return max(SHORT, 1 << (int(rows.length[decode_R].max()).bit_length() - 1))
 
 
 def _to(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -55,6 +55,9 @@ class Runner:
         self._graphs: DecodeGraphs | None = None
         if graphs is not None and self._is_gpu:
             self._graphs = DecodeGraphs(self._decode_pass, self._logits, graphs, cache.block_size, device, record)
+        self._multiprocessors = 1
+        if device.type == "cuda":
+            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
 
     @property
     def vocabulary_size(self) -> int:
@@ -65,9 +68,19 @@ class Runner:
         """Whether decode() takes more than one step."""
         return self._graphs is not None
 
+    @torch.no_grad()
     def refresh_head(self) -> None:
-        """Takes the head's wider copy again, where there is one; after new weights the old one would be stale."""
-        self._head = Head.of(self._model)
+        """Takes the head's wider copy again, where there is one; after new weights the old one would be stale.
+
+        In place where steps are recorded: they go on reading where they read when they were recorded.
+        """
+        head = Head.of(self._model)
+        if self._graphs is None:
+            self._head = head
+            return
+        for held, fresh in ((self._head.weight, head.weight), (self._head.bias, head.bias)):
+            if held is not None and fresh is not None and held.data_ptr() != fresh.data_ptr():
+                held.copy_(fresh)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         source, target = torch.tensor(copies, device=self._device).T
@@ -85,7 +98,8 @@ class Runner:
         positions = rows.length[decode_R] - 1
         width = int(-(-(positions.max() + 1) // rows.block_size))
         tokens_N, positions_N = self._tensor(rows.tokens[decode_R, positions]), self._tensor(positions)
-        hidden_ND = self._decode_pass(tokens_N, positions_N, self._tensor(rows.blocks[decode_R, :width]))
+        blocks_NM, longest = self._tensor(rows.blocks[decode_R, :width]), int(positions.max()) + 1
+        hidden_ND = self._decode_pass(tokens_N, positions_N, blocks_NM, longest)
         return self.draw(hidden_ND, draws)
 
     @torch.inference_mode()
@@ -127,7 +141,7 @@ class Runner:
         from temper.models.kernels.draw import draw_tokens
 
         integers = self._tensor(np.stack((draws.random_key_R.view(np.int64), draws.position_R)))
-        temperature_R = torch.from_numpy(draws.temperature_R).to(self._device)
+        temperature_R = torch.from_numpy(draws.temperature_R).to(self._device, non_blocking=True)
         tokens_R, logprobs_R = draw_tokens(logits_RV, temperature_R, integers[0], integers[1])
         drawn = {"tokens_RS": tokens_R.unsqueeze(1), "logprobs_RS": logprobs_R.unsqueeze(1)}
         return Table(**drawn) if draws.is_plain else replace(draw(logits_RV, draws), **drawn)
@@ -159,7 +173,7 @@ class Runner:
     def _logits(self, hidden_RD: Tensor) -> Tensor:
         return self._head.logits(hidden_RD)
 
-    def _decode_pass(self, tokens_N: Tensor, positions_N: Tensor, blocks_NM: Tensor) -> Tensor:
+    def _decode_pass(self, tokens_N: Tensor, positions_N: Tensor, blocks_NM: Tensor, longest: int) -> Tensor:
         block_size = self._cache.block_size
         block_N = blocks_NM.gather(1, (positions_N // block_size).unsqueeze(1)).squeeze(1)
         slots_N = block_N * block_size + positions_N % block_size
@@ -172,11 +186,17 @@ class Runner:
                 positions_N=positions_N,
                 query_starts=torch.arange(len(tokens_N) + 1, device=self._device),
                 longest_query=1,
-                splits=0 if self._is_exact else 1,
+                splits=0 if self._is_exact else self._splits(len(tokens_N), longest),
             )
         else:
             attend = DecodeAttend(self._cache, slots_N, blocks_NM, positions_N + 1, exact=self._is_exact)
         return hidden_states(self._model, tokens_N, positions_N, attend)
+
+    def _splits(self, num_rows: int, longest: int) -> int:
+        """Few long rows are shared out among all multiprocessors."""
+        from temper.models.kernels.attention import choose_splits
+
+        return choose_splits(num_rows, self._cache.num_kv_heads, longest, self._multiprocessors)
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

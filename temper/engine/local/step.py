@@ -78,7 +78,7 @@ class Stepper:
             num_top=max(draws.num_top, *(params.top_logprobs for params in asked)),
             entropy=draws.entropy or any(params.entropy for params in asked),
         )
-        return self._runner.draw(hidden_RD[torch.from_numpy(places).to(hidden_RD.device)], draws)
+        return self._runner.draw(hidden_RD[torch.from_numpy(places).to(hidden_RD.device, non_blocking=True)], draws)
 
     def _start_followers(self, done_R: Rows_R, followers: Followers, drawn: Drawn, version: int) -> None:
         """Before the leaders take their tokens: one that ends with its first token gives its blocks back."""

@@ -170,6 +170,8 @@ def _launch_tiles(
         scaling * _LOG2_E, sliding_window or _UNLIMITED, *query.stride()[:2], *key.stride()[:3], *value.stride()[:3],
         table.stride(0), PER_KV=per_kv, HEAD=head_dim, WIDE=wide, LINES=lines, TILE=TILE_KEYS,
         BLOCK_SIZE=block_size, PRECISION=_precision(query), **_launch_shape(wide, key),
+        # Fused products and sums would round differently wherever the compiler happens to fuse them.
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

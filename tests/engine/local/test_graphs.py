@@ -20,15 +20,22 @@ from temper.models.load import prepare
 from temper.types import Completion, Request, SamplingParams
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
-    reason="without a GPU the kernels need TRITON_INTERPRET=1 before triton is imported",
-)
+pytestmark = [
+    pytest.mark.usefixtures("triton_interpreter"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+        reason="without a GPU the kernels need TRITON_INTERPRET=1 before triton is imported",
+    ),
+]
 
 
 def run_again(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
     output = work()
-    return lambda: output.copy_(work()) and None, output
+
+    def replay() -> None:
+        output.copy_(work())
+
+    return replay, output
 
 
 def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1) -> LocalEngine:
@@ -37,19 +44,19 @@ def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1) -> Loca
         vocab_size=61, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3,
     )  # fmt: skip
-    model = prepare(LlamaForCausalLM(config).eval())
+    on_gpu = as_gpu and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    model = prepare(LlamaForCausalLM(config).eval()).to(device)
     set_numerics(model, numerics)
     settings = EngineSettings(
         seed=3, block_size=4, num_blocks=60, max_running=4, tokens_per_step=32, max_length=48, steps_per_sync=steps
     )
-    engine = LocalEngine(model, settings)
-    if as_gpu:
-        shape = {"num_layers": 2, "num_blocks": 60, "block_size": 4, "num_kv_heads": 2, "head_dim": 16}
-        device = torch.device("cpu")
-        cache = PagedCache(**shape, dtype=torch.float32, device=device)
-        limits = GraphLimits(max_rows=4, max_blocks=12, max_steps=steps)
-        engine._runner = Runner(model, cache, device=device, graphs=limits, record=run_again)
-    return engine
+    if on_gpu or not as_gpu:
+        return LocalEngine(model, settings)
+    shape = {"num_layers": 2, "num_blocks": 60, "block_size": 4, "num_kv_heads": 2, "head_dim": 16}
+    cache = PagedCache(**shape, dtype=torch.float32, device=device)
+    limits = GraphLimits(max_rows=4, max_blocks=12, max_steps=steps)
+    return LocalEngine(model, settings, runner=Runner(model, cache, device=device, graphs=limits, record=run_again))
 
 
 def requests(temperature: float, **asked: Any) -> list[Request]:
@@ -76,8 +83,12 @@ def generate(engine: LocalEngine, asked: list[Request]) -> list[Completion]:
 @pytest.mark.parametrize("numerics", ["fast", "exact"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_recorded_steps_draw_what_single_steps_on_a_cpu_draw(temperature: float, numerics: str) -> None:
-    expected = generate(make_engine(as_gpu=False, numerics=numerics), requests(temperature))
-    actual = generate(make_engine(as_gpu=True, numerics=numerics, steps=4), requests(temperature))
+    single, recorded = (
+        make_engine(as_gpu=False, numerics=numerics),
+        make_engine(as_gpu=True, numerics=numerics, steps=4),
+    )
+    expected, actual = generate(single, requests(temperature)), generate(recorded, requests(temperature))
+    assert recorded.stats()["steps"] < single.stats()["steps"]  # several tokens between two looks
     for one, other in zip(expected, actual, strict=True):
         assert one.token_ids == other.token_ids
         assert one.finish == other.finish
