@@ -147,9 +147,10 @@ def _repetition(trajectories: list[Trajectory]) -> dict[str, float]:
     shares = []
     for trajectory in trajectories:
         drawn = [turn.completion.token_ids for turn in trajectory.turns]
-        grams = [tuple(ids[i : i + GRAM]) for ids in drawn for i in range(len(ids) - GRAM + 1)]
-        if grams:
-            shares.append(1 - len(set(grams)) / len(grams))
+        count = sum(max(0, len(ids) - GRAM + 1) for ids in drawn)
+        if count:
+            different = set().union(*(zip(*(ids[shift:] for shift in range(GRAM)), strict=False) for ids in drawn))
+            shares.append(1 - len(different) / count)
     return {"gen/repetition_rate": statistics.fmean(shares)} if shares else {}
 
 
@@ -208,7 +209,7 @@ def _staleness_metrics(trained: list[Trajectory], version: int) -> dict[str, flo
         return {}
     ages = [version - trajectory.oldest_version for trajectory in trained]
     token_ages = [version - v for t in trained for turn in t.turns for v in turn.completion.versions]
-    newest = [max(v for turn in t.turns for v in turn.completion.versions) for t in trained]
+    newest = [max(max(turn.completion.versions, default=-1) for turn in t.turns) for t in trained]
     in_flight = [new - trajectory.oldest_version for new, trajectory in zip(newest, trained, strict=True)]
     return {
         "stale/mean": statistics.fmean(ages),
@@ -229,5 +230,7 @@ def _histogram(name: str, places: Sequence[int]) -> dict[str, float]:
     """Shares by place; what lies beyond the last bin is counted there. All ten are reported, also empty ones."""
     if not places:
         return {}
-    counts = Counter(min(place, BINS - 1) for place in places)
-    return {f"{name}/{place:02d}": counts[place] / len(places) for place in range(BINS)}
+    counts = Counter(places)  # a few different ones among hundreds of thousands
+    inside = {place: count for place, count in counts.items() if place < BINS - 1}
+    beyond = len(places) - sum(inside.values())
+    return {f"{name}/{place:02d}": ({**inside, BINS - 1: beyond}.get(place, 0)) / len(places) for place in range(BINS)}

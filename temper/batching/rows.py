@@ -7,30 +7,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
-from temper.types import Completion, Group, Sample, Trajectory
+from temper.types import Completion, Group, Sample, Task, Trajectory
 
-
-class _Entry(NamedTuple):
-    """One token of a row."""
-
-    token: int
-    drawn: int = 0
-    logprob: float = 0.0
-    version: int = -1
-    top_ids: list[int] = []  # noqa: RUF012 - never changed
-    top_logprobs: list[float] = []  # noqa: RUF012
-    keep_ids: list[int] = []  # noqa: RUF012
-
-
+_PLAIN = frozenset({"token_ids", "loss_mask", "behavior_logprobs", "versions"})
 _OPTIONAL = ("top_ids", "top_logprobs", "keep_ids")
-"""Columns of a Completion and of a Sample that only some samplers fill; the last fields of _Entry, in this order."""
+"""Columns of a Completion and of a Sample that only some samplers fill."""
+
+_Columns = dict[str, list[Any]]
+"""Of one row, by their names in a Sample. Lists that grow as a whole: a step has hundreds of thousands of tokens."""
 
 
 def rows_of_groups(groups: Iterable[Group]) -> list[Sample]:
     """Rows of all trainable members, in order of group and member, without credit."""
-    return [row for group in groups for trajectory in group.trainable for row in rows_of(trajectory)]
+    return [
+        dataclasses.replace(row, teacher=domain_of(group.task))
+        for group in groups
+        for trajectory in group.trainable
+        for row in rows_of(trajectory)
+    ]
+
+
+def domain_of(task: Task) -> str:
+    """Which of several teachers reads its rows: its field "domain", else its source: "math" of "math.jsonl:17"."""
+    return str(task.extra.get("domain", "")) or Path(task.id.partition(":")[0]).stem
 
 
 def rows_of(trajectory: Trajectory) -> list[Sample]:
@@ -39,21 +41,21 @@ def rows_of(trajectory: Trajectory) -> list[Sample]:
     A turn whose prompt extends everything before it, id by id, continues the row, and what the environment or the
     template added is masked. A turn whose prompt rewrote history starts a new row: the policy never saw the old one.
     """
-    rows: list[list[_Entry]] = []
+    drawn = [turn.completion for turn in trajectory.turns if turn.completion.token_ids]
+    optional = [name for name in _OPTIONAL if any(getattr(completion, name) is not None for completion in drawn)]
+    is_kept = {completion.keep_ids is not None for completion in drawn}
+    assert len(is_kept) <= 1, "log-probabilities within a keep-set and over the whole vocabulary in one episode"
+    rows: list[_Columns] = []
     for turn in trajectory.turns:
         completion = turn.completion
         prompt = list(completion.prompt_ids)
-        seen = [entry.token for entry in rows[-1]] if rows else []
+        seen = rows[-1]["token_ids"] if rows else []
         if not rows or prompt[: len(seen)] != seen:
-            rows.append([])
+            rows.append({name: [] for name in (*_PLAIN, *optional)})
             seen = []
-        rows[-1] += [_Entry(token) for token in prompt[len(seen) :]]
-        rows[-1] += _drawn(completion)
-    drawn = [turn.completion for turn in trajectory.turns if turn.completion.token_ids]
-    columns = [name for name in _OPTIONAL if any(getattr(completion, name) is not None for completion in drawn)]
-    is_kept = {completion.keep_ids is not None for completion in drawn}
-    assert len(is_kept) <= 1, "log-probabilities within a keep-set and over the whole vocabulary in one episode"
-    return [_sample(trajectory, row, columns) for row in rows if any(entry.drawn for entry in row)]
+        _append_given(rows[-1], prompt[len(seen) :])
+        _append_drawn(rows[-1], completion)
+    return [_sample(trajectory, row) for row in rows if 1 in row["loss_mask"]]
 
 
 def with_column(rows: Sequence[Sample], name: str, columns: Sequence[list[float]]) -> list[Sample]:
@@ -62,26 +64,34 @@ def with_column(rows: Sequence[Sample], name: str, columns: Sequence[list[float]
     return [dataclasses.replace(row, **change) for row, change in zip(rows, changes, strict=True)]
 
 
-def _drawn(completion: Completion) -> Iterable[_Entry]:
+def _append_given(row: _Columns, token_ids: list[int]) -> None:
+    """Tokens that the policy did not draw."""
+    size = len(token_ids)
+    row["token_ids"] += token_ids
+    row["loss_mask"] += [0] * size
+    row["behavior_logprobs"] += [0.0] * size
+    row["versions"] += [-1] * size
+    for name in row.keys() - _PLAIN:
+        row[name] += [[] for _ in token_ids]
+
+
+def _append_drawn(row: _Columns, completion: Completion) -> None:
     size = len(completion.token_ids)
-    optional = [getattr(completion, name) for name in _OPTIONAL]
-    columns: list[Sequence[Any]] = [completion.token_ids, [1] * size, completion.logprobs, completion.versions]
-    columns += [[[]] * size if column is None else column for column in optional]
-    return map(_Entry._make, zip(*columns, strict=True))
+    row["token_ids"] += completion.token_ids
+    row["loss_mask"] += [1] * size
+    row["behavior_logprobs"] += completion.logprobs
+    row["versions"] += completion.versions
+    for name in row.keys() - _PLAIN:
+        row[name] += getattr(completion, name) or [[] for _ in range(size)]
 
 
-def _sample(trajectory: Trajectory, row: list[_Entry], columns: Sequence[str]) -> Sample:
-    """`columns`: those of _OPTIONAL that the sampler filled."""
-    optional: dict[str, Any] = {name: [getattr(entry, name) for entry in row] for name in columns}
+def _sample(trajectory: Trajectory, columns: _Columns) -> Sample:
+    size, row = len(columns["token_ids"]), dict[str, Any](columns)
     return Sample(
         group_id=trajectory.group_id,
         index=trajectory.index,
-        token_ids=[entry.token for entry in row],
-        loss_mask=[entry.drawn for entry in row],
-        behavior_logprobs=[entry.logprob for entry in row],
-        versions=[entry.version for entry in row],
-        advantages=[0.0] * len(row),
-        weights=[0.0] * len(row),
+        advantages=[0.0] * size,
+        weights=[0.0] * size,
         reward=trajectory.score.value if trajectory.score.value is not None else 0.0,
-        **optional,
+        **row,
     )

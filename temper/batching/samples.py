@@ -12,9 +12,10 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,7 +157,7 @@ def _credit(
 
 
 def _float64(values: Iterable[float]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.float64)
+    return torch.from_numpy(np.fromiter(values, dtype=np.float64))
 
 
 def _drawn(rows: Sequence[Sample], name: str) -> Tensor | None:
@@ -165,7 +166,7 @@ def _drawn(rows: Sequence[Sample], name: str) -> Tensor | None:
     if any(column is None for column in columns):
         return None
     pairs = zip(columns, rows, strict=True)
-    return _float64(value for column, row in pairs for value in compress(column, row.loss_mask))
+    return _float64(chain.from_iterable(compress(column, row.loss_mask) for column, row in pairs))
 
 
 def _reward_parts(members: Sequence[Trajectory]) -> dict[str, Tensor]:
@@ -201,15 +202,17 @@ def _steps(members: Sequence[Trajectory], lengths: Sequence[int]) -> tuple[Tenso
 
 
 def _turns(members: Sequence[Trajectory]) -> tuple[Tensor, Tensor | None]:
-    """For each drawn token: the number of its turn, and what the environment paid when the turn ended."""
+    """For each drawn token: the number of its turn, and what was paid when the turn ended."""
     ids: list[int] = []
     rewards: list[float] = []
+    is_paid = False
     for member in members:
-        for number, turn in enumerate(member.turns):
+        paid = member.turn_rewards or [turn.reward for turn in member.turns]
+        is_paid = is_paid or any(reward is not None for reward in paid)
+        for number, (turn, reward) in enumerate(zip(member.turns, paid, strict=True)):
             size = len(turn.completion.token_ids)
             ids += [number] * size
-            rewards += [0.0] * (size - 1) + [turn.reward or 0.0] * min(size, 1)
-    is_paid = any(turn.reward is not None for member in members for turn in member.turns)
+            rewards += [0.0] * (size - 1) + [reward or 0.0] * min(size, 1)
     return torch.tensor(ids, dtype=torch.int64), _float64(rewards) if is_paid else None
 
 
@@ -252,6 +255,6 @@ def _filled(
         row,
         advantages=[next(advantages) if drawn else 0.0 for drawn in row.loss_mask],
         targets=None if targets is None else [next(targets) if drawn else 0.0 for drawn in row.loss_mask],
-        weights=[weight if drawn else 0.0 for drawn in row.loss_mask],
+        weights=[weight * drawn for drawn in row.loss_mask],
         weight_slope=slope,
     )

@@ -6,8 +6,8 @@ Owns: what the model sees. Refuses: encoding again what the policy drew; the nex
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from temper.errors import UserError
@@ -16,8 +16,24 @@ from temper.types import Message, Task
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of what an environment lets the policy call."""
 
+PROMPTS_KEPT = 256
+"""Rendered prompts whose ids are remembered."""
 # A template that edits what assistants said, e.g. drops their reasoning, shows it on this text.
 PROBE = "<think>\nprobe one\n</think>\n\nprobe two"
+
+
+@dataclass(slots=True)
+class SpokenRow:
+    """Ids of a conversation with those marked that an assistant said."""
+
+    text: str
+    """What the ids were made of."""
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+
+    def add(self, ids: Sequence[int], *, is_trained: bool) -> None:
+        self.token_ids += ids
+        self.loss_mask += [int(is_trained)] * len(ids)
 
 
 class Renderer:
@@ -37,6 +53,8 @@ class Renderer:
         own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
         self.stop_ids = tuple(dict.fromkeys((*own, *(int(eos) for eos in eos_ids))))
         """Every id that ends a completion: the tokenizer's own, and those of generation_config.json."""
+        self._prompt_of = lru_cache(PROMPTS_KEPT)(lambda text: tuple(self.encode(text)))
+        """Of a rendered prompt: the members of a group ask for the same one."""
         if not self.stop_ids:
             raise UserError("the tokenizer has no end-of-sequence token, so no completion could end. Set eos_token.")
 
@@ -57,14 +75,64 @@ class Renderer:
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The ids up to where the model begins to speak. `tools` are JSON schemas that the template shows."""
-        return tuple(self.encode(self.render(messages, for_generation=True, tools=tools)))
+        return self._prompt_of(self.render(messages, for_generation=True, tools=tools))
 
     def completion_ids(self, text: str) -> list[int]:
         """The ids a model should draw to say this text: the text and the end of its turn."""
         return [*self.encode(text), self.end_of_turn_id]
 
+    def spoken_rows(self, messages: Sequence[Message], turns: int | None = 1, tools: Tools = ()) -> list[SpokenRow]:
+        """A conversation that was given, not drawn, with its last `turns` assistant messages to be learned (None: all).
+
+        Each is what the template makes of it, behind exactly what a policy would see before it speaks. That is one row
+        as long as further messages only append to it; where the template rewrites what was said, a new row begins.
+        What the template writes behind the last of them is left out: nobody learns it.
+        """
+        places = [place for place, message in enumerate(messages) if message.role == "assistant"]
+        rows: list[SpokenRow] = []
+        for place in places if turns is None else places[-turns:]:
+            begun = self.render(messages[:place], for_generation=True, tools=tools)
+            if not rows or not begun.startswith(rows[-1].text):
+                rows.append(SpokenRow(text=""))
+            row = rows[-1]
+            row.add(self.encode(begun[len(row.text) :]), is_trained=False)
+            said = self._said(begun, messages[: place + 1], tools)
+            row.add(self._said_ids(said), is_trained=True)
+            row.text = begun + said + self._end_text
+        return rows
+
+    def _said(self, begun: str, messages: Sequence[Message], tools: Tools) -> str:
+        """The last message as the template writes it: trimmed, or with an empty thought before it.
+
+        As it was given where the template would leave some of it out, such as its reasoning: that is to be learned.
+        """
+        given = messages[-1].content
+        whole, after = self.render(messages, for_generation=False, tools=tools), self._after_probe(())
+        if whole.startswith(begun) and whole.endswith(after):
+            written = whole[len(begun) : len(whole) - len(after)]
+            return written if given.strip() in written else given
+        return given
+
+    def _said_ids(self, text: str) -> list[int]:
+        ids = self.completion_ids(text)
+        if any(token in self.stop_ids for token in ids[:-1]):
+            raise UserError(
+                f"an assistant's message holds a token that ends its turn, in {text!r:.80}. Remove it: the template "
+                "writes the end of a turn itself."
+            )
+        return ids
+
+    @cached_property
+    def _end_text(self) -> str:
+        """How the template writes end_of_turn_id; empty when it does not."""
+        text = str(self._tokenizer.convert_ids_to_tokens(self.end_of_turn_id))
+        return text if self._after_probe(()).startswith(text) else ""
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens left out."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:  # what transformers ends up with, after a look at every single id
+            return str(backend.decode(list(ids), skip_special_tokens=True))
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     @cached_property

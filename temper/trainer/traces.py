@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +29,8 @@ def pack_numbered(pack: Pack, samples: Sequence[Sample]) -> list[tuple[Microbatc
     packed = []
     for microbatch in pack(numbered):
         rows = [int(part[0]) for part in torch.split(microbatch.versions, list(microbatch.lengths))]
-        versions = [version for number in rows for version in samples[number].versions]
-        packed.append((replace(microbatch, versions=torch.tensor(versions, dtype=torch.int64)), rows))
+        versions = np.fromiter(chain.from_iterable(samples[number].versions for number in rows), dtype=np.int64)
+        packed.append((replace(microbatch, versions=torch.from_numpy(versions)), rows))
     return packed
 
 

@@ -60,6 +60,8 @@ class Sample:
     """Of the trajectory, before shaping."""
     weight_slope: float = 0.0
     """Derivative of the logarithm of its weights by what a learned weighting learns; 0 for all others."""
+    teacher: str = ""
+    """Name of the teacher that reads this row, where there are several: the domain of its task."""
 
     def __post_init__(self) -> None:
         require_parallel(self, "token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages", "weights")
@@ -95,6 +97,8 @@ class Microbatch:
     """Of each token's trajectory, before shaping. None: not packed from samples."""
     weight_slopes: Tensor | None = None
     """Sample.weight_slope of each token's trajectory."""
+    teachers: tuple[str, ...] = ()
+    """Sample.teacher of each row; empty: nobody's."""
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
@@ -119,6 +123,7 @@ class Microbatch:
             "advantages", "weights", "versions", *(() if self.keep_counts is None else ("keep_counts",)),
         )  # fmt: skip
         assert sum(self.lengths) == len(self.token_ids), "row lengths must add up to the packed tokens"
+        assert len(self.teachers) in (0, len(self.lengths)), "either every row has its teacher's name or none"
 
     def to(self, device: torch.device) -> Microbatch:
         tensors = {

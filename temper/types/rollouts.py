@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from temper.types.checks import require_parallel
 
@@ -235,8 +236,15 @@ class Trajectory:
     """Each reward part before weighting, by name."""
     weighted_parts: Mapping[str, Score] = field(default_factory=dict)
     """What each part added to the score, after bounds, weight and gates."""
+    turn_rewards: tuple[float, ...] = ()
+    """What each turn earned, when a part of the reward pays turns: by the environment, by that part, and at the end the
+    score. Empty: only the environment pays turns (Turn.reward)."""
     error: str | None = None
     """What went wrong when status is TOOL_ERROR, TIMEOUT or ABORTED."""
+    opening: tuple[Message, ...] = ()
+    """What the environment showed first. Empty: as the task asks."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the tools that the template showed."""
     seconds: float = 0.0
     step_starts: tuple[int, ...] = ()
     """First drawn token of each reasoning step, when step values were estimated."""
@@ -270,7 +278,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        return min((v for turn in self.turns for v in turn.completion.versions), default=-1)
+        return min((min(t.completion.versions) for t in self.turns if t.completion.versions), default=-1)
 
     @property
     def is_truncated(self) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from temper.batching import CreditRules, make_batch, pack, shard, with_column
 from temper.objectives import (
-    PRESETS,
+    POLICY_GRADIENTS,
     MetricSums,
     Objective,
     Scored,
@@ -135,7 +135,7 @@ def noisy_score(rows, scorer) -> list[list[float]]:
 @functools.cache
 def objective_of(name: str) -> Objective:
     """The preset with a reference, an entropy bonus and, where that is allowed, a sampler correction."""
-    preset = PRESETS[name]
+    preset = POLICY_GRADIENTS[name]
     own = {factor.name for factor in (*preset.regularizers, *preset.corrections)}
     terms = [term for term in (kl(0.3), entropy_bonus(0.2)) if term.name not in own]
     rules = [] if preset.proximal.name == "behavior" or "token_tis" in own else [token_tis()]
@@ -214,7 +214,7 @@ def presets_for(mode: str) -> list[str]:
     """All, or those that a planted bug concerns."""
     if mode == "mean":
         return ["reinforce", "grpo", "gspo"]
-    return [name for name in PRESETS if mode == "sum" or measures_batch(objective_of(name))]
+    return [name for name in POLICY_GRADIENTS if mode == "sum" or measures_batch(objective_of(name))]
 
 
 def run_rank(folder: Path, rank: int, world: int, cases: list[str]) -> None:
@@ -244,7 +244,7 @@ def run_world(folder: Path, world: int, cases: list[str]) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     folder, cases = Path(sys.argv[1]), sys.argv[2:]
-    for name in PRESETS:
+    for name in POLICY_GRADIENTS:
         rows_for(name)  # once, and inherited by all ranks
     for world in sorted({int(case.split(":")[0]) for case in cases}):
         run_world(folder, world, [case for case in cases if case.startswith(f"{world}:")])

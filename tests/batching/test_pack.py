@@ -100,3 +100,38 @@ def test_shards_are_disjoint_complete_and_balanced(world) -> None:
     loads = [sum(sum(m.lengths) for m in share) for share in shares]
     assert max(loads) - min(loads) <= max(sum(m.lengths) for m in microbatches)
     assert world < 20 or [] in shares
+
+
+def owners(microbatch) -> list[tuple[int, int]]:
+    """(trajectory, length) of every row."""
+    ids = [int(part[0]) for part in torch.split(microbatch.trajectory_ids, list(microbatch.lengths))]
+    return list(zip(ids, microbatch.lengths, strict=True))
+
+
+@pytest.mark.parametrize("budget", [1, 16, 40, 1000])
+def test_groups_stay_together_side_by_side_in_order_of_index(budget) -> None:
+    microbatches = pack(ROWS, budget, torch.float64, together="group")
+    assert sorted(r for m in microbatches for r in unpacked(m)) == sorted((r.token_ids, r.advantages) for r in ROWS)
+    # g2 has the longest row, then g0 with its forked row, then g3, a group of one, and g1.
+    lengths = [length for m in microbatches for length in m.lengths]
+    assert lengths == [30, 4, 6, 5, 12, 7, 3, 9, 8, 8, 2]
+    if budget == 1:
+        assert [owners(m) for m in microbatches][1] == [(0, 5), (1, 12), (1, 7), (2, 3)]
+    for microbatch in microbatches:
+        assert sum(microbatch.lengths) <= max(budget, 40)
+
+
+def test_packing_by_group_depends_on_neither_order_nor_budget() -> None:
+    forked = [r for r in ROWS if (r.group_id, r.index) == ("g0", 1)]
+    others = [r for r in ROWS if r not in forked]
+    random.Random(0).shuffle(others)
+    shuffled = [*others[:3], *forked, *others[3:]]
+    first = [r for m in pack(ROWS, 20, together="group") for r in unpacked(m)]
+    assert first == [r for m in pack(shuffled, 60, together="group") for r in unpacked(m)]
+
+
+def test_packing_row_by_row_would_part_pairs() -> None:
+    """The mutation: without `together` the long answers of two pairs meet."""
+    pairs = [row("a", 0, 9), row("a", 1, 3), row("b", 0, 8), row("b", 1, 4)]
+    assert [m.lengths for m in pack(pairs, 13, together="group")] == [(9, 3), (8, 4)]
+    assert [m.lengths for m in pack(pairs, 13)] != [(9, 3), (8, 4)]

@@ -1,6 +1,7 @@
-"""One, two and four gloo ranks give one gradient, with uneven and with empty shares, for every preset.
+"""One, two and four gloo ranks give one gradient, with uneven and with empty shares, for every policy gradient.
 
-Specification 7.1, 7.2, 7.3, 7.16 and 7.24. All ranks of all worlds come from one start of rank_worker.py.
+Specification 7.1, 7.2, 7.3, 7.16 and 7.24; lessons: tests/trainer.
+All ranks of all worlds come from one start of rank_worker.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from temper.objectives import PRESETS, measures_batch
+from temper.objectives import POLICY_GRADIENTS, measures_batch
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 ALONE, AVERAGED, MEASURED_ALONE = "1:10000:sum", "2:40:mean", "2:40:local"
@@ -46,14 +47,14 @@ def different(results: Results, alone: Results) -> list[str]:
 
 def test_every_preset_has_a_gradient(ranks) -> None:
     (alone,) = ranks[ALONE]
-    assert set(alone) == set(PRESETS)
+    assert set(alone) == set(POLICY_GRADIENTS)
     assert all(max(map(abs, result["gradient"])) > 1e-6 for result in alone.values())
 
 
 @pytest.mark.parametrize("case", SHARES)
 def test_every_number_of_ranks_and_microbatches_gives_one_gradient(ranks, case) -> None:
     for rank, share in zip(ranks[case], SHARES[case], strict=True):
-        assert set(rank) == set(PRESETS)
+        assert set(rank) == set(POLICY_GRADIENTS)
         assert rank["grpo"]["share"] == share
         assert different(rank, ranks[ALONE][0]) == []
 
@@ -65,5 +66,5 @@ def test_averaging_gradients_over_ranks_would_be_noticed(ranks) -> None:
 
 def test_measuring_on_each_rank_alone_would_be_noticed(ranks) -> None:
     results = ranks[MEASURED_ALONE][0]
-    assert set(results) >= {name for name, preset in PRESETS.items() if measures_batch(preset)}
+    assert set(results) >= {name for name, preset in POLICY_GRADIENTS.items() if measures_batch(preset)}
     assert different(results, ranks[ALONE][0]) == list(results)

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from temper.batching import CreditRules, assign_credit, make_batch, pack, rows_of, rows_of_groups, with_column
-from temper.objectives import PRESETS, Scored, Tokens, measures_batch, objective_loss, resolve
+from temper.objectives import POLICY_GRADIENTS, Scored, Tokens, measures_batch, objective_loss, resolve
 from temper.types import Sample, Score, Status
 
 PLAIN = [
     name
-    for name, preset in PRESETS.items()
+    for name, preset in POLICY_GRADIENTS.items()
     if not (preset.needs - {"reference", "proximal"}) and not measures_batch(preset)
     if preset.advantage.name != "per_reward"
 ]
-"""Presets that need nothing but log-probabilities and one reward; what the others need is tested with the trainer."""
+"""Policy gradients that need nothing but log-probabilities and one reward. The others: tests/trainer."""
 
 
 def rules(preset: str = "dapo", overrides=None, **fields) -> CreditRules:
