@@ -192,6 +192,32 @@ class LearningReward(Protocol):
     def load_state(self, state: Mapping[str, Scalar | list[Scalar]]) -> None: ...
 
 
+@runtime_checkable
+class SavedReward(Protocol):
+    """A learning reward whose state is too large for state(): weights of a model."""
+
+    def save(self, folder: Path) -> None:
+        """Writes all of it into an existing, empty folder."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+@runtime_checkable
+class TurnReward(Protocol):
+    """A reward that can pay the turns of an episode beside scoring the whole of it."""
+
+    @property
+    def pays_turns(self) -> bool:
+        """True: its weight scales what it pays the turns, and it adds nothing to the score of the trajectory."""
+        ...
+
+    async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, Sequence[float | None]]:
+        """The score, for the record, and what each turn is paid, None for nothing. Asked in place of score(), never
+        beside it: a judge costs money. Without a score nothing is paid."""
+        ...
+
+
 class RewardFn(Protocol):
     """Scores a finished trajectory. Failures are Score.error(reason), never a number."""
 

@@ -120,9 +120,10 @@ def trajectory(folder: Path, key: tuple[int, int, str], member: int, tokenizers:
         found = _group(database, *key)
         said = next((row for row in queries.members(database, *key) if row["member"] == member), None)
         rows = [row for row in queries.token_rows(database, *key) if row["member"] == member]
+        verdicts = queries.verdicts(database, *key, member)
     if said is None:
         raise Missing(f"group {key[2][:80]!r} has no member {member}")
-    return {**found, **said, "rows": [_token_row(row, folder, tokenizers) for row in rows]}
+    return {**found, **said, "verdicts": verdicts, "rows": [_token_row(row, folder, tokenizers) for row in rows]}
 
 
 def _token_row(row: Mapping[str, Any], folder: Path, tokenizers: Tokenizers) -> dict[str, Any]:

@@ -199,6 +199,16 @@ def _member(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def verdicts(database: Database, stage: int, step: int, group_id: str, member: int) -> list[dict[str, Any]]:
+    """What judges said of one rollout, in the order in which it was written."""
+    rows = database.records(
+        "SELECT part, kind, value, reason, fingerprint, detail FROM verdicts WHERE stage = ? AND step = ? AND "
+        "group_id = ? AND member = ? ORDER BY rowid",
+        *(stage, step, group_id, member),
+    )
+    return [{**row, "detail": _json(row["detail"]) or {}} for row in rows]
+
+
 def token_rows(database: Database, stage: int, step: int, group_id: str) -> list[dict[str, Any]]:
     """Of every member of a group, arrays still packed."""
     return database.records(

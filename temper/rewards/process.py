@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from temper.errors import UserError, did_you_mean
@@ -35,8 +35,11 @@ AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
 }
 """What a solution is worth, from its steps' probabilities. Specification 3.3."""
 
-MAX_BATCH = 16
-"""Rows of one forward pass of a process reward model."""
+MAX_BATCH = 1
+"""Rows of one pass of a process reward model: with more a score would depend, in its last digits, on who else asked."""
+
+MAX_TOTAL = 0.5
+"""What all turns of an episode are paid at most, before the weight. An outcome is worth 1."""
 
 UNUSED = ("show_answer", "whole_episode", "length_slope", "length_reference", "labelled", "kappa_floor")
 """Options of judges that say nothing about steps."""
@@ -59,29 +62,18 @@ def split_steps(trajectory: Trajectory, separator: str, *, per_turn: bool = Fals
     return tuple(steps)
 
 
-def turn_rewards(
-    steps: Sequence[Step], scores: Sequence[float], num_turns: int, *, max_total: float = 0.5
-) -> list[float | None]:
+def turn_rewards(steps: Sequence[Step], scores: Sequence[float], num_turns: int) -> list[float | None]:
     """Each turn's reward: the sum of its steps' scores, None for a turn without steps.
 
-    All are scaled so that their absolute values sum to at most max_total. It stays below the outcome's scale of 1, or
-    writing many fair steps would pay more than being right. Specification 3.3.
+    All are scaled so that their absolute values sum to at most MAX_TOTAL: below the outcome's scale, or writing
+    many fair steps would pay more than being right. Specification 3.3.
     """
     rewards: list[float | None] = [None] * num_turns
     for step, score in zip(steps, scores, strict=True):
         rewards[step.turn] = (rewards[step.turn] or 0.0) + score
     total = sum(abs(reward) for reward in rewards if reward is not None)
-    factor = min(1.0, max_total / total) if total else 1.0
+    factor = min(1.0, MAX_TOTAL / total) if total else 1.0
     return [None if reward is None else factor * reward for reward in rewards]
-
-
-def with_turn_rewards(trajectory: Trajectory, rewards: Sequence[float | None]) -> Trajectory:
-    """The trajectory with these rewards added to what its environment gave turn by turn."""
-    turns = [
-        turn if reward is None else replace(turn, reward=(turn.reward or 0.0) + reward)
-        for turn, reward in zip(trajectory.turns, rewards, strict=True)
-    ]
-    return replace(trajectory, turns=tuple(turns))
 
 
 class StepScorer(Protocol):
@@ -200,7 +192,10 @@ class ModelSteps:
 
 
 class ProcessReward:
-    """What the steps of a response come to. A response without steps has done nothing right: 0."""
+    """What the steps of a response come to. A response without steps has done nothing right: 0.
+
+    by_turn: it pays each turn for its steps instead, at most MAX_TOTAL together, and adds nothing to the outcome.
+    """
 
     name = "process"
 
@@ -211,6 +206,7 @@ class ProcessReward:
         separator: str = "\n\n",
         per_turn: bool = False,
         aggregate: str = "min",
+        by_turn: bool = False,
         device: str = "cpu",
         deadline_seconds: float = 120.0,
         **judge: Option,
@@ -223,6 +219,7 @@ class ProcessReward:
                 'reward "process" needs a separator, and either path (a reward model) or a judge\'s options.'
             )
         self.log = RecordLog()
+        self.pays_turns = by_turn
         self._separator = separator
         self._per_turn = per_turn
         self._aggregate = AGGREGATES[aggregate]
@@ -237,7 +234,7 @@ class ProcessReward:
         return total
 
     async def score_steps(self, task: Task, trajectory: Trajectory) -> tuple[list[tuple[Step, Score]], Score]:
-        """Each step with its score, and what they come to; for credit by turn, see `turn_rewards`."""
+        """Each step with its score, and what they come to."""
         mark = self._scorer.fingerprint
         steps = split_steps(trajectory, self._separator, per_turn=self._per_turn)
         if not steps:
@@ -250,6 +247,14 @@ class ProcessReward:
         return list(zip(steps, scores, strict=True)), self.log.add(
             trajectory, total, steps=len(steps), fingerprint=mark
         )
+
+    async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, list[float | None]]:
+        """As of protocols.TurnReward."""
+        judged, total = await self.score_steps(task, trajectory)
+        if not total.is_value:
+            return total, []
+        steps, values = [step for step, _ in judged], [score.value or 0.0 for _, score in judged]
+        return total, turn_rewards(steps, values, len(trajectory.turns))
 
     def check(self, task: Task) -> str | None:
         return None

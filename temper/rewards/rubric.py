@@ -8,11 +8,20 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from temper.errors import UserError
-from temper.protocols import FrozenReward, LearningReward, LoggedReward, PreparedReward, RewardFn
-from temper.rewards.score import Rule, combine, finite, weigh
+from temper.protocols import (
+    FrozenReward,
+    LearningReward,
+    LoggedReward,
+    PreparedReward,
+    RewardFn,
+    SavedReward,
+    TurnReward,
+)
+from temper.rewards.score import Rule, combine, finite, pay_turns, weigh
 from temper.types import Group, Scalar, Score, Task, Trajectory
 
 
@@ -23,6 +32,10 @@ class Part(NamedTuple):
     weight: float = 1.0
     is_gate: bool = False
     clip: tuple[float, float] | None = None
+
+
+FILES = "rewards"
+"""Below a checkpoint: other tools take every *.safetensors file beside the weights for weights."""
 
 
 class Rubric:
@@ -36,19 +49,35 @@ class Rubric:
             copies = sum(other.name == reward.name for other in self._parts.values())
             name = f"{reward.name}_{copies + 1}" if copies else reward.name
             self._parts[name] = reward
-            self._rules[name] = Rule(weight=weight, is_gate=is_gate, clip=clip)
+            self._rules[name] = Rule(weight=weight, is_gate=is_gate, clip=clip, pays_turns=_pays_turns(reward))
         _require_rules(self._rules)
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """By name of the part, as in the parts of a score. A gate has none."""
-        return {name: 0.0 if rule.is_gate else rule.weight for name, rule in self._rules.items()}
+        """By name of the part, as in the parts of a score. A gate has none, nor has a part that pays turns."""
+        return {name: rule.weight if rule.adds else 0.0 for name, rule in self._rules.items()}
+
+    @property
+    def pays_turns(self) -> bool:
+        """Whether some part pays turns, so that only credit by turn sees all of this reward."""
+        return any(rule.pays_turns for rule in self._rules.values())
 
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, dict[str, Score]]:
         """The total, and each part before weighting; all parts are run, closed gates or not."""
-        scores = await asyncio.gather(*(_guarded(part, task, trajectory) for part in self._parts.values()))
-        parts = dict(zip(self._parts, scores, strict=True))
-        return combine(parts, self._rules), parts
+        total, parts, _ = await self.score_turns(task, trajectory)
+        return total, parts
+
+    async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, dict[str, Score], list[float]]:
+        """As score(), and what each turn earned, the total included (score.pay_turns). Empty: no part pays turns, or
+        there is no total."""
+        found = await asyncio.gather(*(_guarded(part, task, trajectory) for part in self._parts.values()))
+        parts = {name: score for name, (score, _) in zip(self._parts, found, strict=True)}
+        total = combine(parts, self._rules)
+        if total.value is None or not self.pays_turns:
+            return total, parts, []
+        paid = {name: turns for name, (_, turns) in zip(self._parts, found, strict=True) if turns is not None}
+        given = [turn.reward for turn in trajectory.turns]
+        return total, parts, pay_turns(total.value, given, paid, parts, self._rules)
 
     def weighted(self, parts: Mapping[str, Score]) -> dict[str, Score]:
         """What each part added to the total: the same parts after bounds, weight and gates."""
@@ -81,6 +110,11 @@ class Rubric:
         """What the parts judged since the last call, by name: who was asked, what was said."""
         return {name: part.log.take() for name, part in self._parts.items() if isinstance(part, LoggedReward)}
 
+    @property
+    def learns(self) -> bool:
+        """Whether the same answer may be worth something else later."""
+        return any(isinstance(part, LearningReward) for part in self._parts.values())
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs: what parts have learned, and which question each judge is asked."""
         learned = {name: part.state() for name, part in self._parts.items() if isinstance(part, LearningReward)}
@@ -98,6 +132,18 @@ class Rubric:
         for name, part in self._parts.items():
             if isinstance(part, LearningReward):
                 part.load_state(state["learned"][name])
+
+    def save(self, folder: Path) -> None:
+        """Files of the parts that keep some, below rewards/NAME."""
+        for name, part in self._parts.items():
+            if isinstance(part, SavedReward):
+                (own := folder / FILES / name).mkdir(parents=True)
+                part.save(own)
+
+    def load(self, folder: Path) -> None:
+        for name, part in self._parts.items():
+            if isinstance(part, SavedReward):
+                part.load(folder / FILES / name)
 
     def _fingerprints(self) -> dict[str, str]:
         return {name: part.fingerprint for name, part in self._parts.items() if isinstance(part, FrozenReward)}
@@ -121,13 +167,37 @@ def _require_rules(rules: Mapping[str, Rule]) -> None:
             raise UserError(f'reward "{name}": a gate is open or closed and has no bounds. Remove clip or gate.')
         if rule.clip is not None and not rule.clip[0] <= rule.clip[1]:
             raise UserError(f'reward "{name}": clip={rule.clip} must be (low, high) with low <= high.')
-    if rules and all(rule.is_gate for rule in rules.values()):
-        raise UserError("every part of the reward is a gate, so the reward is always 0. Add a part that is none.")
+        if rule.pays_turns and (rule.is_gate or rule.clip is not None):
+            raise UserError(f'reward "{name}" pays turns (by_turn), which is neither a gate nor clipped. Remove both.')
+    if rules and not any(rule.adds for rule in rules.values()):
+        raise UserError(
+            "every part of the reward is a gate or pays turns, so the score is always 0. Add the outcome: a part that "
+            "is neither."
+        )
+    paying = sum(abs(rule.weight) for rule in rules.values() if rule.pays_turns)
+    adding = sum(abs(rule.weight) for rule in rules.values() if rule.adds)
+    if paying > adding:
+        raise UserError(
+            f"the parts that pay turns weigh {paying:g} together and the outcome {adding:g}: good steps could pay more "
+            f"than being right. Give them at most {adding:g}."
+        )
 
 
-async def _guarded(part: RewardFn, task: Task, trajectory: Trajectory) -> Score:
-    """The rim where a reward's own fault becomes a recorded error."""
+def _pays_turns(reward: RewardFn) -> bool:
+    return isinstance(reward, TurnReward) and reward.pays_turns
+
+
+async def _guarded(part: RewardFn, task: Task, trajectory: Trajectory) -> tuple[Score, Sequence[float | None] | None]:
+    """The score, and what turns are paid if the part pays them: the rim where a reward's own fault becomes an error."""
     try:
-        return finite(await part.score(task, trajectory))
+        if not (isinstance(part, TurnReward) and part.pays_turns):
+            return finite(await part.score(task, trajectory)), None
+        score, turns = await part.score_turns(task, trajectory)
     except Exception as error:
-        return Score.error(f"{type(error).__name__}: {error}")
+        return Score.error(f"{type(error).__name__}: {error}"), None
+    if not score.is_value:
+        return score, None
+    if len(turns) != len(trajectory.turns):
+        return Score.error(f"{len(turns)} turns are paid of {len(trajectory.turns)}"), None
+    wrong = [reward for reward in turns if reward is not None and not math.isfinite(reward)]
+    return (Score.error(f"a turn is paid {wrong[0]}"), None) if wrong else (finite(score), turns)

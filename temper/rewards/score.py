@@ -1,12 +1,13 @@
 """How several verdicts become one without a failure turning into a number.
 
-Owns: the rules of the tri-state, of weights, gates and bounds. Refuses: running rewards (rubric.py).
+Owns: the rules of the tri-state, of weights, gates and bounds, and what turns are paid. Refuses: running rewards
+(rubric.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from temper.types import Score, ScoreKind
@@ -21,6 +22,13 @@ class Rule:
     """The whole is 0 unless this part is at least 1. A gate adds nothing itself."""
     clip: tuple[float, float] | None = None
     """Bounds of the part before weighting; None: as it is."""
+    pays_turns: bool = False
+    """The weight scales what the part pays the turns; to the whole it adds nothing."""
+
+    @property
+    def adds(self) -> bool:
+        """Whether the part is a term of the whole."""
+        return not (self.is_gate or self.pays_turns)
 
 
 def finite(score: Score) -> Score:
@@ -34,18 +42,18 @@ def combine(parts: Mapping[str, Score], rules: Mapping[str, Rule]) -> Score:
     """Weighted sum of the parts that have a value; 0 when a gate is closed.
 
     Any error makes an error: the sum without that part is another goal than the one asked for. A gate that could not be
-    scored leaves the whole unscorable: it is neither open nor closed. Other unscorable parts are left out; when all
-    are, so is the whole.
+    scored leaves the whole unscorable: it is neither open nor closed. So does a part that pays turns: unpaid, the
+    member would look worse than its group. Other unscorable parts are left out; when all are, so is the whole.
     """
     for name, score in parts.items():
         if score.kind is ScoreKind.ERROR:
             return Score.error(f"{name}: {score.reason}")
     for name, score in parts.items():
-        if rules[name].is_gate and not score.is_value:
+        if not rules[name].adds and not score.is_value:
             return Score.unscorable(f"{name}: {score.reason}")
     if _has_closed_gate(parts, rules):
         return Score.of(0.0)
-    values = [score.value for name, score in weigh(parts, rules).items() if not rules[name].is_gate]
+    values = [score.value for name, score in weigh(parts, rules).items() if rules[name].adds]
     scored = [value for value in values if value is not None]
     if not scored:
         reasons = "; ".join(f"{name}: {score.reason}" for name, score in parts.items() if score.reason)
@@ -62,8 +70,32 @@ def weigh(parts: Mapping[str, Score], rules: Mapping[str, Rule]) -> dict[str, Sc
     }
 
 
+def pay_turns(
+    total: float,
+    given: Sequence[float | None],
+    paid: Mapping[str, Sequence[float | None]],
+    parts: Mapping[str, Score],
+    rules: Mapping[str, Rule],
+) -> list[float]:
+    """What each turn earned: by its environment, by the parts that pay turns, and the outcome at the end.
+
+    `given` is by the environment, `paid` by those parts before weighting. The last turn gets what the turns were not
+    given already of the total, so that they sum to the total and the weighted payments: an outcome is counted once,
+    whether the environment paid it or a verifier found it. A closed gate leaves nothing of the payments.
+    """
+    if not given:
+        return []
+    earned = [reward or 0.0 for reward in given]
+    earned[-1] += total - sum(earned)
+    if _has_closed_gate(parts, rules):
+        return earned
+    for name, rewards in paid.items():
+        earned = [sofar + rules[name].weight * (reward or 0.0) for sofar, reward in zip(earned, rewards, strict=True)]
+    return earned
+
+
 def _weighted(value: float, rule: Rule) -> float:
-    if rule.is_gate:
+    if not rule.adds:
         return 0.0
     if rule.clip is not None:
         value = min(max(value, rule.clip[0]), rule.clip[1])

@@ -10,10 +10,10 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from temper.errors import BackendError, ContextFull, TemperError
-from temper.protocols import Env, Sampler
+from temper.protocols import Env, EnvOpening, Sampler
 from temper.types import (
     TRAINABLE_STATUSES,
     Completion,
@@ -57,6 +57,17 @@ class Scorer(Protocol):
     async def evolve(self, groups: Sequence[Group]) -> None: ...
 
 
+@runtime_checkable
+class TurnScorer(Protocol):
+    """A scorer that can also say what each turn earned; rewards/rubric.py implements it."""
+
+    async def score_turns(
+        self, task: Task, trajectory: Trajectory
+    ) -> tuple[Score, Mapping[str, Score], Sequence[float]]:
+        """The rewards of the turns are empty when nothing pays turns."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSetup:
     """What every episode of a stage shares."""
@@ -77,12 +88,16 @@ async def run_episode(setup: EpisodeSetup, task: Task, *, group_id: str, index: 
     """Plays and scores one attempt. Only a broken backend raises; everything else is a status."""
     started = time.monotonic()
     turns: list[Turn] = []
+    shown: list[EnvOpening] = []
     error = None
     try:
         async with asyncio.timeout(setup.episode_seconds):
-            status = await _play(setup, task, turns, request_id)
+            status = await _play(setup, task, turns, shown, request_id)
     except TimeoutError:
-        status, error = Status.TIMEOUT, f"the episode took longer than {setup.episode_seconds:g} s"
+        status, error = (
+            Status.TIMEOUT,
+            f"the episode took longer than {setup.episode_seconds:g} s",
+        )
     except BackendError:
         raise
     except TemperError as problem:
@@ -97,15 +112,25 @@ async def run_episode(setup: EpisodeSetup, task: Task, *, group_id: str, index: 
         status=status,
         score=Score.unscorable("not scored yet"),
         error=error,
+        opening=shown[0].messages if shown else (),
+        tools=tuple(shown[0].tools) if shown else (),
         seconds=time.monotonic() - started,
     )
     return await _scored(setup.scorer, task, trajectory)
 
 
-async def _play(setup: EpisodeSetup, task: Task, turns: list[Turn], request_id: str) -> Status:
+async def _play(
+    setup: EpisodeSetup,
+    task: Task,
+    turns: list[Turn],
+    shown: list[EnvOpening],
+    request_id: str,
+) -> Status:
+    """Fills `turns` and `shown` as it goes: what there is of them survives a failure."""
     env = setup.make_env(task.env)
     try:
         opening = await env.start(task, setup.seed)
+        shown.append(opening)
         history = setup.renderer.prompt_messages(dataclasses.replace(task, messages=opening.messages))
         prompt_ids = setup.renderer.prompt_ids(history, opening.tools)
         for number in range(setup.max_turns):
@@ -161,7 +186,11 @@ def require_as_asked(request: Request, completion: Completion) -> None:
     A sampler with defaults of its own, or one that renormalises where the trainer does not, makes a run silently
     off-policy.
     """
-    asked, applied, name = request.params, completion.params, f"the sampler answered request {request.id}"
+    asked, applied, name = (
+        request.params,
+        completion.params,
+        f"the sampler answered request {request.id}",
+    )
     for field in dataclasses.fields(asked) if applied is not None else ():
         wanted, found = getattr(asked, field.name), getattr(applied, field.name)
         if wanted != found:
@@ -189,5 +218,15 @@ def cut_status(completion: Completion) -> Status | None:
 async def _scored(scorer: Scorer, task: Task, trajectory: Trajectory) -> Trajectory:
     if trajectory.status not in TRAINABLE_STATUSES:
         return dataclasses.replace(trajectory, score=Score.error(f"{trajectory.status}: {trajectory.error}"))
-    score, parts = await scorer.score(task, trajectory)
-    return dataclasses.replace(trajectory, score=score, score_parts=parts, weighted_parts=scorer.weighted(parts))
+    turn_rewards: Sequence[float] = ()
+    if isinstance(scorer, TurnScorer):
+        score, parts, turn_rewards = await scorer.score_turns(task, trajectory)
+    else:
+        score, parts = await scorer.score(task, trajectory)
+    scored = dataclasses.replace(
+        trajectory,
+        score=score,
+        score_parts=parts,
+        weighted_parts=scorer.weighted(parts),
+    )
+    return dataclasses.replace(scored, turn_rewards=tuple(turn_rewards)) if turn_rewards else scored

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from temper.runs.records import AlarmRecord, AuditRecord
+from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
 from temper.types import Batch, EvaluationResult, Group, Message, Sample, Score, StepReport, Trace, Trajectory
 
 Row = tuple[Any, ...]
@@ -90,6 +90,7 @@ def trajectory_row(report: StepReport, trajectory: Trajectory) -> Row:
         trajectory.error,
         trajectory.seconds,
         _events(trajectory),
+        to_json([number(reward) for reward in trajectory.turn_rewards]) if trajectory.turn_rewards else None,
     )
 
 
@@ -143,6 +144,12 @@ def alarm_row(alarm: AlarmRecord) -> Row:
     value = None if alarm.value is None else number(alarm.value)
     what = (alarm.text, alarm.meaning, alarm.advice)
     return (alarm.stage, alarm.step, alarm.time, alarm.rule, alarm.level, value, *what)
+
+
+def verdict_row(verdict: VerdictRecord) -> Row:
+    name = (verdict.stage, verdict.step, verdict.part, verdict.task_id, verdict.group_id, verdict.member)
+    outcome = (verdict.kind, None if verdict.value is None else number(verdict.value), verdict.reason)
+    return (*name, *outcome, verdict.fingerprint, to_json(dict(verdict.detail)) if verdict.detail else None)
 
 
 def _sample_arrays(sample: Sample, trace: Trace | None) -> Row:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from temper.errors import UserError
-from temper.runs.records import AlarmRecord, AuditRecord
+from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
 from temper.runs.schema import prepare_reading
 from temper.types import EvaluationResult, Message, Scalar
 
@@ -134,6 +134,8 @@ class TrajectoryRecord:
     error: str | None
     events: tuple[Mapping[str, Any], ...]
     """What its environment did: turn, kind, name, detail, cost."""
+    turn_rewards: tuple[float | None, ...]
+    """What each turn earned, when a part of the reward pays turns; else empty."""
     rows: tuple[TokenRow, ...]
 
 
@@ -194,6 +196,11 @@ class RunReader:
         rows = self.query("SELECT * FROM audits ORDER BY stage, step, evaluation, kind, place")
         return [AuditRecord(**{**row, "prompt": _messages(row["prompt"])}) for row in rows]
 
+    def verdicts(self, stage: int, step: int) -> list[VerdictRecord]:
+        """What judges said of the rollouts of one step and of its evaluation, in the order in which it was written."""
+        rows = self.query("SELECT * FROM verdicts WHERE stage = ? AND step = ? ORDER BY rowid", stage, step)
+        return [VerdictRecord(**{**row, "detail": json.loads(row["detail"] or "{}")}) for row in rows]
+
     def alarms(self) -> list[AlarmRecord]:
         """In the order in which they fired."""
         return [AlarmRecord(**row) for row in self.query("SELECT * FROM alarms ORDER BY stage, step, time, rule")]
@@ -231,13 +238,18 @@ class RunReader:
         """sha256 by table of all that must be equal in a run that was killed and resumed: all but clocks and speeds."""
         queries = {
             "steps": "SELECT * FROM steps ORDER BY stage, step",
-            "metrics": "SELECT stage, step, name, value FROM metrics WHERE name NOT LIKE 'sys/%' ORDER BY 1, 2, 3",
+            # A judge's counts are of the process; what it said is in verdicts.
+            "metrics": "SELECT stage, step, name, value FROM metrics WHERE name NOT LIKE 'sys/%' "
+            "AND name NOT LIKE 'judge/%' ORDER BY 1, 2, 3",
             "ledger": "SELECT * FROM ledger ORDER BY stage, step, place",
             "evaluations": "SELECT * FROM evaluations ORDER BY stage, step, name",
             "audits": "SELECT * FROM audits ORDER BY stage, step, evaluation, kind, place",
             "groups": "SELECT * FROM groups ORDER BY stage, step, group_id",
             "trajectories": "SELECT stage, step, group_id, member, status, score_kind, score, reason, parts, weighted, "
-            "text, messages, finish, num_tokens, events FROM trajectories ORDER BY stage, step, group_id, member",
+            "text, messages, finish, num_tokens, events, turn_rewards FROM trajectories "
+            "ORDER BY stage, step, group_id, member",
+            # Of rollouts only: a judge is measured on its labelled set whenever a process begins.
+            "verdicts": "SELECT v.* FROM verdicts v JOIN groups USING (stage, step, group_id) ORDER BY v.rowid",
             "token_rows": "SELECT * FROM token_rows ORDER BY stage, step, group_id, member, row",
         }
         prints = {}
@@ -289,7 +301,7 @@ def _with_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
 def _trajectory(row: Mapping[str, Any], rows: tuple[TokenRow, ...]) -> TrajectoryRecord:
     alone = [{"role": "assistant", "content": row["text"]}] if row["finish"] else []
     said = json.loads(row["messages"]) if row["messages"] else alone
-    decoded = ("prompt", "parts", "weighted", "messages", "events")
+    decoded = ("prompt", "parts", "weighted", "messages", "events", "turn_rewards")
     plain = {name: row[name] for name in TrajectoryRecord.__dataclass_fields__ if name in row and name not in decoded}
     return TrajectoryRecord(
         **plain,
@@ -298,6 +310,7 @@ def _trajectory(row: Mapping[str, Any], rows: tuple[TokenRow, ...]) -> Trajector
         parts=json.loads(row["parts"]),
         weighted=json.loads(row["weighted"]),
         messages=tuple(Message(**message) for message in said),
-        events=tuple(json.loads(row["events"])) if row["events"] else (),
+        events=tuple(json.loads(row["events"] or "[]")),
+        turn_rewards=tuple(json.loads(row["turn_rewards"] or "[]")),
         rows=rows,
     )

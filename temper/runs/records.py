@@ -1,14 +1,15 @@
-"""What a run notes beside its steps: transcripts put aside for people to read, and alarms.
+"""What a run notes beside its steps: transcripts put aside for people to read, alarms, and what judges said.
 
-Owns: two records that are written (store.py) and come back (reader.py) as they are.
+Owns: records that are written (store.py) and come back (reader.py) as they are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-from temper.types import Message
+from temper.types import Message, Scalar
 
 AuditKind = Literal["top", "random"]
 AlarmLevel = Literal["note", "warn", "pause", "stop"]
@@ -53,3 +54,28 @@ class AlarmRecord:
     """What that usually means."""
     advice: str
     """What to try."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerdictRecord:
+    """What a judge or a learned reward said of one response, or of one step or criterion of it."""
+
+    stage: int
+    step: int
+    """That trained or dropped its group. Of an evaluation: the step that was evaluated."""
+    part: str
+    """Of the reward; "heldout/..." when the held-out verifier asked."""
+    task_id: str
+    group_id: str
+    """Of an evaluation: the task. "labelled": the judge was measured on its labelled set. "gate", "gate/...": a trial
+    before training."""
+    member: int
+    kind: str
+    """As of Score."""
+    value: float | None
+    reason: str | None
+    """Why there is no value."""
+    fingerprint: str
+    """Of prompt, model and decoding; empty when the reward has none."""
+    detail: Mapping[str, Scalar] = field(default_factory=dict)
+    """What else the reward noted: the criterion, the step, both orders of a comparison ..."""

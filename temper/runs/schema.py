@@ -10,7 +10,7 @@ import sqlite3
 
 from temper.errors import UserError
 
-VERSION = "3"
+VERSION = "4"
 
 SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -39,7 +39,7 @@ CREATE TABLE trajectories (
     stage INTEGER, step INTEGER, group_id TEXT, member INTEGER, status TEXT NOT NULL,
     score_kind TEXT NOT NULL, score REAL, reason TEXT, parts TEXT NOT NULL, weighted TEXT NOT NULL,
     text TEXT NOT NULL, messages TEXT, finish TEXT, num_tokens INTEGER NOT NULL, error TEXT, seconds REAL NOT NULL,
-    events TEXT,
+    events TEXT, turn_rewards TEXT,
     PRIMARY KEY (stage, step, group_id, member));
 
 CREATE TABLE token_rows (
@@ -58,6 +58,11 @@ CREATE TABLE ledger (
     outcome TEXT NOT NULL, PRIMARY KEY (stage, step, place)) WITHOUT ROWID;
 CREATE UNIQUE INDEX ledger_draws ON ledger (stage, draw);
 
+CREATE TABLE verdicts (
+    stage INTEGER, step INTEGER, part TEXT NOT NULL, task_id TEXT NOT NULL, group_id TEXT NOT NULL,
+    member INTEGER NOT NULL, kind TEXT NOT NULL, value REAL, reason TEXT, fingerprint TEXT NOT NULL, detail TEXT);
+CREATE INDEX verdicts_by_member ON verdicts (stage, step, group_id, member);
+
 CREATE TABLE events (time REAL NOT NULL, level TEXT NOT NULL, text TEXT NOT NULL);
 
 CREATE TABLE audits (
@@ -73,12 +78,21 @@ CREATE TABLE alarms (
 # The unique draw makes the ledger exactly-once: a prompt that is consumed twice fails the step instead of the science.
 
 STEP_TABLES = (
-    "steps", "metrics", "seconds", "groups", "trajectories", "token_rows", "evaluations", "ledger", "audits", "alarms",
+    "steps", "metrics", "seconds", "groups", "trajectories", "token_rows", "evaluations", "ledger", "verdicts",
+    "audits", "alarms",
 )  # fmt: skip
 """What a rewind cuts back to a step. Events stay: they tell what happened to the process, killed attempts included."""
 
+_NO_VERDICTS = """
+CREATE TEMP VIEW trajectories AS SELECT *, NULL AS turn_rewards FROM main.trajectories;
+CREATE TEMP VIEW verdicts AS SELECT NULL AS rowid, NULL AS stage, NULL AS step, NULL AS part, NULL AS task_id,
+    NULL AS group_id, NULL AS member, NULL AS kind, NULL AS value, NULL AS reason, NULL AS fingerprint,
+    NULL AS detail WHERE 0;
+"""
+
 OLD_LAYOUTS = {
-    "2": """
+    "3": _NO_VERDICTS,
+    "2": f"""{_NO_VERDICTS}
 CREATE TEMP VIEW token_rows AS SELECT *, NULL AS entropies FROM main.token_rows;
 CREATE TEMP VIEW evaluations AS SELECT *, NULL AS details FROM main.evaluations;
 CREATE TEMP VIEW audits AS SELECT NULL AS stage, NULL AS step, NULL AS evaluation, NULL AS place, NULL AS kind,

@@ -19,7 +19,7 @@ from pathlib import Path
 from temper.errors import BackendError, TemperError, UserError
 from temper.runs import encode
 from temper.runs.lock import RunLock
-from temper.runs.records import AlarmRecord, AuditRecord
+from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
 from temper.runs.schema import STEP_TABLES, prepare
 from temper.types import Batch, EvaluationResult, StepReport
 
@@ -131,6 +131,11 @@ class RunStore:
         """Records transcripts to be read by people. Repeated after a resume they replace themselves."""
         rows = [encode.audit_row(audit) for audit in audits]
         self._submit(lambda connection: _insert(connection, "audits", rows, replace=True))
+
+    def verdicts(self, verdicts: Sequence[VerdictRecord]) -> None:
+        """Records what judges said, in this order. Each verdict once: none has a name by which it could be replaced."""
+        rows = [encode.verdict_row(verdict) for verdict in verdicts]
+        self._submit(lambda connection: _insert(connection, "verdicts", rows))
 
     def alarm(self, alarm: AlarmRecord) -> None:
         """Records that a rule fired. Repeated after a resume it replaces itself."""

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from temper.errors import UserError
-from temper.rewards.process import AGGREGATES, ProcessReward, Step, split_steps, turn_rewards, with_turn_rewards
+from temper.protocols import TurnReward
+from temper.rewards.process import AGGREGATES, ProcessReward, Step, split_steps, turn_rewards
 from temper.types import Message, Score, ScoreKind, Task, Trajectory
 
 Say = Callable[[str], Trajectory]
@@ -41,6 +42,15 @@ def many_turns(say: Say, *texts: str, reply: str = "") -> Trajectory:
 def score(reward: ProcessReward, trajectory: Trajectory) -> Score:
     async def run() -> Score:
         scored = await reward.score(TASK, trajectory)
+        await reward.close()
+        return scored
+
+    return asyncio.run(run())
+
+
+def score_turns(reward: ProcessReward, trajectory: Trajectory) -> tuple[Score, list[float | None]]:
+    async def run() -> tuple[Score, list[float | None]]:
+        scored = await reward.score_turns(TASK, trajectory)
         await reward.close()
         return scored
 
@@ -115,12 +125,24 @@ def test_turn_rewards_are_sums_of_steps_below_the_outcome() -> None:
     assert turn_rewards((), (), 2) == [None, None]
 
 
-def test_turn_rewards_are_added_to_the_environments(say: Say) -> None:
-    trajectory = many_turns(say, "a", "b", "c")
-    turns = (dataclasses.replace(trajectory.turns[0], reward=1.0), *trajectory.turns[1:])
-    rewarded = with_turn_rewards(dataclasses.replace(trajectory, turns=turns), [0.25, 0.5, None])
-    assert [turn.reward for turn in rewarded.turns] == [1.25, 0.5, None]
-    assert rewarded.score == trajectory.score
+def test_by_turn_each_step_is_asked_about_once_and_pays_its_turn(server: Any, say: Say) -> None:
+    server.answer = lambda texts: {"score": {"a": 2, "b": 1, "c": 0, "d": 1}[texts["step"]]}
+    reward = ProcessReward(**server.options(by_turn=True))
+    assert isinstance(reward, TurnReward)
+    assert reward.pays_turns
+    assert not ProcessReward(**server.options()).pays_turns
+    total, paid = score_turns(reward, many_turns(say, "a\n\nb", " ", "c\n\nd"))
+    assert total == Score.of(0.0), "the least step, for the record"
+    assert paid == [pytest.approx(0.3), None, pytest.approx(0.1)]
+    assert len(server.asked) == 4
+    assert score_turns(ProcessReward(**server.options(by_turn=True)), say(" ")) == (Score.of(0.0), [None])
+
+
+def test_by_turn_a_step_without_a_score_pays_nothing_to_anyone(server: Any, say: Say) -> None:
+    server.answer = lambda texts: {"score": 10} if texts["step"] == "a" else {"score": "?"}
+    total, paid = score_turns(ProcessReward(**server.options(by_turn=True)), many_turns(say, "a", "b"))
+    assert total.kind is ScoreKind.UNSCORABLE
+    assert paid == []
 
 
 def test_a_response_that_does_not_fit_the_model_is_unscorable(

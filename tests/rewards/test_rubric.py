@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ from temper.types import Group, Message, Score, ScoreKind, Task, Trajectory
 
 TASK = Task(id="train.jsonl:3", messages=(Message(role="user", content="p"),), answer="right")
 Say = Callable[[str], Trajectory]
+WELL = Score.of(0.9)
 
 
 class Broken:
@@ -163,3 +165,77 @@ def test_a_judge_that_is_asked_otherwise_after_a_resume_is_refused() -> None:
     state = Rubric([(Remembering("abc"), 1.0)]).state()
     with pytest.raises(UserError, match='reward "remembering" was abc when this run began and is xyz now'):
         Rubric([(Remembering("xyz"), 1.0)]).load_state(state)
+
+
+class Paying:
+    """Pays turns what it is told; counts how often it is asked."""
+
+    name = "paying"
+    pays_turns = True
+
+    def __init__(self, turns: Sequence[float | None], score: Score = WELL) -> None:
+        self.turns = turns
+        self.verdict = score
+        self.asked = 0
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        raise AssertionError("a judge would be paid twice")
+
+    async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, Sequence[float | None]]:
+        self.asked += 1
+        return self.verdict, self.turns
+
+    def check(self, task: Task) -> str | None:
+        return None
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_part_that_pays_turns_is_asked_once_and_its_weight_scales_what_it_pays(say: Say) -> None:
+    part = Paying([0.4])
+    rubric = Rubric([(TextReward("exact"), 1.0), (part, 0.5)])
+    assert rubric.pays_turns
+    assert rubric.weights == {"exact": 1.0, "paying": 0.0}
+    total, parts, turns = asyncio.run(rubric.score_turns(TASK, say("right")))
+    assert (total, parts["paying"], turns) == (Score.of(1.0), WELL, [1.2])
+    assert rubric.weighted(parts)["paying"] == Score.of(0.0)
+    assert asyncio.run(rubric.score(TASK, say("wrong")))[0] == Score.of(0.0)
+    assert part.asked == 2, "once for each response"
+
+
+@pytest.mark.parametrize(
+    ("turns", "score", "kind"),
+    [
+        ([0.1], Score.unscorable("silent"), ScoreKind.UNSCORABLE),
+        ([], Score.error("down"), ScoreKind.ERROR),
+        ([0.1, 0.2], WELL, ScoreKind.ERROR),
+        ([math.nan], WELL, ScoreKind.ERROR),
+    ],
+)
+def test_payments_that_failed_or_do_not_fit_are_never_numbers(
+    turns: list[float], score: Score, kind: ScoreKind, say: Say
+) -> None:
+    rubric = Rubric([(TextReward("exact"), 1.0), (Paying(turns, score), 0.5)])
+    total, _, paid = asyncio.run(rubric.score_turns(TASK, say("right")))
+    assert (total.kind, paid) == (kind, [])
+
+
+def test_a_rubric_that_pays_no_turns_says_so(say: Say) -> None:
+    rubric = Rubric([(TextReward("exact"), 1.0)])
+    assert not rubric.pays_turns
+    assert asyncio.run(rubric.score_turns(TASK, say("right")))[2] == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([(Paying([]), 1.0)], "Add the outcome"),
+        ([(TextReward("exact"), 1.0), (Paying([]), 1.5)], "good steps could pay more than being right"),
+        ([(TextReward("exact"), 1.0), Part(Paying([]), is_gate=True)], "neither a gate nor clipped"),
+        ([(TextReward("exact"), 1.0), Part(Paying([]), clip=(0.0, 1.0))], "neither a gate nor clipped"),
+    ],
+)
+def test_payments_beside_no_outcome_or_above_it_are_the_users_mistake(parts: list[Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Rubric(parts)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper.rewards.score import Rule, combine, finite, weigh
+from temper.rewards.score import Rule, combine, finite, pay_turns, weigh
 from temper.types import Score, ScoreKind
 
 SCORES = st.one_of(
@@ -79,3 +79,50 @@ def test_the_weighted_parts_sum_to_the_whole(parts: dict[str, tuple[Score, Rule]
     assert weighted.keys() == parts.keys()
     if total.value is not None:
         assert sum(score.value or 0.0 for score in weighted.values()) == pytest.approx(total.value)
+
+
+PAYING = {"math": Rule(weight=2.0), "tags": Rule(is_gate=True), "process": Rule(weight=0.5, pays_turns=True)}
+SCORED = {"math": Score.of(1.0), "tags": Score.of(1.0), "process": Score.of(0.7)}
+
+
+def test_a_part_that_pays_turns_adds_nothing_to_the_whole() -> None:
+    assert combine(SCORED, PAYING) == Score.of(2.0)
+    assert weigh(SCORED, PAYING)["process"] == Score.of(0.0)
+
+
+def test_a_part_that_pays_turns_and_could_not_leaves_the_whole_unscored() -> None:
+    silent = {**SCORED, "process": Score.unscorable("silent")}
+    assert combine(silent, PAYING) == Score.unscorable("process: silent")
+    assert combine({**SCORED, "process": Score.error("down")}, PAYING).kind is ScoreKind.ERROR
+    alone = {**SCORED, "math": Score.unscorable("no answer")}
+    assert combine(alone, PAYING).kind is ScoreKind.UNSCORABLE, "what pays turns is no outcome"
+
+
+def test_turns_earn_payments_after_weighting_and_the_last_one_the_outcome() -> None:
+    earned = pay_turns(2.0, [None, None, None], {"process": [0.2, None, 0.3]}, SCORED, PAYING)
+    assert earned == pytest.approx([0.1, 0.0, 2.15])
+
+
+def test_an_outcome_that_the_environment_paid_is_not_counted_again() -> None:
+    rules = {"env": Rule(), "process": Rule(pays_turns=True)}
+    parts = {"env": Score.of(1.25), "process": Score.of(0.4)}
+    earned = pay_turns(1.25, [0.25, 1.0], {"process": [0.1, 0.3]}, parts, rules)
+    assert earned == pytest.approx([0.35, 1.3])
+
+
+def test_a_closed_gate_takes_the_payments_and_the_outcome() -> None:
+    closed = {**SCORED, "tags": Score.of(0.0)}
+    assert pay_turns(0.0, [0.5, None], {"process": [0.2, 0.3]}, closed, PAYING) == [0.5, -0.5]
+    assert pay_turns(0.0, [], {"process": []}, SCORED, PAYING) == []
+
+
+@given(
+    st.floats(-2, 2),
+    st.lists(st.tuples(st.one_of(st.none(), st.floats(-1, 1)), st.one_of(st.none(), st.floats(-1, 1))), min_size=1),
+)
+def test_turns_earn_the_total_and_the_payments_together(
+    total: float, turns: list[tuple[float | None, float | None]]
+) -> None:
+    given_, paid = [turn[0] for turn in turns], [turn[1] for turn in turns]
+    earned = pay_turns(total, given_, {"process": paid}, SCORED, PAYING)
+    assert sum(earned) == pytest.approx(total + 0.5 * sum(reward or 0.0 for reward in paid), abs=1e-9)

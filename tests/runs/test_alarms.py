@@ -151,8 +151,8 @@ def test_a_pause_that_nobody_ends_stops_the_run(tmp_path: Path) -> None:
         asyncio.run(alarms.hold())
 
 
-def test_defaults_never_stop_but_for_numbers_that_are_none() -> None:
-    assert [rule.name for rule in RULES if rule.level in ("pause", "stop")] == ["not_finite"]
+def test_defaults_never_stop_but_for_numbers_that_are_none_and_before_rl_begins() -> None:
+    assert [rule.name for rule in RULES if rule.level in ("pause", "stop")] == ["not_finite", "readiness"]
 
 
 def test_values_that_are_not_finite_stop_the_run_and_spoil_no_other_rule(tmp_path: Path) -> None:
@@ -237,9 +237,14 @@ LEVELS: dict[str, tuple[float, float]] = {
     "data/gen_factor": (1.2, 0.1), "gen/tool_error_rate": (0.06, 0.4), "gen/tool_timeout_rate": (0.01, 0.5),
     "sys/train_tokens": (60000.0, 0.15), "seconds/total": (10.0, 0.2), "seconds/rollout": (3.0, 0.3),
     "sys/peak_memory_bytes": (4e10, 0.0), "preference/chosen_logprob": (-40.0, 0.1), "preference/margin": (1.0, 0.3),
+    "preference/reward_length_correlation": (0.2, 0.4), "preference/accuracy": (0.7, 0.1),
+    "preference/log_ratio": (0.2, 0.5),
+    "preference/chosen_reward": (-0.3, 0.3),
     "heldout/score": (0.5, 0.06), "heldout/half_width": (0.06, 0.1), "heldout/step": (1.0, 0.0),
     "heldout/reward": (0.4, 0.05), "heldout/reward_error": (0.02, 0.2),
 }  # fmt: skip
+STEADY = [rule for rule in RULES if rule.level != "off" and rule.name != "readiness"]
+"""Rules that look at every step; readiness looks once, before the first."""
 
 Noise = Callable[[np.random.Generator, tuple[int, int]], Array]
 
@@ -262,7 +267,7 @@ def heavy_tailed(random: np.random.Generator, shape: tuple[int, int]) -> Array:
 
 
 @pytest.mark.parametrize("noise", [normal, lingering, heavy_tailed])
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.level != "off"], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", STEADY, ids=lambda rule: rule.name)
 def test_stationary_noise_is_no_alarm(rule: Rule, noise: Noise) -> None:
     """Fewer than one in a hundred runs of 1,000 steps raises anything."""
     num_runs, num_steps = 200, 1000
@@ -286,3 +291,34 @@ def test_the_simulation_sees_a_rule_that_is_too_keen() -> None:
                 if rule.name == "length_blowup")  # fmt: skip
     with pytest.raises(AssertionError):
         test_stationary_noise_is_no_alarm(dataclasses.replace(keen), normal)
+
+
+def preferences_going(chosen: Callable[[int], float], reward: Callable[[int], float], correlation: float) -> set[str]:
+    """Rules that fire in 100 steps of preference training, with batches that differ by 30% in log-probability."""
+    random, found = np.random.default_rng(0), set()
+    history: dict[str, list[float]] = {}
+    for step in range(1, 101):
+        row = {
+            "preference/chosen_logprob": chosen(step) * float(np.exp(0.3 * random.standard_normal())),
+            "preference/chosen_reward": reward(step) + 0.02 * float(random.standard_normal()),
+            "preference/margin": 0.02 * step,
+            "preference/reward_length_correlation": correlation + 0.15 * float(random.standard_normal()),
+            "preference/accuracy": 0.8,
+            "preference/log_ratio": 0.0,
+        }
+        for name, value in row.items():
+            history.setdefault(name, []).append(value)
+        for rule in RULES:
+            if rule.name in ("likelihood_displacement", "length_exploitation") and step >= rule.least:
+                rows = {name: np.array(history[name][-rule.window :]) for name in rule.names}
+                if rule.condition(rows, rule.thresholds).is_true:
+                    found.add(rule.name)
+    return found
+
+
+def test_chosen_answers_that_lose_against_the_reference_are_seen_through_batches_that_differ() -> None:
+    assert preferences_going(lambda step: -40.0, lambda step: 0.004 * step, 0.1) == set()
+    assert preferences_going(lambda step: -40.0, lambda step: -0.01 * step, 0.1) == {"likelihood_displacement"}
+    assert preferences_going(lambda step: -40.0, lambda step: 0.004 * step, 0.7) == {"length_exploitation"}
+    # The mutation: judged by log-probabilities alone, the fall drowns in what batches differ by.
+    assert preferences_going(lambda step: -40.0 - 0.1 * step, lambda step: 0.0, 0.1) == set()

@@ -96,3 +96,57 @@ def test_a_run_that_has_just_begun_has_a_report(store: RunStore) -> None:
 
 def test_durations_read_like_speech() -> None:
     assert [duration(s) for s in (0.25, 59.4, 192, 7500)] == ["0.2 s", "59.4 s", "3 min 12 s", "2 h 5 min"]
+
+
+def test_peak_memory_is_shown_by_stage(store: RunStore, make_step: StepMaker) -> None:
+    gib = 2.0**30
+    for stage, name in enumerate(("sft", "rl")):
+        store.begin_stage(stage, name, 2)
+    for stage, step, size in ((0, 1, 1.0), (0, 2, 1.5), (1, 1, 0.5)):
+        flag = {"sys/peak_memory_since_start": float(stage)}
+        store.append(*make_step(step, stage, **{"sys/peak_memory_bytes": size * gib}, **flag))
+    store.close()
+    report = make_report(store.folder)
+    assert [stage.peak_memory_bytes for stage in report.stages] == [1.5 * gib, 0.5 * gib]
+    assert report.peak_memory_bytes == 1.5 * gib
+    assert "peak memory      1.50 GiB: sft 1.50, rl 0.50 (since the start)" in render(report)
+
+
+def test_a_checkpoint_of_an_adapter_is_found_and_hashed(run: Path) -> None:
+    folder = run / "checkpoints" / "1-rl" / "step-12"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"adapter")
+    report = make_report(run)
+    assert (report.checkpoint, report.weights) == ("checkpoints/1-rl/step-12", "adapter_model.safetensors")
+    assert report.weights_sha256 == hashlib.sha256(b"adapter").hexdigest()
+    assert "step-12/adapter_model.safetensors" in render(report)
+
+
+def test_a_table_says_what_each_stage_added(
+    store: RunStore, make_step: StepMaker, make_evaluation: EvaluationMaker
+) -> None:
+    """sft 0.1 -> 0.4; rejection keeps; rl 0.4 -> 0.9; then distillation of the model of stage 1, which ends at 0.6."""
+    recipe = '[[stage]]\n[[stage]]\n[[stage]]\n[[stage]]\nmodel = { path = "stage:sft" }\n'
+    (store.folder / "config.toml").write_text(recipe)
+    ends = {0: (0.1, 0.4), 1: (0.4, 0.4), 2: (0.4, 0.9), 3: (0.4, 0.6)}
+    for stage, name in enumerate(("sft", "rejection", "rl", "distill")):
+        store.begin_stage(stage, name, 1)
+        keeping = {"keep/rows": 30.0, "keep/prompts": 20.0, "keep/share": 0.25, "keep/best_of_n": 0.75}
+        store.append(*make_step(1, stage, **(keeping if name == "rejection" else {})))
+        for step, score in enumerate(ends[stage]):
+            store.evaluation(make_evaluation(step, score, stage))
+    store.evaluation(make_evaluation(1, 0.8, 0, name="pairs"))
+    store.close()
+    report = make_report(store.folder)
+    assert [stage.starts_from for stage in report.stages] == ["", "", "", "sft"]
+    # The distilled model is no continuation of RL: its score must not end the run's.
+    greedy = next(change for change in report.scores if change.name == "greedy")
+    assert (greedy.first.score, greedy.last.score) == (0.1, 0.9)
+    rows = {line.split()[1]: line for line in render(report).splitlines() if line[2:3].isdigit() and line[3:4] == " "}
+    assert "10.0 → 40.0 ±5.0 (+30.0)" in rows["sft"]
+    assert "pairs 80.0 → 80.0" in rows["sft"]
+    assert "kept 30 answers (25.0%) to 20 prompts; reward 0.100, best of each group 0.750" in rows["rejection"]
+    assert "→" not in rows["rejection"], "the same weights twice are no change"
+    assert "40.0 → 90.0 ±5.0 (+50.0)" in rows["rl"]
+    assert "4 distill from sft" in rows["distill"]
+    assert "stages 1 to 3, 95% interval" in render(report)

@@ -15,7 +15,13 @@ from temper.types import Batch, EvaluationResult, StepReport
 
 StepMaker = Callable[..., tuple[StepReport, Batch]]
 
-TO_LAYOUT_2 = """
+TO_LAYOUT_3 = """
+DROP TABLE verdicts;
+ALTER TABLE trajectories DROP COLUMN turn_rewards;
+UPDATE meta SET value = '3' WHERE name = 'schema';
+"""
+TO_LAYOUT_2 = f"""
+{TO_LAYOUT_3}
 DROP TABLE audits;
 DROP TABLE alarms;
 ALTER TABLE token_rows DROP COLUMN entropies;
@@ -53,20 +59,45 @@ def test_a_run_of_layout_2_reads_as_if_it_had_no_audits_alarms_entropies_and_det
     assert (store.folder / "run.db").read_bytes() == content, "reading changes nothing"
 
 
-def test_a_run_of_layout_2_cannot_be_gone_on_with_and_the_message_says_what_can_be_done(store: RunStore) -> None:
+def test_a_run_of_layout_3_reads_as_if_nobody_had_judged_or_been_paid_by_turn(
+    store: RunStore, make_step: StepMaker
+) -> None:
+    store.append(*make_step(1))
     store.close()
-    change(store.folder, TO_LAYOUT_2)
-    with pytest.raises(UserError, match=r"has layout 2 .* writes layout 3\. Finish the run with the version") as caught:
+    with RunReader(store.folder) as reader:
+        before = reader.fingerprint()
+    change(store.folder, TO_LAYOUT_3)
+    content = (store.folder / "run.db").read_bytes()
+    with RunReader(store.folder) as reader:
+        assert reader.fingerprint() == before
+        assert reader.verdicts(0, 1) == []
+        assert {t.turn_rewards for t in reader.trajectories(0, 1)} == {()}
+    assert (store.folder / "run.db").read_bytes() == content, "reading changes nothing"
+
+
+@pytest.mark.parametrize(("layout", "script"), [("2", TO_LAYOUT_2), ("3", TO_LAYOUT_3)])
+def test_an_older_run_cannot_be_gone_on_with_and_the_message_says_what_can_be_done(
+    layout: str, script: str, store: RunStore
+) -> None:
+    store.close()
+    change(store.folder, script)
+    expected = rf"has layout {layout} .* writes layout 4\. Finish the run with the version"
+    with pytest.raises(UserError, match=expected) as caught:
         open_run(store.folder, config="", resume=True)
     assert "with another --run" in str(caught.value)
-    change(store.folder, "UPDATE meta SET value = '3'")  # the planted fault: it says 3 and is not
+
+
+def test_a_run_that_says_another_layout_than_it_has_is_not_read_as_empty(store: RunStore) -> None:
+    store.close()
+    change(store.folder, TO_LAYOUT_2)
+    change(store.folder, "UPDATE meta SET value = '4'")  # the planted fault: it says 4 and is not
     with RunReader(store.folder) as reader, pytest.raises(sqlite3.OperationalError, match="no such table: audits"):
         reader.audits()
 
 
 def test_a_layout_of_the_future_is_neither_read_nor_written(store: RunStore) -> None:
     store.close()
-    change(store.folder, "UPDATE meta SET value = '4'")
+    change(store.folder, "UPDATE meta SET value = '5'")
     for attempt in (RunReader, lambda folder: open_run(folder, config="", resume=True)):
-        with pytest.raises(UserError, match="has layout 4; this version of Temper reads layout 3"):
+        with pytest.raises(UserError, match="has layout 5; this version of Temper reads layout 4"):
             attempt(store.folder)

@@ -173,7 +173,7 @@ function page(run, place, found, around, state, address) {
       "div",
       { class: "tokens-page" },
       el("div", { class: "stack" }, tokens.node, talk.node),
-      el("aside", { class: "side stack" }, detailCard, rewardCard(found), eventsCard(found.events)),
+      el("aside", { class: "side stack" }, detailCard, rewardCard(found), verdictsCard(found.verdicts), eventsCard(found.events)),
     ),
   ];
 }
@@ -194,6 +194,14 @@ function rewardCard(found) {
     ),
     table,
   ).node;
+}
+
+function verdictsCard(verdicts) {
+  if (!verdicts?.length) return null;
+  const detail = (one) => Object.entries(one.detail).map(([name, value]) => `${name}: ${plain(value)}`);
+  const said = (one) => [badge(one.part, one.kind === "value" ? "accent" : "bad"), ` ${one.reason ?? number(one.value)} `];
+  const line = (one) => el("li", { class: "event" }, said(one), el("span", { class: "hint" }, detail(one).join(", ")));
+  return card("What judges said", null, el("ul", { class: "alarms" }, verdicts.map(line))).node;
 }
 
 function eventsCard(events) {
