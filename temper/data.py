@@ -27,13 +27,14 @@ from temper.envs.library.search import search
 from temper.envs.library.shop import shop
 from temper.errors import UserError
 from temper.models.load import ModelShape, end_ids, load_tokenizer, read_shape
+from temper.models.materialize import whole
 from temper.rewards.registry import REWARDS, RewardFactory, make_reward
 from temper.rewards.rubric import Part, Rubric
 from temper.rewards.workers import WorkerPool
 from temper.tasks.dataset import Stream, TaskSource, fingerprint, read_file, take_all
 from temper.tasks.generators import GENERATORS, Generator, make_source
 from temper.tasks.render import Renderer
-from temper.types import Task
+from temper.types import Scalar, Task
 
 ENV_GENERATORS: dict[str, Generator] = {
     **PROBLEMS,
@@ -53,6 +54,8 @@ ENV_GENERATORS: dict[str, Generator] = {
 """Generators that come with an environment."""
 PROBE_TASKS = 256
 """Training tasks looked at before a run: their prompts are rendered and measured, their answers checked."""
+PREFERENCE_COLUMNS = ("rejected", "label")
+"""Of a task's extra: another answer, which is worse; whether its answer is good."""
 KNOWN_TASKS = 100_000
 """Training tasks at most whose prompts are compared with the held-out ones before a run."""
 
@@ -77,7 +80,12 @@ class StageData:
     """Training tasks that can be listed: rows of files and the probe, without held-out ones. Empty when nothing is held
     out."""
     longest_prompt: int
-    """In tokens, over probe and held-out tasks."""
+    """In tokens, over all of these that the model is asked to answer."""
+
+    @property
+    def has_preferences(self) -> bool:
+        """Whether training tasks say themselves which answer is better, or whether one is good."""
+        return _has_pairs(self.probe)
 
 
 def open_data(config: RunConfig, model_folder: Path) -> StageData:
@@ -105,12 +113,14 @@ def open_data(config: RunConfig, model_folder: Path) -> StageData:
     probe = _peek(_open_stream(config, sources, heldout), PROBE_TASKS)
     _require_scorable(rubric, heldout)
     _require_scorable(verifier, heldout)
-    if config.stage == "rl":
+    answers = config.stage in ("rl", "rejection", "distill") or (config.stage == "preference" and not _has_pairs(probe))
+    if answers and config.reward:
         # Every row of a file, not only the probed ones: an answer that cannot be parsed must not end day two.
         rows = (take_all(source) for source in sources if source.size is not None)
         _require_scorable(rubric, chain(probe, *rows))
-    longest = max(len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in (*probe, *heldout))
-    if longest + config.longest_completion > shape.max_context:
+    asked = (*(probe if answers else ()), *(heldout if config.stage != "reward_model" else ()))
+    longest = max((len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in asked), default=0)
+    if asked and longest + config.longest_completion > shape.max_context:
         raise UserError(
             f"the longest prompt has {longest} tokens; with max_new_tokens={config.longest_completion} that is more "
             f"than the model's context of {shape.max_context}. Use at most "
@@ -131,10 +141,32 @@ def open_data(config: RunConfig, model_folder: Path) -> StageData:
     )
 
 
+def require_judge(config: RunConfig, data: StageData) -> None:
+    """Refuses held-out tasks of a preference stage that nobody could judge."""
+    has_judge = config.reward or config.evaluation.reward or any("rejected" in task.extra for task in data.heldout)
+    if config.stage == "preference" and data.heldout and not has_judge:
+        raise UserError(
+            "held-out tasks that are no pairs are answered and judged, and there is no reward to judge by. Add a "
+            '[[reward]] table, e.g. kind = "exact", or hold out pairs (columns chosen and rejected)'
+        )
+
+
+def _has_pairs(tasks: Sequence[Task]) -> bool:
+    return any(name in tasks[0].extra for name in PREFERENCE_COLUMNS)
+
+
 def _rubric(parts: Sequence[RewardConfig], rewards: dict[str, RewardFactory]) -> Rubric:
     return Rubric(
-        [Part(make_reward(part.kind, part.options, rewards), part.weight, part.gate, part.clip) for part in parts]
+        [Part(make_reward(part.kind, _options(part), rewards), part.weight, part.gate, part.clip) for part in parts]
     )
+
+
+def _options(part: RewardConfig) -> dict[str, Scalar | list[Scalar]]:
+    """Rewards read whole models only."""
+    path = part.options.get("path")
+    if not isinstance(path, str) or not (folder := Path(path).expanduser()).is_dir():
+        return part.options
+    return {**part.options, "path": str(whole(folder))}
 
 
 def _verifier_name(parts: Sequence[RewardConfig], verifier: Rubric) -> str:
@@ -167,7 +199,9 @@ def _open_stream(config: RunConfig, sources: Sequence[TaskSource], heldout: Sequ
 def _source(config: SourceConfig) -> TaskSource:
     if config.path:
         path = Path(config.path).expanduser()
-        return read_file(path, config.prompt_field, config.answer_field, config.answer_pattern, config.size)
+        return read_file(
+            path, config.prompt_field, config.answer_field, config.answer_pattern, config.size, config.skip_bad
+        )
     generators = {**GENERATORS, **ENV_GENERATORS}
     return make_source(config.generator, config.options, seed=config.seed, size=config.size, generators=generators)
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 FILE_LINES, CLASS_LINES, FUNCTION_LINES, P90_FUNCTION_LINES, PARAMETERS, CONFIG_FIELDS = 400, 250, 60, 35, 7, 100
 LONGER_FUNCTIONS = {"loop.py:run": 120}
 RECIPE_LINES, ONE_FILE_LINES = 45, 280  # a recipe with two stages needs more than 25
+STAGE_LINES = 9  # and a pipeline of many stages this for each
 MORE_PARAMETERS = {
     "models/tiny.py:make_tiny_model": 9,  # a model shape: all keyword-only, all numbers of one table
     # One per option of the command line.
@@ -21,6 +22,9 @@ MORE_PARAMETERS = {
     "cli/judging.py:evaluate": 15,
     "cli/judging.py:compare": 12,
     "cli/judging.py:scale": 15,
+    "cli/judging.py:best": 15,
+    "cli/judging.py:choose": 12,
+    "cli/judging.py:label_steps": 12,
     # What a kernel reads and writes, tensor by tensor: a bundle of them would only be taken apart again.
     "models/kernels/attention.py:paged_attention": 9,
     "models/kernels/attention.py:packed_attention": 8,
@@ -91,7 +95,8 @@ def test_the_configuration_stays_small() -> None:
 
 def test_recipes_stay_short() -> None:
     for path in (ROOT / "recipes").glob("*.toml"):
-        assert path.read_text().count("\n") <= RECIPE_LINES, path
+        text = path.read_text()
+        assert text.count("\n") <= max(RECIPE_LINES, STAGE_LINES * text.count("[[stage]]")), path
     assert (ROOT / "recipes" / "grpo_in_one_file.py").read_text().count("\n") <= ONE_FILE_LINES
 
 

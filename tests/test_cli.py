@@ -95,6 +95,8 @@ def test_presets_and_doctor_explain_themselves(
     assert temper(monkeypatch, "doctor") == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("dr_grpo", "sequence_geometric", "torch"))
+    titles = ["policy gradients", "given texts", "preferences", "reward models", "distillation"]
+    assert sorted(titles, key=out.index) == titles
 
 
 def data_file(folder: Path, *rows: str) -> list[dict[str, Any]]:

@@ -136,7 +136,9 @@ READ_ELSEWHERE = {
     # Read only where the case arises, each by a test of its own.
     "RunConfig.name",  # the run directory's name: commands/train.choose_folder
     "ModelConfig.path",  # instead of model.new
-    "ModelConfig.teacher",  # by objectives that distil
+    "ModelConfig.teacher", "ModelConfig.offload",  # by objectives that compare with another model
+    "RolloutConfig.keep",  # by rejection sampling
+    "SourceConfig.skip_bad",  # by files
     "RunConfig.mirrors",  # before the first stage: commands/train.train
     "SourceConfig.path", "SourceConfig.prompt_field", "SourceConfig.answer_field", "SourceConfig.answer_pattern",
 }  # fmt: skip

@@ -316,6 +316,13 @@ PLANTED: dict[str, Fault] = {
             "preference/margin": 0.01 * r.step,
         }
     },
+    "length_exploitation": lambda r: {
+        "metrics": {
+            "preference/reward_length_correlation": (0.7 if r.step >= 60 else 0.1) + 0.1 * math.sin(r.step),
+            "preference/accuracy": 0.8,
+            "preference/log_ratio": 0.3,
+        }
+    },
 }
 
 
@@ -334,6 +341,7 @@ def test_a_fault_planted_into_a_real_history_is_seen(rule: str, healthy: Notes) 
 
 
 def test_every_rule_has_a_planted_fault() -> None:
-    """The names in this file, but for the rule that stops early, which has tests of its own."""
+    """The names in this file, but for the gate before RL and the rule that stops early: tested elsewhere."""
     text = Path(__file__).read_text()
-    assert [rule.name for rule in RULES if f'"{rule.name}"' not in text] == ["held_out" + "_stalled"]
+    elsewhere = ["readi" + "ness", "held_out" + "_stalled"]
+    assert [rule.name for rule in RULES if f'"{rule.name}"' not in text] == elsewhere

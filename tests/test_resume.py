@@ -15,8 +15,11 @@ from typing import Any
 
 import pytest
 
+from temper.commands import train as training
 from temper.config import resolve, to_toml
+from temper.rewards.rubric import Rubric
 from temper.runs.reader import RunReader
+from temper.types import Batch, EvaluationResult, StepReport
 
 KILLS = 10
 DEADLINE_SECONDS = 240.0
@@ -78,6 +81,138 @@ def kill_somewhere(process: subprocess.Popen[bytes], run: Path, random_: random.
     time.sleep(random_.uniform(0.0, 2.0))
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
+
+
+LETTERS = {"min_letters": 2, "max_letters": 3}
+# So few that rows come back, and are found in the cache of references where an earlier process left them.
+PAIRS = [{"generator": "rearrange_pairs", "seed": 3, "size": 6, "options": LETTERS}]
+HELDOUT_PAIRS = {"generator": "rearrange_pairs", "seed": 2, "size": 4, "options": LETTERS}
+
+
+def every_stage(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A chain with each kind of stage and each kind of source, three steps long."""
+    learned = [{"kind": "reward_model", "options": {"path": "stage:reward_model"}}]
+    rival = [{"kind": "discriminator", "options": {"path": "stage:sft", "learning_rate": 1e-3, "warmup_groups": 2}}]
+    stages = [
+        {"kind": "sft"},
+        {"kind": "reward_model", "train": PAIRS, "heldout": HELDOUT_PAIRS},
+        {"kind": "rejection", "rollout": {"keep": "best"}},
+        {"kind": "sft", "train": [{"path": "stage:rejection"}]},
+        {"kind": "preference", "train": PAIRS, "heldout": HELDOUT_PAIRS},
+        {"kind": "preference", "train": PAIRS, "objective": {"preset": "kto"}},
+        {"kind": "preference", "objective": {"preset": "online_dpo"}},
+        {"kind": "rl", "reward": learned},
+        {"kind": "rl", "reward": rival},
+        {"kind": "distill", "model": {"path": "stage:sft", "teacher": "stage:rl"}, "seed": 1},
+    ]
+    return {
+        **recipe,
+        "train": [{"generator": "rearrange", "seed": 1, "options": LETTERS}],
+        "heldout": {"generator": "rearrange", "seed": 2, "size": 4, "options": LETTERS},
+        "reward": [{"kind": "edit"}],
+        "sampling": {"max_new_tokens": 8},
+        "optim": {"learning_rate": 3e-3},
+        "trainer": {"examples_per_step": 4},
+        "rollout": {"groups_per_step": 4, "group_size": 4},
+        "checkpoint": {"every": 1, "keep": 3},
+        "stage": [{"steps": 3, **stage} for stage in stages],
+    }
+
+
+class Interrupted(Exception):
+    """The power went."""
+
+
+class Interrupter:
+    """A recorder that ends the process, as it were, once: after the records of a step, before its checkpoint."""
+
+    def __init__(self, stage: int, step: int) -> None:
+        self._place = (stage, step)
+
+    def append(self, report: StepReport, batch: Batch) -> None:
+        if (report.stage, report.step) == self._place:
+            raise Interrupted
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        """Nothing happens here."""
+
+
+def interrupted(recipe: Path, run: Path, interrupter: Interrupter, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_plan = training.make_plan
+
+    def with_interrupter(*parts: Any, recorders: Any, **more: Any) -> Any:
+        return make_plan(*parts, recorders=(*recorders, interrupter), **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "make_plan", with_interrupter)
+        with pytest.raises(Interrupted):
+            training.train(recipe, run=run, resume=run.exists())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param({}, id="whole"),
+        pytest.param({"lora": {"rank": 4}, "offload": True}, id="lora", marks=pytest.mark.heavy),
+    ],
+)
+def test_every_kind_of_stage_resumes_to_the_bit(
+    model: dict[str, Any], tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = every_stage(tiny_recipe)
+    table["model"] |= model
+    recipe, num_stages = write_recipe(tmp_path, table), len(table["stage"])
+    run = tmp_path / "run"
+    expected = identity(training.train(recipe, run=run))
+    with RunReader(run) as reader:
+        mixed = {point.value for point in reader.metric("distillation/on_policy")}
+    assert mixed == {0.0, 1.0}, "both of the mixture's sources are to be resumed"
+    run.rename(tmp_path / "alone")  # the other run has its place: an adapter records where its model lies
+    for stage in range(num_stages):  # by turns before its first checkpoint, after it, and after two
+        interrupted(recipe, run, Interrupter(stage, 1 + stage % 3), monkeypatch)
+    actual = identity(training.train(recipe, run=run, resume=True))
+    assert [name for name, digest in expected["files"].items() if actual["files"].get(name) != digest] == []
+    assert actual["files"].keys() == expected["files"].keys()
+    assert actual["ledger"] == expected["ledger"]
+    assert actual["records"] == expected["records"]
+    assert len({name.split("/")[1] for name in expected["files"]}) == num_stages
+
+
+def test_a_resume_that_forgets_what_a_reward_has_learned_is_seen(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutation: a discriminator that starts anew when its stage goes on."""
+    table = every_stage(tiny_recipe)
+    table["stage"] = [{"kind": "sft", "steps": 1}, {**table["stage"][8], "steps": 3}]
+    recipe, run = write_recipe(tmp_path, table), tmp_path / "run"
+    expected = identity(training.train(recipe, run=run))
+    run.rename(tmp_path / "alone")
+    monkeypatch.setattr(Rubric, "load", lambda self, folder: None)
+    interrupted(recipe, run, Interrupter(1, 3), monkeypatch)
+    assert identity(training.train(recipe, run=run, resume=True))["files"] != expected["files"]
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 4}}], ids=["whole", "lora"])
+def test_a_chain_of_all_stages_killed_again_and_again_ends_like_one_that_was_left_alone(
+    model: dict[str, Any], tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    table = every_stage(tiny_recipe)
+    table["model"] |= model
+    recipe = write_recipe(tmp_path, table)
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    finish(start(recipe, killed, resume=False))
+    expected = identity(killed)
+    killed.rename(alone)  # the other run has its place: an adapter records where its model lies
+    random_ = random.Random(1)
+    for _ in range(2 * KILLS):
+        kill_somewhere(start(recipe, killed, resume=killed.exists()), killed, random_)
+    finish(start(recipe, killed, resume=True))
+    actual = identity(killed)
+    assert actual["files"] == expected["files"]
+    assert actual["ledger"] == expected["ledger"]
+    assert actual["records"] == expected["records"]
 
 
 @pytest.mark.slow

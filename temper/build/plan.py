@@ -15,12 +15,15 @@ import torch
 
 from temper import loop
 from temper.build.stage import Stage
-from temper.evals import contamination
+from temper.evals import contamination, readiness
 from temper.rollout.budgets import Budget, budget_of
 from temper.rollout.diagnosis import Agreement
 from temper.rollout.gate import Canary, Sides, canary_prompts, open_gate, require_agreement, stale_tensors
+from temper.rollout.group import Extras
 from temper.rollout.roller import Roller
 from temper.runs.ledger import TRAINING, ModelSize, active_parameters, mfu, peak_flops, time_metrics
+from temper.runs.rules import configure
+from temper.stages.rejection import Rejection
 from temper.trainer.isolation import check_isolation
 from temper.trainer.ranks import rank_and_world
 from temper.trainer.weights import publish
@@ -89,12 +92,38 @@ async def _gate(stage: Stage, first_step: int) -> None:
     if stage.data.heldout and stage.data.verifier is not stage.data.rubric:
         for name, value in (await stage.data.verifier.start()).items():
             stage.note(f"held-out verifier {name} = {value:g}")
-    if stage.config.stage == "rl":
+    if stage.config.reward and stage.is_rolling:
         for name, value in (await stage.data.rubric.start()).items():
             stage.note(f"reward {name} = {value:g}")
+    if stage.is_rolling:
         sides, name = _sides(stage), f"gate/{stage.index}/{first_step}"
         _, rows = await open_gate(stage.setup, stage.data.probe[:GATE_PROMPTS], sides, name=name)
         stage.canary = Canary(sides, canary_prompts(rows), name=f"canary/{stage.index}")
+    if stage.is_after_imitation and first_step == 1:
+        await _require_ready(stage)
+    stage.opened()
+
+
+async def _require_ready(stage: Stage) -> None:
+    """What supervised training has left must be fit for RL: looked at once, between the two."""
+    rule = next(rule for rule in configure(stage.config.alarms) if rule.name == "readiness")
+    if rule.level == "off":
+        return
+    rollout = stage.config.rollout
+    groups = await readiness.roll(
+        stage.setup,
+        readiness.first_prompts(stage.data.probe, int(rule.thresholds["prompts"])),
+        group_size=rollout.group_size,
+        at_once=max(1, stage.config.engine.max_running // rollout.group_size),
+        name=f"ready/{stage.index}",
+        extras=Extras(retries=rollout.retries),
+    )
+    answer_of = readiness.answers_of([part.kind for part in stage.config.reward])
+    found = readiness.measure(groups, answer_of=answer_of, thresholds=rule.thresholds)
+    stage.show(readiness.render(found))
+    for check in found.failed:
+        stage.warn(f"not ready for RL: {check.name} is {check.value:.3f}; {check.advice}")
+    readiness.require_ready(found, is_forced=rule.level in ("note", "warn"))
 
 
 async def _canary(stage: Stage) -> None:
@@ -106,7 +135,7 @@ def _verify(stage: Stage, step: int, result: TrainResult) -> None:
     """After every synchronous step the gap between sampled and recomputed log-probabilities stays within budget."""
     gap = result.metrics.get("mismatch/logp_abs_mean")
     config = stage.config
-    if gap is None or config.stage == "sft" or config.rollout.max_staleness or config.trainer.updates_per_batch > 1:
+    if gap is None or not stage.is_rolling or config.rollout.max_staleness or config.trainer.updates_per_batch > 1:
         return
     agreement = Agreement(
         num_tokens=int(result.metrics.get("data/tokens", 0)),
@@ -127,13 +156,14 @@ def _measure_system(stage: Stage, batch: Batch, seconds: Mapping[str, float]) ->
         "sys/rollout_tokens": float(drawn),
         "sys/train_tok_s": sum(lengths) / max(training_seconds, 1e-9),
         "sys/peak_memory_bytes": float(stage.trainer.peak_memory_bytes()),
+        "sys/peak_memory_since_start": float(stage.trainer.peak_is_since_start),
         "sys/kv_use": stats["kv_use"],
         "sys/preemptions": stats["preemptions"],
         **time_metrics(seconds, stats),
         **mfu(_model_size(stage), lengths, training_seconds, _peak(stage)),
         **stage.data.rubric.metrics(),
     }
-    if isinstance(stage.source, Roller):
+    if isinstance(stage.source, Roller | Rejection):
         system["sys/queue_groups"] = float(stage.source.num_queued)
     if "rollout" in seconds:
         system["sys/rollout_tok_s"] = drawn / max(seconds["rollout"], 1e-9)

@@ -15,8 +15,12 @@ import torch
 from temper.config import RunConfig
 from temper.data import StageData
 from temper.engine.local.engine import EngineSettings, LocalEngine
+from temper.engine.none import NoSampler
 from temper.errors import UserError
+from temper.models.adapters import has_adapter, with_own_weights
 from temper.models.decoder import lay_end_to_end
+from temper.models.materialize import whole
+from temper.objectives import Objective
 from temper.protocols import Sampler
 
 BLOCK_SIZE = 16
@@ -24,9 +28,11 @@ BLOCK_SIZE = 16
 
 
 def make_sampler(
-    config: RunConfig, data: StageData, model: Any, model_folder: Path
+    config: RunConfig, objective: Objective, data: StageData, model: Any, model_folder: Path
 ) -> tuple[Sampler, torch.nn.Module | None]:
     """The sampler, and the module whose weights it holds, when that is in this process."""
+    if "scores" in objective.needs:
+        return NoSampler(), None
     kind, _, address = config.engine.kind.partition("+")
     if kind != "local" and config.engine.numerics == "exact":
         raise UserError(f'engine.numerics="exact" needs engine.kind="local", not "{config.engine.kind}"')
@@ -35,19 +41,26 @@ def make_sampler(
 
         settings = SglangSettings(
             address=address,
-            checkpoint=model_folder,
+            checkpoint=whole(model_folder),
             weights_folder=Path(tempfile.gettempdir()) / "temper-published",
             seed=config.seed,
         )
         return SglangEngine(settings), None
     if kind == "vllm":
         return _vllm(config, data, model, model_folder), None
-    # One copy of the weights when nothing is sampled while they change; otherwise the engine needs its own.
-    is_synchronous = config.rollout.max_staleness == 0 or config.stage == "sft"
-    held = model if is_synchronous else copy.deepcopy(model)
+    held = _held(config, model)
     lay_end_to_end(held)
     decode = data.renderer.decode if config.sampling.stop else None
     return LocalEngine(held, _engine_settings(config, data), decode=decode), held
+
+
+def _held(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
+    """One copy of the weights when nothing is sampled while they change; otherwise the engine needs its own. So it does
+    for a model with an adapter: it draws from merged weights."""
+    if has_adapter(model):
+        return with_own_weights(model)
+    is_synchronous = config.rollout.max_staleness == 0 or config.stage == "sft"
+    return model if is_synchronous else copy.deepcopy(model)
 
 
 def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) -> Sampler:
@@ -56,7 +69,7 @@ def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) ->
     parameter, size = next(model.parameters()), _engine_settings(config, data)
     return VllmEngine(
         VllmSettings(
-            folder=model_folder,
+            folder=whole(model_folder),
             seed=config.seed,
             dtype=str(parameter.dtype).removeprefix("torch."),
             device="cuda" if parameter.device.type == "cuda" else "cpu",

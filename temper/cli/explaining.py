@@ -21,7 +21,7 @@ def presets(
     page: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write objectives.md and its pictures")] = None,
 ) -> None:
     """List the objectives, explain one, compare two, or write the page that explains all."""
-    from temper.objectives import PRESETS, describe
+    from temper.objectives import FAMILIES, describe
     from temper.objectives import compare as differences
 
     if page is not None:
@@ -37,8 +37,11 @@ def presets(
         out.print(describe(name), markup=False)
     else:
         table = Table("preset", "", "source")
-        for preset in PRESETS.values():
-            table.add_row(preset.name, "experimental" if preset.why_experimental else "", preset.source)
+        for title, family in FAMILIES.items():
+            table.add_section()
+            table.add_row(f"[bold]{title}[/bold]", "", "")
+            for preset in family:
+                table.add_row(preset.name, "experimental" if preset.why_experimental else "", preset.source)
         out.print(table)
         out.print('"temper presets NAME" explains one; "temper presets --compare ONE OTHER" shows what differs.')
 

@@ -140,6 +140,104 @@ def scale(
 
 
 @app.command()
+def best(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint or run directory")],
+    prompts: Annotated[list[str] | None, typer.Argument(help="Texts, or files of tasks; default: the suite's")] = None,
+    suite: Suite = "",
+    data: Data = None,
+    reward: Annotated[str, typer.Option(help="Kind of reward to choose by; default: the suite's")] = "",
+    options: Annotated[str, typer.Option(help="Options of the reward, as JSON")] = "{}",
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers to choose among")] = 8,
+    answer_field: Annotated[str, typer.Option(help="Column of a file with gold answers; default: none")] = "",
+    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    limit: Limit = 0,
+    seed: int = 0,
+    fast: Fast = False,
+    target: Annotated[Path | None, typer.Option("--out", help="File for all answers, one JSON object a line")] = None,
+    set_: Overrides = None,
+) -> None:
+    """Best-of-N: draws N answers to each prompt and gives the one that a reward likes most."""
+    from temper.commands import verify as rewards
+    from temper.commands.best import Wanted, render
+    from temper.commands.best import best as draw
+    from temper.commands.evaluate import Asked
+
+    asked = Asked(
+        suite=suite, data=data, temperature=temperature, max_new_tokens=max_new_tokens, limit=limit, seed=seed,
+        numerics="fast" if fast else "exact", overrides=set_ or (),
+    )  # fmt: skip
+    wanted = Wanted(
+        prompts=tuple(prompts or ()), reward=reward, options=rewards.read_options(options), n=n,
+        answer_field=answer_field,
+    )  # fmt: skip
+    out.print(render(draw(checkpoint, asked, wanted, out=target, note=note)))
+
+
+@app.command("label-steps")
+def label_steps(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint or run directory, which continues the solutions")],
+    target: Annotated[Path, typer.Option("--out", help="A .jsonl file that a reward_model stage reads")],
+    suite: Suite = "",
+    data: Data = None,
+    continuations: Annotated[int, typer.Option(min=1, help="From the end of every step")] = 8,
+    min_share: Annotated[float, typer.Option(help="Successes from which on a step is good; 0: one is enough")] = 0.0,
+    separator: Annotated[str, typer.Option(help="Between two steps")] = "\n\n",
+    samples: Annotated[int | None, typer.Option(min=1, help="Solutions of a task that brings none")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    limit: Limit = 0,
+    seed: int = 0,
+    fast: Fast = False,
+) -> None:
+    """Labels the steps of solutions by how often the model succeeds from there: data for a process reward model."""
+    from temper.commands.evaluate import Asked
+    from temper.commands.label_steps import label_steps as label
+    from temper.stages.step_labels import Labelling
+
+    asked = Asked(
+        suite=suite, data=data, samples=samples, max_new_tokens=max_new_tokens, limit=limit, seed=seed,
+        numerics="fast" if fast else "exact",
+    )  # fmt: skip
+    label(
+        checkpoint,
+        asked,
+        Labelling(separator=separator, samples=continuations, min_share=min_share),
+        out=target,
+        note=note,
+    )
+
+
+@app.command()
+def choose(
+    candidates: Annotated[list[Path], typer.Argument(help="Runs (all their checkpoints) or checkpoint directories")],
+    suite: Annotated[list[str], typer.Option(help="Probe set of a domain; give one --suite for each")],
+    k: Annotated[int, typer.Option("--k", min=1, help="Choose by pass@k")] = 8,
+    average: Annotated[Path | None, typer.Option(help="Directory for the average of the chosen ones")] = None,
+    stage: Annotated[str, typer.Option(help="Of a run, only checkpoints of this stage, e.g. sft")] = "",
+    samples: Annotated[int | None, typer.Option(min=1, help="Of each prompt; default: k")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    limit: Limit = 0,
+    seed: int = 0,
+    fast: Fast = False,
+    target: Annotated[Path, typer.Option("--out", help="Directory of the results")] = Path("choice"),
+) -> None:
+    """Which checkpoint RL should start from: the best of each domain by pass@k, and their average."""
+    from temper.commands.choose import choose as rate
+    from temper.commands.choose import render
+    from temper.commands.evaluate import Asked
+
+    probes = [
+        Asked(
+            suite=name, samples=samples, temperature=temperature, max_new_tokens=max_new_tokens, limit=limit,
+            seed=seed, numerics="fast" if fast else "exact",
+        )
+        for name in suite
+    ]  # fmt: skip
+    out.print(render(rate(candidates, probes, k=k, out=target, average=average, stage=stage, note=note)))
+
+
+@app.command()
 def verify(
     kind: Annotated[str, typer.Argument(help="A kind of reward: math, code, format ...")],
     golden: Annotated[Path | None, typer.Option(help="Your own golden set; default: the shipped one")] = None,

@@ -16,10 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from temper.build import build_stage, pick_device
-from temper.config import RunConfig, load_recipe
+from temper.commands.train import outputs_of
+from temper.config import RunConfig, load_recipe, refer, references
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import BackendError, UserError
+from temper.models.adapters import is_adapter_folder
 from temper.models.load import Head, end_ids, find_checkpoint, hidden_states, load_model, load_tokenizer, read_shape
+from temper.models.materialize import load_trained, materialize
+from temper.models.scorer import CLASSES, kind_of, score_head
 from temper.tasks.render import Renderer
 from temper.trainer.attention import PackedAttention
 from temper.trainer.checkpoint import latest_checkpoint
@@ -31,21 +35,38 @@ LOGIT_TOLERANCE = 1e-3
 
 
 def find_model(path: Path) -> Path:
-    """A checkpoint directory, or the newest checkpoint of a run directory."""
-    if (path / "run.db").is_file():
-        found = [latest for stage in sorted((path / "checkpoints").glob("*")) if (latest := latest_checkpoint(stage))]
-        if not found:
-            raise UserError(f"{path} is a run without a checkpoint yet")
-        return found[-1]
-    return find_checkpoint(str(path))
+    """A checkpoint directory, or the newest checkpoint of a run's policy: a reward model answers nobody."""
+    if not (path / "run.db").is_file():
+        return find_checkpoint(str(path))
+    stages = sorted((path / "checkpoints").glob("*-*"), key=lambda stage: int(stage.name.partition("-")[0]))
+    policies = [stage for stage in stages if not stage.name.endswith("-reward_model")]
+    found = [latest for stage in policies if (latest := latest_checkpoint(stage))]
+    if not found:
+        has_other = len(policies) < len(stages)
+        also = ". Name a checkpoint directory of its reward model, if that is meant" if has_other else ""
+        raise UserError(f"{path} is a run without a checkpoint of a policy yet{also}")
+    return found[-1]
 
 
 def evaluate_checkpoint(path: Path, recipe: Path, *, overrides: Sequence[str] = ()) -> list[EvaluationResult]:
-    """Held-out scores of a checkpoint by the last stage of a recipe that has a held-out set."""
-    stages = [config for config in load_recipe(recipe, overrides) if config.heldout]
-    if not stages:
+    """Held-out scores of a checkpoint by the last stage of a recipe that holds out tasks for a policy."""
+    stages = load_recipe(recipe, overrides)
+    judging = [config for config in stages if config.heldout and config.stage != "reward_model"]
+    if not judging:
         raise UserError(f"{recipe} has no [heldout] table, so there is nothing to evaluate on")
-    return asyncio.run(_evaluate(stages[-1], find_model(path)))
+    return asyncio.run(_evaluate(_referred(judging[-1], stages, path), find_model(path)))
+
+
+def _referred(config: RunConfig, stages: Sequence[RunConfig], path: Path) -> RunConfig:
+    """What it reads of other stages, from the run that the checkpoint belongs to."""
+    run = next((folder for folder in (path, *path.resolve().parents[:3]) if (folder / "run.db").is_file()), None)
+    outputs = {} if run is None else outputs_of(stages, run)
+    if missing := [found for found in references(config) if found.kind not in outputs]:
+        raise UserError(
+            f'{missing[0].key} of the recipe\'s {config.stage} stage is "stage:{missing[0].kind}", and {path} is of no '
+            f"run where that stage has ended. Give a run directory of this recipe, or a path in its place with --set"
+        )
+    return refer(config, outputs)
 
 
 async def _evaluate(config: RunConfig, model: Path) -> list[EvaluationResult]:
@@ -102,11 +123,11 @@ def export(path: Path, out: Path) -> float:
     source = find_model(path)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty. Give a new directory")
-    out.mkdir(parents=True, exist_ok=True)
-    for pattern in EXPORTED:
-        for file in source.glob(pattern):
-            if file.name not in NOT_EXPORTED:
-                shutil.copy2(file, out / file.name)
+    if is_adapter_folder(source):
+        shutil.rmtree(out, ignore_errors=True)  # empty, if it is there
+        materialize(source, out)
+    else:
+        _copy(source, out)
     gap = compare_logits(source, out)
     if gap > LOGIT_TOLERANCE:
         raise BackendError(
@@ -115,12 +136,26 @@ def export(path: Path, out: Path) -> float:
     return gap
 
 
+def _copy(source: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for pattern in EXPORTED:
+        for file in source.glob(pattern):
+            if file.name not in NOT_EXPORTED:
+                shutil.copy2(file, out / file.name)
+
+
 def compare_logits(ours: Path, theirs: Path) -> float:
-    """Largest difference between Temper's forward pass of one directory and plain transformers' of another."""
-    model = load_model(ours, torch.float32, torch.device("cpu"))
-    plain: Any = AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32, local_files_only=True).eval()
+    """Largest difference between Temper's forward pass of one directory and plain transformers' of another. Of a reward
+    model: of its scores."""
+    kind = kind_of(ours)
+    model = load_trained(ours, torch.float32, torch.device("cpu"))
+    reader = AutoModelForCausalLM if kind is None else CLASSES[kind]
+    plain: Any = reader.from_pretrained(theirs, dtype=torch.float32, local_files_only=True).eval()
+    plain.config.get_text_config().pad_token_id = None  # a classifier of sequences then reads the last token
     ids = torch.randint(read_shape(ours).vocab_size, (24,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         attend = PackedAttention((len(ids),), ids.device)
-        mine = Head.of(model).logits(hidden_states(model, ids, torch.arange(len(ids)), attend))
+        states = hidden_states(model, ids, torch.arange(len(ids)), attend)
+        mine = Head.of(model).logits(states) if kind is None else score_head(model)(states)
+        mine = mine[-1] if kind == "conversation" else mine
         return (mine - plain(ids.unsqueeze(0)).logits[0].float()).abs().max().item()

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from temper.objectives import PRESETS, Objective, Tokens, TopTokens, beta_dpo, distillation, reward_models, unpaired
+from temper.objectives import POLICY_GRADIENTS, PRESETS, Lesson, Objective, Tokens, TopTokens
 from temper.objectives.factor import NEEDS, Factor
 from temper.objectives.gates import GATES
-from temper.objectives.preferences import PREFERENCES
+from temper.objectives.lessons import LESSONS, LESSONS_OF, stages_for
 from temper.objectives.resolve import REGISTRY
 from temper.runs.plot import Line, Panel, chart
 
@@ -25,18 +25,6 @@ SEEN_TOGETHER = ("clip", "cispo", "sapo", "dppo_tv")
 PROXIMAL_PROBABILITY = 0.15
 """Of the drawn token in the pictures: DPPO looks at probabilities, not only at the ratio."""
 RATIOS = torch.linspace(0.0, 6.0, 601, dtype=torch.float64).clamp(min=1e-3)
-
-LOSSES: dict[str, Mapping[str, Callable[..., Any]]] = {
-    "Preference losses": {**PREFERENCES, **unpaired.UNPAIRED, "nash_md_losses": unpaired.nash_md_losses,
-                          "beta_dpo": beta_dpo.beta_dpo},
-    "Reward models": {
-        loss.__name__: loss
-        for loss in (reward_models.bradley_terry, reward_models.process_reward_loss, reward_models.solution_score,
-                     reward_models.discriminator_loss)
-    },
-    "Distillation": {loss.__name__: loss for loss in (distillation.gkd, distillation.top_k_forward_kl)},
-}  # fmt: skip
-"""Losses beside the policy's; the stages that train with them are not part of an objective."""
 
 INTRO = """# Objectives
 
@@ -51,6 +39,9 @@ denominator; **regularisers** add terms of their own:
 
 Any factor of a preset can be replaced in a recipe: `objective.gate = "sapo"`, or
 `objective.gate = {name = "clip", high = 0.28}`; lists compose: `objective.corrections = ["token_tis", "veto"]`.
+
+A **lesson** is a loss of its own in place of all these: of given texts, of pairs, of scores, of the distance from a
+teacher. `objective.lesson = {beta = 0.3}` changes a preset's; each kind of stage takes [its own](#lessons).
 """
 
 
@@ -67,9 +58,9 @@ def write_page(folder: Path) -> Path:
 
 def page_text() -> str:
     parts = [INTRO, _gates_section(), _presets_section(), _needs_section()]
-    parts += [_section(kind.capitalize(), builders) for kind, builders in REGISTRY.items() if kind != "gate"]
-    parts += [_section(title, builders) for title, builders in LOSSES.items()]
-    return "\n".join(parts)
+    multiplied = {kind: builders for kind, builders in REGISTRY.items() if kind not in ("gate", "lesson")}
+    parts += [_section(kind.capitalize(), builders) for kind, builders in multiplied.items()]
+    return "\n".join([*parts, _lessons_section()])
 
 
 def gate_pictures() -> dict[str, str]:
@@ -157,12 +148,12 @@ def _presets_section() -> str:
         "",
         "Factors of the same kind are separated by commas; a dagger marks experimental ones.",
         "",
-    ]
-    lines += [
         "| preset | advantage | ratio | gate | weighting | beside that | source |",
         "|---|---|---|---|---|---|---|",
     ]
-    lines += [_preset_row(preset) for preset in PRESETS.values()]
+    lines += [_preset_row(preset) for preset in POLICY_GRADIENTS.values()]
+    lines += ["", "Presets with a lesson:", "", "| preset | stage | lesson | beside that | source |"]
+    lines += ["|---|---|---|---|---|", *(_lesson_row(p, p.lesson) for p in PRESETS.values() if p.lesson is not None)]
     reasons = [f"- `{name}`: {'; '.join(p.why_experimental)}" for name, p in PRESETS.items() if p.why_experimental]
     return "\n".join([*lines, "", "Experimental, and why:", "", *reasons, ""])
 
@@ -172,9 +163,26 @@ def _preset_row(preset: Objective) -> str:
     others += [*preset.controllers, *(rule for rule in (preset.critic, preset.reference, preset.step) if rule)]
     others += [preset.proximal] if preset.proximal.name != "trainer" else []
     beside = ", ".join([*map(str, others), *sorted(preset.wants)]) or "-"
+    return _row(preset, preset.advantage, preset.ratio, preset.gate, preset.weighting, beside)
+
+
+def _lesson_row(preset: Objective, lesson: Lesson) -> str:
+    beside = ", ".join([*map(str, preset.controllers), *sorted(preset.wants)]) or "-"
+    return _row(preset, ", ".join(stages_for(lesson.name)), lesson, beside)
+
+
+def _row(preset: Objective, *cells: object) -> str:
     dagger = " †" if preset.why_experimental else ""
-    cells = (preset.advantage, preset.ratio, preset.gate, preset.weighting, beside, preset.source)
-    return f"| `{preset.name}`{dagger} | " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+    texts = [str(cell).replace("|", "\\|") for cell in (*cells, preset.source)]
+    return f"| `{preset.name}`{dagger} | " + " | ".join(texts) + " |"
+
+
+def _lessons_section() -> str:
+    lines = ["## Lessons", "", "Which a stage may train with:", "", "| stage | lessons |", "|---|---|"]
+    for stage, lessons in LESSONS_OF.items():
+        named = ["a policy gradient" if lesson is None else f"`{lesson}`" for lesson in lessons]
+        lines.append(f"| {stage} | {'nothing is trained' if stage == 'rejection' else ', '.join(named)} |")
+    return "\n".join([*lines, "", *_entries(LESSONS)])
 
 
 def _needs_section() -> str:
@@ -186,10 +194,12 @@ def _needs_section() -> str:
 
 
 def _section(title: str, builders: Mapping[str, Callable[..., Any]]) -> str:
-    lines = [f"## {title}", ""]
+    return "\n".join([f"## {title}", "", *_entries(builders)])
+
+
+def _entries(builders: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
     for name, build in builders.items():
-        lines += _entry(name, build)
-    return "\n".join(lines)
+        yield from _entry(name, build)
 
 
 def _entry(name: str, build: Callable[..., Any]) -> Iterator[str]:

@@ -1,48 +1,157 @@
 """`temper train --dry-run`: everything that can be known in seconds, without weights.
 
-Owns: the table of what a run would do, and the trial of the reward on gold and empty answers.
+Owns: the table of what a run would do, what stands in for outputs of stages that have not run, and the trial of the
+reward on gold and empty answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from temper.build import first_model, resolve_objective
-from temper.config import RunConfig, load_recipe
-from temper.data import StageData, open_data
+from temper.build import check_stage, first_model, require_turn_credit, try_rows
+from temper.build.sources import is_rolling, keep_rule
+from temper.commands.train import NO_POLICY, starts_elsewhere
+from temper.config import FIRST, RewardConfig, RunConfig, SourceConfig, load_recipe, refer
+from temper.data import StageData, open_data, require_judge
 from temper.evals import contamination
+from temper.models.load import find_checkpoint
+from temper.objectives import Objective
 from temper.rewards.rubric import Rubric
 from temper.runs.rules import configure
+from temper.stages.distill import share_of_samples, teacher_folders
 from temper.types import Score, Trajectory
 
 REWARD_TRIALS = 16
+REFERENCE = "stage:"
 
 
 def dry_run(recipe: Path, *, overrides: Sequence[str] = ()) -> str:
     """Checks configuration, data, template, reward and batch arithmetic of every stage; returns a table to print."""
     stages = load_recipe(recipe, overrides)
+    for config in stages:
+        configure(config.alarms)
+        check_stage(config)
     with tempfile.TemporaryDirectory() as folder:
-        model = first_model(stages[0], Path(folder))
-        return "\n\n".join(_describe(config, index, model) for index, config in enumerate(stages))
+        later = Later(stages, first_model(stages[0], Path(folder)))
+        return "\n\n".join(_describe(later.open(config)) for config in stages)
 
 
-def _describe(config: RunConfig, index: int, model: Path) -> str:
-    objective = resolve_objective(config)
-    configure(config.alarms)
-    data = open_data(config, model)
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A stage as far as it can be looked at."""
+
+    number: int
+    config: RunConfig
+    """As the recipe says."""
+    readable: RunConfig
+    """Without what earlier stages have yet to write."""
+    model: Path
+    """Its own, or one with the same tokenizer and shape."""
+    awaited: Mapping[str, str]
+    """What will be read from earlier stages, in words, by where it stands."""
+
+
+@dataclass
+class Later:
+    """What stages leave to later ones, as long as none has run: a model of the same shape, the prompts of kept rows."""
+
+    stages: Sequence[RunConfig]
+    first: Path
+    _number: int = 0
+    _names: dict[str, str] = field(default_factory=dict)
+    _models: dict[str, Path] = field(default_factory=dict)
+    _rows: Sequence[SourceConfig] = ()
+    """Training tasks of the last rejection stage."""
+
+    def __post_init__(self) -> None:
+        self._models[FIRST] = self._policy = self.first
+        self._names[FIRST] = "the run's first model"
+        self._policy_name = "a new model" if self.stages[0].model.new else str(self.first)
+
+    def open(self, config: RunConfig) -> Opened:
+        """The next stage."""
+        self._number += 1
+        awaited: dict[str, str] = {"starts from": self._policy_name}
+        readable = refer(self._without_outputs(config, awaited), self._models)
+        model = self._policy
+        if starts_elsewhere(config, self.stages):
+            model = find_checkpoint(readable.model.path)
+            awaited["starts from"] = self._in_words(config.model.path)
+        if config.model.teacher:
+            awaited["teacher"] = self._in_words(config.model.teacher)
+        self._leave(config, readable, model)
+        return Opened(number=self._number, config=config, readable=readable, model=model, awaited=awaited)
+
+    def _leave(self, config: RunConfig, readable: RunConfig, model: Path) -> None:
+        name = f"what stage {self._number} ({config.stage}) leaves"
+        self._models[config.stage], self._names[config.stage] = model, name
+        if config.stage == "rejection":
+            self._rows = readable.train
+        if config.stage not in NO_POLICY:
+            self._policy, self._policy_name = model, name
+
+    def _without_outputs(self, config: RunConfig, awaited: dict[str, str]) -> RunConfig:
+        """Prompts of kept rows stand in for these; a reward that has yet to be trained is left out."""
+        train: list[SourceConfig] = []
+        for source in config.train:
+            if source.path.startswith(REFERENCE):
+                awaited["rows"] = self._in_words(source.path)
+            train += self._rows if source.path.startswith(REFERENCE) else [source]
+        heldout = config.heldout
+        if heldout is not None and heldout.path.startswith(REFERENCE):
+            awaited["held-out rows"], heldout = self._in_words(heldout.path), None
+        judges = self._tried(config.evaluation.reward, "held-out verifier", awaited)
+        return config.model_copy(
+            update={
+                "train": train,
+                "heldout": heldout,
+                "reward": self._tried(config.reward, "reward", awaited),
+                "evaluation": config.evaluation.model_copy(update={"reward": judges}),
+            }
+        )
+
+    def _tried(self, parts: Sequence[RewardConfig], name: str, awaited: dict[str, str]) -> list[RewardConfig]:
+        known = [part for part in parts if not str(part.options.get("path", "")).startswith(REFERENCE)]
+        for part in parts:
+            if part not in known:
+                awaited[f"{name} {part.kind}"] = (
+                    f"{self._in_words(str(part.options['path']))}; tried when that is there"
+                )
+        return known
+
+    def _in_words(self, path: str) -> str:
+        for kind, name in self._names.items():
+            path = path.replace(f"{REFERENCE}{kind}", name)
+        return path
+
+
+def _describe(stage: Opened) -> str:
+    config = stage.config
+    objective = check_stage(config)
+    data = open_data(stage.readable, stage.model)
+    require_turn_credit(config, objective, data.rubric)
+    require_judge(config, data)
+    if config.model.teacher:
+        teacher_folders(stage.model, stage.readable.model.teacher)
     shape, first = data.shape, data.probe[0]
     prompt = data.renderer.prompt_ids(data.renderer.prompt_messages(first))
     rows = {
         "model": f"{shape.family}, {shape.num_layers} layers, context {shape.max_context}, {config.model.dtype}",
+        **stage.awaited,
         "tasks": f"first: {first.id}; held out: {len(data.heldout)} (removed from training where equal)",
-        "prompt": f"{data.tokenizer.decode(prompt)!r} = {len(prompt)} tokens; longest seen {data.longest_prompt}",
+        "prompt": f"{data.tokenizer.decode(prompt)!r} = {len(prompt)} tokens"
+        + (f"; longest seen {data.longest_prompt}" if data.longest_prompt else ""),
         "stop tokens": ", ".join(str(stop) for stop in data.renderer.stop_ids),
-        **(_supervised_rows(config) if config.stage == "sft" else _rollout_rows(config, data, objective.name)),
+        **({} if config.stage == "rejection" else {"objective": objective.name}),
+        **asyncio.run(_batch_rows(stage, objective, data)),
     }
-    if config.reward:
+    if config.model.lora is not None:
+        rows["adapter"] = ", ".join(f"{name} {value}" for name, value in config.model.lora.items()) or "as by default"
+    if stage.readable.reward and config.stage != "reward_model":
         rows |= asyncio.run(_reward_rows(data, data.rubric, "reward"))
     if data.verifier is not data.rubric:
         rows |= asyncio.run(_reward_rows(data, data.verifier, "held-out verifier"))
@@ -50,23 +159,40 @@ def _describe(config: RunConfig, index: int, model: Path) -> str:
     body = "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
     if warning := contamination.check(data.known, data.heldout):
         body = f"{body}\n{warning}"
-    return f"stage {index + 1}: {config.stage}, {config.steps} steps\n{body}"
+    return f"stage {stage.number}: {config.stage}, {config.steps} steps\n{body}"
 
 
-def _supervised_rows(config: RunConfig) -> dict[str, str]:
-    examples = config.trainer.examples_per_step
-    return {"batch": f"{examples} examples a step, {examples * config.steps} in all"}
+async def _batch_rows(stage: Opened, objective: Objective, data: StageData) -> dict[str, str]:
+    """What one step takes: rows that are read, samples that are drawn, or now one and now the other."""
+    config, rows = stage.config, dict[str, str]()
+    if "rows" in stage.awaited:
+        examples = config.trainer.examples_per_step
+        rows["examples"] = f"{examples} a step, {examples * config.steps} in all"
+    elif (trial := await try_rows(config, objective, data)) is not None:
+        rows[trial.unit] = (
+            f"{trial.count} a step, {trial.count * config.steps} in all; the first step has {trial.num_tokens} tokens, "
+            f"{trial.num_trained} of them {'read by the head' if config.stage == 'reward_model' else 'trained'}"
+        )
+    if is_rolling(config, objective, data):
+        rows |= _rollout_rows(config, data)
+    if config.stage == "rejection":
+        rule = keep_rule(config)
+        rows["keeps"] = f"{rule.name} of each group, {f'at most {rule.cap}' if rule.cap else 'all'} of a prompt"
+    if config.stage == "preference" and is_rolling(config, objective, data):
+        rows["pairs"] = "of each group's samples, by the reward"
+    if config.stage == "distill":
+        rows["samples"] = f"of the student in {share_of_samples(objective):.0%} of the steps; given texts in the others"
+    return rows
 
 
-def _rollout_rows(config: RunConfig, data: StageData, objective: str) -> dict[str, str]:
-    rollout = config.rollout
+def _rollout_rows(config: RunConfig, data: StageData) -> dict[str, str]:
+    rollout, updates = config.rollout, config.trainer.updates_per_batch
     completions = rollout.groups_per_step * rollout.group_size
     tokens = completions * (data.longest_prompt + config.sampling.max_new_tokens)
     microbatches = -(-tokens // config.trainer.tokens_per_microbatch)
     return {
-        "objective": objective,
         "batch": f"{rollout.groups_per_step} tasks x {rollout.group_size} = {completions} completions a step, "
-        f"{config.trainer.updates_per_batch} optimiser step(s)",
+        f"{'no training' if config.stage == 'rejection' else f'{updates} optimiser step(s)'}",
         "tokens": f"at most {tokens:,} a step, in about {microbatches} microbatches at most",
         "staleness": f"{rollout.max_staleness} ({'synchronous' if rollout.max_staleness == 0 else 'asynchronous'})",
     }

@@ -12,25 +12,31 @@ from functools import partial
 from pathlib import Path
 
 from temper import loop
-from temper.build import Stage, build_stage, first_model, make_plan
-from temper.config import RunConfig, load_recipe, to_toml
+from temper.build import Stage, build_stage, check_stage, first_model, make_plan
+from temper.config import FIRST, RunConfig, load_recipe, refer, to_toml
 from temper.errors import UserError
+from temper.models.load import find_checkpoint
 from temper.runs.alarms import Alarms, StopRun, line_of
 from temper.runs.display import Display
 from temper.runs.mirrors import Mirror, open_mirrors
 from temper.runs.records import AlarmRecord
 from temper.runs.rules import configure
 from temper.runs.store import RunStore, open_run
+from temper.runs.verdicts import Verdicts
+from temper.stages.rejection import KEPT_FILE
 from temper.trainer.checkpoint import latest_checkpoint, prune, remove_unfinished, write_checkpoint
 
 RUNS = Path("runs")
+NO_POLICY = ("rejection", "reward_model")
+"""Stages after which the policy is what it was."""
 
 
 def train(recipe: Path, *, overrides: Sequence[str] = (), run: Path | None = None, resume: bool = False) -> Path:
     """Trains a recipe and returns its run directory."""
     stages = load_recipe(recipe, overrides)
-    for config in stages:
-        configure(config.alarms)  # a misspelt rule must not wait for its stage
+    for config in stages:  # a misspelt rule must not wait for its stage
+        configure(config.alarms)
+        check_stage(config)
     folder = run or choose_folder(stages[0].name, resume=resume)
     store = open_run(folder, config=to_toml(stages), resume=resume)
     display = Display()
@@ -81,8 +87,11 @@ class Records:
 async def run_stages(stages: Sequence[RunConfig], folder: Path, records: Records) -> None:
     """Runs what is left of every stage."""
     store, display = records.store, records.display
-    model = first_model(stages[0], folder)
-    for index, config in enumerate(stages):
+    outputs = {FIRST: first_model(stages[0], folder)}
+    policy = outputs[FIRST]
+    for index, recipe in enumerate(stages):
+        config = refer(recipe, outputs)
+        model = find_checkpoint(config.model.path) if starts_elsewhere(recipe, stages) else policy
         checkpoints = checkpoints_of(folder, index, config)
         remove_unfinished(checkpoints)
         resumed = latest_checkpoint(checkpoints)
@@ -92,22 +101,35 @@ async def run_stages(stages: Sequence[RunConfig], folder: Path, records: Records
         display.stage(f"{index + 1} of {len(stages)}: {config.stage}", steps=config.steps, done=done)
         store.begin_stage(index, config.stage, config.steps)
         if done < config.steps:
-            await _run_stage(build_stage(config, index, model, resumed), done + 1, checkpoints, records)
-        model = checkpoints / f"step-{config.steps}"
+            stage = build_stage(config, index, model, resumed, caches=folder / "caches" / checkpoints.name)
+            stage.is_after_imitation = config.stage == "rl" and "sft" in outputs
+            await _run_stage(stage, done + 1, checkpoints, records)
+        last = checkpoints / f"step-{config.steps}"
+        outputs[config.stage] = output_of(config, last)
+        if config.stage not in NO_POLICY:
+            policy = outputs[config.stage]
+
+
+def starts_elsewhere(config: RunConfig, stages: Sequence[RunConfig]) -> bool:
+    """Whether a stage names the model that it starts from, in place of what the stage before it left."""
+    return config.model.path not in ("", stages[0].model.path)
 
 
 async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, records: Records) -> None:
     store, display = records.store, records.display
     stage.note = partial(store.event, "info")
     stage.warn = partial(store.event, "warning")
+    stage.show = display.show
     stage.audit = store.audit
+    verdicts = Verdicts(stage.verdicts, store.verdicts)
+    stage.opened = partial(verdicts.opened, stage.index, first_step - 1)
     rules = configure(stage.config.alarms, is_moe="moe" in stage.data.shape.family)
     alarms = Alarms(rules, store.folder, records.tell, display.note)
     alarms.replay(stage.index)
     plan = make_plan(
         stage,
         first_step=first_step,
-        recorders=(store, display, *records.mirrors, alarms),
+        recorders=(store, verdicts, display, *records.mirrors, alarms),
         checkpoint=partial(_checkpoint, stage, checkpoints, store),
         watch=alarms,
     )
@@ -126,12 +148,27 @@ def _checkpoint(stage: Stage, checkpoints: Path, store: RunStore, step: int) -> 
         "rubric": stage.data.rubric.state(),
         "verifier": stage.data.verifier.state(),
     }
-    write_checkpoint(checkpoints, f"step-{step}", {"trainer": stage.trainer.save}, state)
+    write_checkpoint(checkpoints, f"step-{step}", {"trainer": stage.trainer.save, **stage.writers}, state)
     prune(checkpoints, stage.config.checkpoint.keep)
 
 
 def checkpoints_of(folder: Path, index: int, config: RunConfig) -> Path:
     return folder / "checkpoints" / f"{index}-{config.stage}"
+
+
+def output_of(config: RunConfig, checkpoint: Path) -> Path:
+    """What later stages read of this one: rows that were kept, or a model."""
+    return checkpoint / KEPT_FILE if config.stage == "rejection" else checkpoint
+
+
+def outputs_of(stages: Sequence[RunConfig], folder: Path) -> dict[str, Path]:
+    """By kind, what stages of a run that have ended left to later ones."""
+    outputs = {FIRST: first_model(stages[0], folder)}
+    for index, config in enumerate(stages):
+        last = checkpoints_of(folder, index, config) / f"step-{config.steps}"
+        if last.is_dir():
+            outputs[config.stage] = output_of(config, last)
+    return outputs
 
 
 def step_of(checkpoint: Path) -> int:

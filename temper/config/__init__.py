@@ -1,17 +1,22 @@
 """What a recipe may say (sections), how it is read (recipe) and written (toml)."""
 
 from temper.config.recipe import load_recipe, merge, parse_override, resolve, section_of
+from temper.config.references import FIRST, check_references, refer, references
 from temper.config.sections import RewardConfig, RunConfig, Section, SourceConfig
 from temper.config.toml import to_toml
 
 __all__ = [
+    "FIRST",
     "RewardConfig",
     "RunConfig",
     "Section",
     "SourceConfig",
+    "check_references",
     "load_recipe",
     "merge",
     "parse_override",
+    "refer",
+    "references",
     "resolve",
     "section_of",
     "to_toml",

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
+from temper.config.references import check_references
 from temper.config.sections import RunConfig
 from temper.errors import UserError, did_you_mean
 
@@ -41,16 +42,26 @@ def resolve(table: Mapping[str, Any], overrides: Iterable[str], *, where: str, t
         for override in overrides:
             merged = merge(merged, parse_override(override))
         resolved.append(_validate(merged, where=where, text=text))
+    check_references(resolved)
     return resolved
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables merge key by key; everything else is replaced. model.path and model.new replace each other."""
+    """Tables merge key by key; everything else is replaced. What cannot stand together replaces each other."""
     out = dict(below)
     for key, value in above.items():
         is_table = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
-        out[key] = merge(out[key], value) if is_table else value
+        out[key] = merge(_room_for(key, out[key], value), value) if is_table else value
     return out
+
+
+def _room_for(key: str, below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is left of a table under one that names another origin: a file's rows are not cut to a generator's size."""
+    if key == "heldout" and {"path", "generator"} & above.keys() - below.keys():
+        return {}
+    if key == "model" and ("path" in above) != ("new" in above):
+        return {name: value for name, value in below.items() if name != ("new" if "path" in above else "path")}
+    return below
 
 
 def parse_override(text: str) -> dict[str, Any]:

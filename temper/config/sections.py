@@ -7,12 +7,13 @@ The text under each field is its help.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from temper.types import Scalar
 
+StageKind = Literal["rl", "sft", "reward_model", "rejection", "preference", "distill"]
 Factor = str | dict[str, Scalar]
 """A named function, or a table with its name and arguments: "clip" or {name = "clip", high = 0.28}."""
 
@@ -46,7 +47,8 @@ class NewModelConfig(Section):
 
 class ModelConfig(Section):
     path: str = ""
-    """Hugging Face checkpoint directory to start from. A later stage starts from the one before it."""
+    """Hugging Face checkpoint directory to start from. A later stage starts from the one before it, unless it names
+    another directory than the first stage, or "stage:KIND": what the last stage of that kind left."""
     new: NewModelConfig | None = None
     """Make a small model instead of reading `path`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -54,16 +56,21 @@ class ModelConfig(Section):
     log-probabilities are always float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     teacher: str = ""
-    """Checkpoint directory of the teacher, for objectives that distil from one. Same tokenizer as the model."""
+    """Checkpoint directory of the teacher, for objectives that distil from one. Same tokenizer as the model. Several by
+    domain: "math=DIRECTORY, code=DIRECTORY"."""
+    lora: dict[str, Scalar | list[Scalar]] | None = None
+    """Train adapters instead of the weights, e.g. {rank = 16}. Also alpha, targets, rslora."""
+    offload: bool = False
+    """Reference and teacher wait on the CPU between their passes: less memory on the GPU, more time."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
 
 class SourceConfig(Section):
-    """Where tasks come from: a file (JSONL or Parquet) or a generator, exactly one."""
+    """Where tasks come from: a file or a generator, exactly one."""
 
     path: str = ""
-    """A .jsonl or .parquet file."""
+    """A .jsonl, .json or .parquet file, or a folder that save_to_disk of the package datasets wrote."""
     generator: str = ""
     """A generator's name ("spell_backward", "reasoning_gym"), or "package.module:function" of your own."""
     options: dict[str, Scalar | list[Scalar]] = {}
@@ -76,6 +83,8 @@ class SourceConfig(Section):
     """Regular expression whose first group is the answer inside that column, e.g. "#### (.+)" for GSM8K."""
     size: int = Field(0, ge=0)
     """Use only this many tasks; 0: all of a file, unbounded for a generator (a held-out set needs a size)."""
+    skip_bad: bool = False
+    """Leave rows of a file out that cannot be used, in place of an error that names them."""
     seed: int = 0
     """Of a generator. Held-out prompts are kept out of training whatever the seeds."""
     weight: float = Field(1.0, gt=0)
@@ -104,8 +113,8 @@ class PromptConfig(Section):
 class RewardConfig(Section):
     kind: str
     """math, code, exact, contains, f1, edit, rearranged, format, tags, json_schema, ifeval, length, repetition,
-    language, judge, pairwise, rubric, evolving_rubric, reward_model, process, env, countdown, reasoning_gym or
-    verifiers; or "package.module:function" of your own."""
+    language, judge, pairwise, rubric, evolving_rubric, reward_model, process, discriminator, env, countdown,
+    reasoning_gym or verifiers; or "package.module:function" of your own."""
     weight: float = 1.0
     gate: bool = False
     """The whole reward is 0 unless this part is at least 1. A gate has no weight of its own."""
@@ -148,6 +157,8 @@ class RolloutConfig(Section):
     """Deadline for filling one step."""
     error_limit: float = Field(0.1, ge=0, le=1)
     """Stop when more than this share of a step's episodes failed or could not be scored because of an error."""
+    keep: Factor = "correct"
+    """What a rejection stage keeps of a group: "correct", "best", or {name = "top", k = 2, cap = 4}."""
 
 
 class SamplingConfig(Section):
@@ -164,7 +175,8 @@ class SamplingConfig(Section):
 class ObjectiveConfig(Section):
     """A preset, and what differs from it. Factors left unset are the preset's."""
 
-    preset: str = "grpo"
+    preset: str = ""
+    """Empty: what the stage is for: grpo, sft, dpo, reward_model or gkd."""
     shaping: list[Factor] | None = None
     """What is done to rewards before they are compared."""
     advantage: Factor | None = None
@@ -189,8 +201,14 @@ class ObjectiveConfig(Section):
     """When the reference model follows the policy; unset and not in the preset: never."""
     step: Factor | None = None
     """A constrained step (trpo) in place of AdamW."""
+    lesson: Factor | None = None
+    """A loss that is no policy gradient, e.g. {name = "dpo", beta = 0.05}: of pairs, of scores, of likelihood, of the
+    distance from a teacher."""
     train_truncated: bool | None = None
     """Train on completions that were cut at the length limit. Unset: yes, unless the preset filters them."""
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
@@ -201,9 +219,8 @@ class OptimConfig(Section):
     """After warm-up. linear and cosine fall towards 0, which they would reach one step after the last."""
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    epsilon: float = Field(1e-8, gt=0)
+    adam: tuple[Decay, Decay, float] = (0.9, 0.999, 1e-8)
+    """AdamW's two decay rates (beta1, beta2) and its epsilon."""
     max_grad_norm: float = Field(1.0, gt=0)
 
 
@@ -213,7 +230,10 @@ class TrainerConfig(Section):
     updates_per_batch: int = Field(1, ge=1)
     """Optimiser steps per batch; the groups are split over them."""
     examples_per_step: int = Field(64, ge=1)
-    """Supervised stage: examples of one step."""
+    """Examples or pairs of one step, in stages that read them."""
+    max_length: int = Field(0, ge=0)
+    """Supervised stages: examples of more tokens are dropped and counted (data/too_long). 0: an example longer than the
+    model's context is an error."""
 
 
 class EngineConfig(Section):
@@ -260,7 +280,8 @@ class RunConfig(Section):
     """One stage, resolved."""
 
     name: str = "run"
-    stage: Literal["rl", "sft"] = "rl"
+    stage: StageKind = "rl"
+    """rl, sft, reward_model, rejection, preference or distill. In a [[stage]] table it is called `kind`."""
     steps: int = Field(100, ge=1)
     seed: int = 0
     model: ModelConfig = ModelConfig()
@@ -297,7 +318,9 @@ class RunConfig(Section):
             raise ValueError("no training tasks: add a [[train]] table with a path or a generator")
         if self.heldout and self.heldout.generator and not self.heldout.size:
             raise ValueError("heldout.size is missing: a generated held-out set needs a size, e.g. size = 256")
-        needs_reward = self.stage == "rl" or self.heldout is not None
+        # A reward model and preferences are judged by the pairs they are given: data.py looks whether there are any.
+        has_pairs = self.stage in ("reward_model", "preference")
+        needs_reward = self.stage in ("rl", "rejection") or (self.heldout and not has_pairs)
         if needs_reward and not self.reward:
             raise ValueError('no reward: add a [[reward]] table, e.g. kind = "exact"')
         if self.evaluation.reward and not self.heldout:
@@ -307,7 +330,7 @@ class RunConfig(Section):
         if self.optim.warmup_steps > self.steps:
             raise ValueError(f"optim.warmup_steps={self.optim.warmup_steps} is more than steps={self.steps}")
         groups, updates = self.rollout.groups_per_step, self.trainer.updates_per_batch
-        if self.stage == "rl" and groups % updates:
+        if self.stage in ("rl", "preference", "distill") and groups % updates:
             raise ValueError(
                 f"rollout.groups_per_step={groups} does not divide over trainer.updates_per_batch={updates}. "
                 f"Use a multiple, e.g. groups_per_step={-(-groups // updates) * updates}"

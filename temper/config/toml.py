@@ -31,7 +31,7 @@ def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
 
 
 def _is_tables(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
 def _toml_value(value: Any) -> str:
@@ -42,6 +42,6 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     return repr(value)

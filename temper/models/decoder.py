@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from temper.models.low_rank import is_adapted, low_rank_linear
 from temper.models.ops import Ops, ops_of, product
 
 Numerics = Literal["fast", "exact"]
@@ -101,7 +102,9 @@ def _window(module: Any) -> int | None:
 
 def _project(ops: Ops, hidden_TD: Tensor, linears: Sequence[Any]) -> Tensor:
     """Outputs of these linear layers side by side: one product when their weights lie end to end in memory."""
-    if any(type(linear) is not nn.Linear for linear in linears):  # e.g. an adapter around it
+    if any(is_adapted(linear) for linear in linears):
+        return low_rank_linear(ops.linear, hidden_TD, linears)
+    if any(type(linear) is not nn.Linear for linear in linears):
         return torch.cat([linear(hidden_TD) for linear in linears], dim=-1)
     weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears if linear.bias is not None]

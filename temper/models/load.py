@@ -7,6 +7,8 @@ Shapes: _T tokens, _V vocabulary.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,16 +42,16 @@ class ModelShape:
     max_context: int
 
 
-def find_checkpoint(path: str) -> Path:
+def find_checkpoint(path: str, key: str = "model.path") -> Path:
     """The directory of a checkpoint, or a UserError that says what is missing."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(
-            f'model.path "{path}" is not a directory. Give a Hugging Face checkpoint directory, or make one with '
+            f'{key} "{path}" is not a directory. Give a Hugging Face checkpoint directory, or make one with '
             f'"temper model fetch smollm2-135m --out {path}"'
         )
     if not (folder / "config.json").is_file():
-        raise UserError(f'model.path "{path}" has no config.json, so it is not a Hugging Face checkpoint')
+        raise UserError(f'{key} "{path}" has no config.json, so it is not a Hugging Face checkpoint')
     return folder
 
 
@@ -72,11 +74,16 @@ def shape_of(config: Any) -> ModelShape:
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device, numerics: Numerics = "fast") -> nn.Module:
-    """The causal language model with Temper's attention, in evaluation mode, dropout off for good."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{folder}: the model cannot be loaded: {error}") from error
+    """The causal language model with Temper's attention, in evaluation mode, dropout off for good.
+
+    Of an adapter directory: the model it belongs to with the adapter merged.
+    """
+    if (folder / "adapter_config.json").is_file():
+        from temper.models.adapters import load_merged  # here: it loads its model by this very function
+
+        model: Any = load_merged(folder, dtype, device)
+    else:
+        model = _pretrained(folder, dtype)
     if numerics == "exact" and not can_walk(model):
         raise UserError(
             f'engine.numerics="exact" is made for the families {", ".join(FAMILIES)}, and {folder} is a '
@@ -86,6 +93,13 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, numerics:
     lay_end_to_end(model)
     set_numerics(model, numerics)
     return model
+
+
+def _pretrained(folder: Path, dtype: torch.dtype) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{folder}: the model cannot be loaded: {error}") from error
 
 
 def prepare(model: Any) -> nn.Module:
@@ -135,13 +149,30 @@ def end_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Writes an ordinary Hugging Face directory: weights, configuration, tokenizer, chat template."""
-    implementation = model.config._attn_implementation
-    model.config._attn_implementation = None  # a reader without Temper must not be asked for our attention
-    try:
+    with _without_own_attention(model):
         model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def save_description(model: Any, tokenizer: Any, folder: Path) -> None:
+    """The same directory without weights."""
+    model.config.architectures = [type(model).__name__]  # as it would be with them: a reader must know the head
+    with _without_own_attention(model):
+        model.config.save_pretrained(folder)
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        generation.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _without_own_attention(model: Any) -> Iterator[None]:
+    """A reader without Temper must not be asked for our attention."""
+    implementation = model.config._attn_implementation
+    model.config._attn_implementation = None
+    try:
+        yield
     finally:
         model.config._attn_implementation = implementation
-    tokenizer.save_pretrained(folder)
 
 
 def hidden_states(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Any) -> Tensor:
@@ -165,7 +196,7 @@ class Head:
     bias: Tensor | None
     softcap: float | None
     is_exact: bool = False
-    """Whether logits of a row must not depend on the rows beside it. On a GPU the library's products never do."""
+    """Whether logits of a row must not depend on the rows beside it."""
 
     @staticmethod
     def of(model: Any) -> Head:
@@ -177,13 +208,22 @@ class Head:
         return Head(wide, None if bias is None else bias.to(dtype), softcap, numerics_of(model) == "exact")
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        if self.weight.is_cuda and self.weight.dtype in (torch.bfloat16, torch.float16):
+        # Neither of the GPU's products is differentiable: who asks for a gradient takes the plain one.
+        is_gpu = self.weight.is_cuda and not (
+            torch.is_grad_enabled() and (hidden_TD.requires_grad or self.weight.requires_grad)
+        )
+        if is_gpu and self.is_exact:
+            from temper.models.kernels.products import exact_product
+
+            logits_TV = exact_product(hidden_TD.to(self.weight.dtype), self.weight, self.bias, torch.float32)
+        elif is_gpu and self.weight.dtype in (torch.bfloat16, torch.float16):
             logits_TV = torch.mm(hidden_TD, self.weight.t(), out_dtype=torch.float32)
             logits_TV = logits_TV if self.bias is None else logits_TV.add_(self.bias)
         elif self.is_exact and not self.weight.is_cuda:
             logits_TV = tiled_linear(hidden_TD.to(self.weight.dtype), self.weight, self.bias)
         else:
-            logits_TV = nn.functional.linear(hidden_TD.to(self.weight.dtype), self.weight, self.bias)
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            logits_TV = nn.functional.linear(hidden_TD.to(wide), self.weight.to(wide), self.bias)
         if self.softcap is not None:
             logits_TV = self.softcap * torch.tanh(logits_TV / self.softcap)
         return logits_TV

@@ -7,6 +7,7 @@ from temper.objectives.credit import Advantages, Credit, Extent
 from temper.objectives.metrics import MetricSums
 from temper.objectives.objective import (
     Gain,
+    Lesson,
     Objective,
     Sloped,
     advantages_of,
@@ -16,16 +17,19 @@ from temper.objectives.objective import (
     objective_loss,
     targets_of,
 )
-from temper.objectives.presets import PRESETS
+from temper.objectives.presets import FAMILIES, POLICY_GRADIENTS, PRESETS
 from temper.objectives.resolve import check_objective, compare, describe, resolve
 from temper.objectives.tokens import Scored, Tokens, TopTokens, join
 
 __all__ = [
+    "FAMILIES",
+    "POLICY_GRADIENTS",
     "PRESETS",
     "Advantages",
     "Credit",
     "Extent",
     "Gain",
+    "Lesson",
     "MetricSums",
     "Objective",
     "Scored",

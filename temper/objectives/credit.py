@@ -35,7 +35,8 @@ class Credit:
     token_rewards: Tensor | None = None
     """[N] rewards inside the trajectories, such as -beta KL, added to the outcome. None: none."""
     turn_rewards: Tensor | None = None
-    """[N] what the environment paid for each turn, on the turn's last token. None: it paid for no turn."""
+    """[N] what each turn was paid, on the turn's last token: by the environment, or by a reward that pays turns, the
+    outcome then included. None: no turn was paid for."""
     turn_ids: Tensor | None = None
     """[N] number of the turn that each token belongs to, from 0 in each trajectory."""
     reward_parts: Mapping[str, Tensor] = field(default_factory=dict)

@@ -27,8 +27,7 @@ def gkd(student_logits: Tensor, teacher_logits: Tensor, beta: float = 0.5, tempe
     (1 - beta) KL(S || M), which tends to 0, not to the ends. Both are taken at `temperature`.
     Agarwal et al. 2023 (arXiv 2306.13649); TRL (gkd). Specification 3.5.
     """
-    require(0 <= beta <= 1, f"gkd: beta={beta} must lie between 0 (forward KL) and 1 (reverse KL), e.g. 0.5")
-    require(temperature > 0, f"gkd: temperature={temperature} must be positive, e.g. 0.9")
+    require_gkd(beta, temperature)
     require(
         student_logits.shape == teacher_logits.shape,
         f"gkd: student logits have shape {tuple(student_logits.shape)}, the teacher's {tuple(teacher_logits.shape)}. "
@@ -41,6 +40,11 @@ def gkd(student_logits: Tensor, teacher_logits: Tensor, beta: float = 0.5, tempe
         return _kl(student, teacher)
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
+
+
+def require_gkd(beta: float, temperature: float) -> None:
+    require(0 <= beta <= 1, f"gkd: beta={beta} must lie between 0 (forward KL) and 1 (reverse KL), e.g. 0.5")
+    require(temperature > 0, f"gkd: temperature={temperature} must be positive, e.g. 0.9")
 
 
 def top_k_forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:

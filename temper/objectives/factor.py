@@ -25,11 +25,17 @@ NEEDS = {
     "values": "a critic",
     "greedy": "one more, greedy rollout per task",
     "step_values": "extra rollouts from inside each completion",
+    "turns": "nothing: it reads what each turn was paid",
     "entropy": "the entropy of each position, with gradient",
     "sampler_top_k": "the sampler's most likely tokens at each position",
     "policy_top_k": "the trainer's most likely tokens at each position",
     "router": "the router of a mixture-of-experts model",
     "batch": "a forward pass over the whole batch before the first gradient",
+    "uniform": "the cross-entropy against all tokens alike, with gradient",
+    "noise": "noise on the embeddings while the gradient is taken",
+    "divergence": "the distance of the whole distribution from a teacher's, with gradient",
+    "teacher_top_k": "a teacher's most likely tokens at each position",
+    "scores": "a scalar head in place of the language-model head",
 }
 """What a factor may ask for, and what that costs. The union over an objective decides which passes run."""
 

@@ -19,6 +19,12 @@ from temper.objectives.factor import Factor, factor, require
 from temper.objectives.metrics import MetricSums, mean_sums
 from temper.types import require_parallel
 
+MOMENTS = (
+    "preference/reward_mean", "preference/reward_square_mean", "preference/length_mean",
+    "preference/length_square_mean", "preference/reward_length_mean",
+)  # fmt: skip
+"""Steps on the way to preference/reward_length_correlation, not worth a chart of their own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
@@ -263,6 +269,17 @@ def reward_length_correlation(metrics: Mapping[str, float]) -> float:
         return 0.0
     covariance = metrics["preference/reward_length_mean"] - reward * length
     return float(covariance / (reward_variance * length_variance) ** 0.5)
+
+
+def correlated(finished: Mapping[str, float]) -> dict[str, float]:
+    """Finished metrics with preference/reward_length_correlation in place of the five moments it is made of.
+
+    Not a mean, so it can only be formed once microbatches and ranks have been added up.
+    """
+    if not all(name in finished for name in MOMENTS):
+        return dict(finished)
+    others = {name: value for name, value in finished.items() if name not in MOMENTS}
+    return others | {"preference/reward_length_correlation": reward_length_correlation(finished)}
 
 
 def likelihood_displacement(margins: Sequence[float], chosen_logprobs: Sequence[float], patience: int = 3) -> bool:

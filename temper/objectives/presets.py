@@ -1,13 +1,22 @@
-"""Every named algorithm, by name.
+"""Every named algorithm, by name and by what it learns from.
 
-Owns: the table. Refuses: the definitions (named/) and changing one (resolve.py does).
+Owns: the tables. Refuses: the definitions (named/ and the lessons) and changing one (resolve.py does).
 """
 
 from __future__ import annotations
 
-from temper.objectives.named import critics, groups, policy_gradient, trust_regions
+from temper.objectives import likelihood, score_lessons
+from temper.objectives.named import critics, distillation, groups, policy_gradient, preferences, trust_regions
 from temper.objectives.objective import Objective
 
-PRESETS: dict[str, Objective] = {
-    preset.name: preset for family in (policy_gradient, groups, trust_regions, critics) for preset in family.PRESETS
+FAMILIES: dict[str, tuple[Objective, ...]] = {
+    "policy gradients": (*policy_gradient.PRESETS, *groups.PRESETS, *trust_regions.PRESETS, *critics.PRESETS),
+    "given texts": likelihood.LIKELIHOOD_PRESETS,
+    "preferences": preferences.PRESETS,
+    "reward models": score_lessons.PRESETS,
+    "distillation": distillation.PRESETS,
 }
+"""What people choose among. All but the first have a lesson."""
+PRESETS: dict[str, Objective] = {preset.name: preset for family in FAMILIES.values() for preset in family}
+POLICY_GRADIENTS: dict[str, Objective] = {name: preset for name, preset in PRESETS.items() if preset.lesson is None}
+"""Those whose factors multiply: what holds for ratio, gate and corrections holds for these."""

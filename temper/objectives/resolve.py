@@ -19,8 +19,10 @@ from temper.objectives.critics import CRITICS
 from temper.objectives.emphasis import EMPHASES
 from temper.objectives.factor import NEEDS, Factor
 from temper.objectives.gates import GATES
+from temper.objectives.lessons import LESSONS, stages_for
 from temper.objectives.normalizers import NORMALIZERS
 from temper.objectives.objective import Objective
+from temper.objectives.pair_lessons import PAIR_CONTROLLERS
 from temper.objectives.presets import PRESETS
 from temper.objectives.proximals import PROXIMALS
 from temper.objectives.ratios import RATIOS
@@ -49,9 +51,10 @@ REGISTRY: dict[str, Mapping[str, Builder]] = {
     "corrections": {**CORRECTIONS, **SELECTIONS},
     "weighting": WEIGHTINGS,
     "regularizers": REGULARIZERS,
-    "controllers": CONTROLLERS,
+    "controllers": {**CONTROLLERS, **PAIR_CONTROLLERS},
     "reference": REFERENCE_RULES,
     "step": CONSTRAINED_STEPS,
+    "lesson": LESSONS,
 }
 """Factors by kind, in the order in which they act."""
 
@@ -67,8 +70,16 @@ _ACCEPTED: dict[str, tuple[type, ...]] = {"float": (float, int), "int": (int,), 
 _LIST_OF_PRESETS = 'Run "temper presets" to list all.'
 
 
-OPTIONAL_KINDS = ("critic", "reference", "step")
+OPTIONAL_KINDS = ("critic", "reference", "step", "lesson")
 """Kinds of which an objective may have none; "none" takes a preset's away."""
+IDLE_KINDS = frozenset(
+    {
+        "shaping", "advantage", "normalizers", "critic", "proximal", "ratio", "gate", "emphasis", "corrections",
+        "regularizers",
+    }
+)  # fmt: skip
+"""Kinds that do nothing beside a lesson."""
+IDLE = "idle"
 
 
 def resolve(preset: str, overrides: Mapping[str, FactorSpec | Sequence[FactorSpec] | None] | None = None) -> Objective:
@@ -90,7 +101,13 @@ def resolve(preset: str, overrides: Mapping[str, FactorSpec | Sequence[FactorSpe
                 raise UserError(f"objective.{kind} = {wanted!r} must be a list, e.g. [{wanted!r}].")
             owns = [*own, *[None] * len(wanted)]
             changes[kind] = tuple(_build(kind, spec, owns[place]) for place, spec in enumerate(wanted))
-    return dataclasses.replace(objective, **changes)
+    changed = dataclasses.replace(objective, **changes)
+    if changed.lesson is not None and (idle := sorted(changes.keys() & IDLE_KINDS)):
+        raise UserError(
+            f"objective.{idle[0]} would do nothing: {changed.name} has the lesson {changed.lesson.name}, a loss of its "
+            f"own. Leave it out here; a key that several stages share goes to the stages that use it"
+        )
+    return changed
 
 
 def preset_named(name: str) -> Objective:
@@ -110,8 +127,9 @@ def _check_group_size(objective: Objective, group_size: int) -> str | None:
     """Silently falling back to A = R would train something else."""
     if group_size >= objective.min_group:
         return None
+    comparing = max(objective.factors, key=lambda factor: factor.min_group)
     return (
-        f"group_size={group_size} is too small for objective {objective.name}: {objective.advantage.name} compares a "
+        f"group_size={group_size} is too small for objective {objective.name}: {comparing.name} compares a "
         f"completion with others of its group. Use group_size={objective.min_group} or more (8 is usual), or the "
         f'preset "reinforce", which needs no group.'
     )
@@ -205,8 +223,11 @@ def describe(name: str) -> str:
     objective = preset_named(name)
     reasons = objective.why_experimental
     lines = [f"{name}{'  (experimental)' if reasons else ''}", f"  {objective.formula}", ""]
-    lines += [f"  {kind:<13} {text}" for kind, text in _factor_texts(objective).items() if getattr(objective, kind)]
+    texts = {kind: text for kind, text in _factor_texts(objective).items() if getattr(objective, kind)}
+    lines += [f"  {kind:<13} {text}" for kind, text in texts.items() if text != IDLE]
     lines += [f"  {'experimental':<13} {reason}" for reason in reasons]
+    if objective.lesson is not None:
+        lines.append(f"  {'stage':<13} {', '.join(stages_for(objective.lesson.name))}")
     needs = [f"{need}: {NEEDS[need]}" for need in sorted(objective.needs)]
     lines += [f"  {'needs':<13} {text}" for text in needs or ["nothing beyond the sampled log-probabilities"]]
     lines += [
@@ -231,6 +252,9 @@ def _factor_texts(objective: Objective) -> dict[str, str]:
     texts = {}
     for kind in REGISTRY:
         own = getattr(objective, kind)
+        if objective.lesson is not None and kind in IDLE_KINDS:
+            texts[kind] = IDLE
+            continue
         texts[kind] = ", ".join(map(str, own)) or "none" if isinstance(own, tuple) else str(own or "none")
     return texts
 

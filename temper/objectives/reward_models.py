@@ -135,8 +135,19 @@ def process_reward_loss(logits_N: Tensor, labels_N: Tensor, weights_N: Tensor) -
     logits_N, labels_N, weights_N = logits_N[is_labelled_N], labels_N[is_labelled_N], weights_N[is_labelled_N]
     losses_N = binary_cross_entropy_with_logits(logits_N, labels_N.to(logits_N.dtype), reduction="none")
     loss = (losses_N * weights_N).sum()
-    accuracy = mean_sums({"process_reward/accuracy": (logits_N.detach() > 0) == (labels_N == 1)})
-    return loss, MetricSums(totals={"loss/process_reward": loss.detach().double()}).merge(accuracy)
+    total = MetricSums(totals={"loss/process_reward": loss.detach().double()})
+    return loss, total.merge(step_sums(logits_N, labels_N))
+
+
+def step_sums(logits_N: Tensor, labels_N: Tensor) -> MetricSums:
+    """Accuracy, share of good steps among labels and by the model, and the reliability of its probabilities."""
+    predicted_N, is_good_N = torch.sigmoid(logits_N.detach().double()), labels_N == 1
+    means = {
+        "process_reward/accuracy": (logits_N.detach() > 0) == is_good_N,
+        "process_reward/good_share": is_good_N,
+        "process_reward/score": predicted_N,
+    }
+    return mean_sums(means).merge(calibration_sums(predicted_N, is_good_N.double()))
 
 
 def solution_score(step_probabilities: Tensor, how: str = "min") -> Tensor:

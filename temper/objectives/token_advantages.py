@@ -102,13 +102,14 @@ def step_values(samples: int = 9, separator: str = "\n", tokens: int = 0) -> Adv
     return advantage
 
 
-@factor(min_group=2)
+@factor(needs=("turns",), min_group=2)
 def turn_returns(gamma: float = 1.0) -> AdvantageFn:
     """A of turn k = G_k - mean over the group of G_k, G_k = what turn k and later ones were paid, discounted by turn.
 
     Credit by turn for environments that pay per turn: a good first call is not blamed for a bad last answer. The mean
     is over the members that reached turn k; one alone there gets 0. Without payment per turn: group_mean.
-    The outcome is not added: use it when the reward is what the environment pays. Specification 1.2 (group_mean).
+    The outcome is not added: use it when the reward is what the environment pays, or with a process reward by turn,
+    which pays the outcome to the last turn. Specification 1.2 (group_mean).
     """
     require_share("turn_returns", "gamma", gamma)
 

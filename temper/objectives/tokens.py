@@ -45,6 +45,10 @@ class Scored:
     """[T, K] of the microbatch's top_ids. None: it has none."""
     router_shift: Tensor | None = None
     """Mean over layers and old experts of |log q - log q_old| of the router. None: not asked for."""
+    uniform: Tensor | None = None
+    """-mean over the vocabulary of log p, with gradient. None: not asked for; the same below."""
+    divergence: Tensor | None = None
+    """From the teacher, as the lesson measures it, with gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,7 @@ class Tokens:
     """
 
     policy_logprobs: Tensor
-    """The only field with a gradient, besides entropy and top."""
+    """With gradient. What a scalar head says in their place, for lessons that need "scores"."""
     proximal_logprobs: Tensor
     """By the trainer when the batch started. With one update per batch: the detached policy."""
     behavior_logprobs: Tensor
@@ -88,6 +92,10 @@ class Tokens:
     top: TopTokens | None = None
     router_shift: Tensor | None = None
     """How far the router moved from the experts it chose when the batch started (Scored.router_shift)."""
+    uniform: Tensor | None = None
+    """Cross-entropy of the policy against all tokens alike, with gradient (Scored.uniform)."""
+    divergence: Tensor | None = None
+    """Distance of the policy's distribution from the teacher's, with gradient (Scored.divergence)."""
     measured: Mapping[str, Tensor] = field(default_factory=dict)
     """By factor name: one number per token, taken from the whole batch beforehand (objective.Measured)."""
     scales: Mapping[str, float] = field(default_factory=dict)
@@ -157,6 +165,8 @@ class Tokens:
             entropy=scored.entropy,
             top=top,
             router_shift=scored.router_shift,
+            uniform=scored.uniform,
+            divergence=scored.divergence,
             measured={name: column.to(device) for name, column in (measured or {}).items()},
             scales=scales or {},
         )

@@ -206,11 +206,13 @@ class RewardModelReward:
         *,
         path: str,
         device: str = "cpu",
-        max_batch: int = 16,
+        max_batch: int = 1,
         deadline_seconds: float = 120.0,
         mean: float = 0.0,
         std: float = 0.0,
     ) -> None:
+        """`max_batch`: conversations of one pass. With more than one a score depends in its last digits on who else
+        asked just then, and no run repeats to the bit."""
         where = f'reward "{self.name}"'
         self._model, self._tokenizer, is_per_token = load_classifier(path, device, where=where)
         if is_per_token or self._model.config.num_labels != 1:

@@ -12,6 +12,7 @@ from temper.errors import UserError, did_you_mean
 from temper.named import require_options
 from temper.protocols import RewardFn
 from temper.rewards.code import CodeReward
+from temper.rewards.discriminator import DiscriminatorReward
 from temper.rewards.env import EnvReward
 from temper.rewards.evolving import EvolvingRubricReward
 from temper.rewards.format import FormatReward, JsonSchemaReward, TagsReward
@@ -44,6 +45,7 @@ REWARDS: dict[str, RewardFactory] = {
     "length": LengthReward,
     "math": MathReward,
     "pairwise": PairwiseReward,
+    "discriminator": DiscriminatorReward,
     "process": ProcessReward,
     "repetition": RepetitionReward,
     "reward_model": RewardModelReward,

@@ -85,7 +85,7 @@ class Roller:
         return Batch(
             updates=batch.updates,
             groups=batch.groups,
-            dropped=taken.dropped,
+            dropped=batch.dropped or taken.dropped,  # credit may drop more, e.g. groups without a pair
             seconds=seconds,
             metrics={**batch.metrics, **self._recent.measure(batch.groups)},
         )

@@ -54,6 +54,12 @@ def _before(values: Array, given: Given) -> Array:
     return values[..., : -int(given["recent"])]
 
 
+def checks_failed(rows: Rows, given: Given) -> Sight:
+    """Something did not hold before training began. The thresholds were applied where it was measured."""
+    failed = rows["ready/failed"][..., -1]
+    return Sight(failed > 0, {"value": failed})
+
+
 def reward_jumped(rows: Rows, given: Given) -> Sight:
     """Up by more than the noise of steps and by more than half of what responses differ by."""
     reward = rows["reward/mean"]
@@ -198,12 +204,32 @@ def memory_grows(rows: Rows, given: Given) -> Sight:
 
 
 def chosen_are_displaced(rows: Rows, given: Given) -> Sight:
-    chosen, margin = rows["preference/chosen_logprob"], rows["preference/margin"]
-    before, now = _median(_before(chosen, given)), _median(_recent(chosen, given))
-    fallen = before - now
-    is_falling = (fallen > given["share"] * np.abs(before)) & (fallen > given["noise"] * _noise(_before(chosen, given)))
+    """Margins rose and the chosen answers became less likely, at every recent check: by themselves, or against the
+    reference, where easy and hard batches do not hide it. Noise is that between neighbours: a steady fall would hide
+    itself."""
+    is_falling: NDArray[np.bool_] | bool = False
+    for name in ("preference/chosen_logprob", "preference/chosen_reward"):
+        before, recent = _before(rows[name], given), _recent(rows[name], given)
+        usual = _median(before)
+        fallen = usual - _median(recent)
+        is_large = (fallen > given["share"] * np.abs(usual)) & (fallen > given["noise"] * _jitter(before))
+        is_falling = is_falling | (is_large & (recent.max(axis=-1) < usual))
+    margin, chosen = rows["preference/margin"], rows["preference/chosen_logprob"]
     is_apart = _median(_recent(margin, given)) > _median(_before(margin, given))
-    return Sight(is_falling & is_apart, {"value": now, "before": before})
+    numbers = {
+        "value": _median(_recent(chosen, given)),
+        "before": _median(_before(chosen, given)),
+        "reward": _median(_recent(rows["preference/chosen_reward"], given)),
+    }
+    return Sight(np.asarray(is_falling & is_apart), numbers)
+
+
+def length_is_rewarded(rows: Rows, given: Given) -> Sight:
+    """Only where there is a reference: without one the reward is a mean log-probability, which length moves anyway."""
+    correlation = _recent(rows["preference/reward_length_correlation"], given)
+    share = _recent(rows["preference/accuracy"], given)
+    now = _median(correlation)
+    return Sight((now > given["limit"]) & (correlation.min(axis=-1) > 0), {"value": now, "accuracy": _median(share)})
 
 
 def reward_left_heldout(rows: Rows, given: Given) -> Sight:

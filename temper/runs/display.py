@@ -110,6 +110,11 @@ class Display:
         self._console.print(text, markup=False, highlight=False)
 
     @harmless
+    def show(self, what: object) -> None:
+        """A table that stays, above the panel."""
+        self._console.print(what)
+
+    @harmless
     def close(self) -> None:
         if self._live:
             self._live.update(self._panel())

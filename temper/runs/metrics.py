@@ -33,6 +33,8 @@ EPISODES = "all responses"
 CALLS = "tool calls"
 UPDATES = "updates of the step"
 STEP = "the step"
+PAIRS = "pairs of the step"
+LABELLED = "labelled steps of the batch"
 
 MEAN, SHARE, COUNT, MIN, MAX, STD = "mean", "share", "count", "minimum", "maximum", "population deviation"
 P95 = "value at rank ceil(0.95 n)"
@@ -49,6 +51,21 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/shaped_mean", "reward", CREDITED, MEAN, "After the objective's shaping; only where it shapes"),
         Metric("reward/*", "reward", SCORED, MEAN,
                "One part of the reward; with _weighted, what it added to the whole"),
+    ),
+    "Reward models": (
+        Metric("loss/reward_model", "nats", PAIRS, MEAN, "What a reward model minimises; 0.693 says nothing"),
+        Metric("loss/process_reward", "nats", LABELLED, MEAN, "The same for steps"),
+        Metric("reward_model/accuracy", "share", PAIRS, MEAN, "The chosen side scores higher; equal scores are half"),
+        Metric("reward_model/margin", "score", PAIRS, MEAN, "Chosen minus rejected"),
+        Metric("reward_model/score", "score", "sides of pairs", MEAN, "Drifts unless centred"),
+        Metric("reward_model/score_min", "score", "sides of pairs", MIN, "Lowest score"),
+        Metric("reward_model/score_max", "score", "sides of pairs", MAX, "Highest score"),
+        Metric("reward_model/calibration_error", "share", "predictions", "sum over ten bins of share x distance",
+               "How far sigmoid of a margin, or of a step's score, is from how often it comes true"),
+        Metric("calibration/*", "share", "predictions of one bin", MEAN, "The bins it is made of"),
+        Metric("process_reward/accuracy", "share", LABELLED, MEAN, "A step's score has the sign of its label"),
+        Metric("process_reward/good_share", "share", LABELLED, MEAN, "Labels that say good"),
+        Metric("process_reward/score", "share", LABELLED, MEAN, "Probability of good, by the model"),
     ),
     "Advantage": (
         Metric("adv/mean", "advantage", CREDITED, MEAN, "Near 0 with a group baseline"),
@@ -173,6 +190,41 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("data/tokens", "tokens", UPDATES, COUNT, "Trained tokens"),
         Metric("data/examples", "examples", STEP, COUNT, "Supervised examples of the step"),
     ),
+    "Supervised": (
+        Metric("loss/likelihood", "nats", TOKENS, MEAN, "What a supervised step minimises"),
+        Metric("sft/nll", "nats", TOKENS, MEAN, "Negative log-likelihood of the trained tokens, without smoothing"),
+        Metric("sft/perplexity", "tokens", TOKENS, "exp of the mean", "exp of sft/nll"),
+        Metric("data/too_long", "examples", STEP, COUNT, "Drawn and dropped by trainer.max_length"),
+    ),
+    "Distillation": (
+        Metric("loss/distillation", "nats", TOKENS, MEAN, "What a distillation step minimises"),
+        Metric("distillation/divergence", "nats", TOKENS, MEAN, "Distance from the teacher, as the lesson measures it"),
+        Metric("distillation/on_policy", "0 or 1", STEP, MEAN, "1: the step trained on samples, 0: on given texts"),
+        Metric("policy/logprob", "nats", TOKENS, MEAN, "Log-probability of the trained tokens"),
+    ),
+    "Preferences": (
+        Metric("loss/preference", "nats", PAIRS, MEAN, "What a preference step minimises"),
+        Metric("preference/margin", "reward", PAIRS, MEAN, "Chosen minus rejected implicit reward"),
+        Metric("preference/accuracy", "share", PAIRS, SHARE, "Chosen above rejected"),
+        Metric("preference/chosen_reward", "reward", PAIRS, MEAN, "What the loss compares, e.g. beta log(pi / ref)"),
+        Metric("preference/rejected_reward", "reward", PAIRS, MEAN, "The same of the rejected side"),
+        Metric("preference/chosen_logprob", "nats", PAIRS, MEAN, "Summed over the completion, by the policy"),
+        Metric("preference/rejected_logprob", "nats", PAIRS, MEAN, "The same of the rejected side"),
+        Metric("preference/log_ratio", "nats", "completions", MEAN, "log pi - log ref; a KL on the policy's own only"),
+        Metric("preference/length_difference", "tokens", PAIRS, MEAN, "Chosen minus rejected"),
+        Metric("preference/reward_length_correlation", "", "completions", "Pearson correlation",
+               "Of implicit reward and length; near 1, longer is learned as better"),
+        Metric("preference/*", "", "completions", MEAN, "Of one method: beta_dpo's batch, KTO's baseline and labels"),
+    ),
+    "Rejection sampling": (
+        Metric("keep/share", "share", EPISODES, SHARE, "Newly kept as examples"),
+        Metric("keep/duplicates", "share", EPISODES, SHARE, "Said what was said to this prompt before"),
+        Metric("keep/prompts_without", "share", GENERATED, SHARE, "Nothing was ever kept for their prompt"),
+        Metric("keep/best_of_n", "reward", "generated groups with scores", "mean of the highest",
+               "Score of best-of-N with N the group size; reward/mean is that of one response"),
+        Metric("keep/rows", "examples", "the stage so far", COUNT, "Rows of kept.jsonl"),
+        Metric("keep/prompts", "prompts", "the stage so far", COUNT, "Prompts with at least one row"),
+    ),
     "Staleness": (
         Metric("stale/mean", "versions", CREDITED, MEAN, "Age of the weights that drew a response's oldest token"),
         Metric("stale/max", "versions", CREDITED, MAX, "Never above the staleness bound"),
@@ -204,7 +256,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("sys/kv_use", "share", "sampler steps", MAX, "Blocks of the key-value cache in use"),
         Metric("sys/preemptions", "sequences", STEP, COUNT, "Sequences that lost their cache and were computed again"),
         Metric("sys/prefix_hit_rate", "share", "prompt tokens", SHARE, "Found in the cache instead of computed"),
-        Metric("sys/peak_memory_bytes", "bytes", "so far", MAX, "Device memory, or resident memory on a CPU"),
+        Metric("sys/peak_memory_bytes", "bytes", "of the stage", MAX, "Device memory, or resident memory on a CPU"),
+        Metric("sys/peak_memory_since_start", "0 or 1", "of the stage", MAX, "Whether earlier stages are in that peak"),
     ),
 }
 # fmt: on

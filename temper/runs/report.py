@@ -9,18 +9,22 @@ import dataclasses
 import hashlib
 import json
 import math
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from temper.runs.encode import TRAINED
-from temper.runs.reader import LedgerEntry, RunReader, StepRecord
+from temper.runs.reader import LedgerEntry, Point, RunReader, StepRecord
 from temper.runs.sparkline import sparkline
+from temper.runs.stage_table import Kept, stage_lines
 from temper.types import EvaluationResult
 
-WEIGHTS = "model.safetensors"
+WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
+"""Of a checkpoint: all weights, or an adapter alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,14 @@ class StageSummary:
     work: Work
     reward: tuple[float | None, ...]
     """By step; empty for supervised training."""
+    peak_memory_bytes: float | None
+    """Most that was held at once in this stage; None before its first step."""
+    peak_is_since_start: bool
+    """Whether the system could not start its count anew: then earlier stages are in it."""
+    starts_from: str
+    """The earlier stage whose model it takes, "first" for the run's; empty: it goes on from the one before."""
+    kept: Kept | None
+    """Of rejection sampling; None for other stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +81,7 @@ class Report:
     folder: str
     is_finished: bool
     scores: tuple[ScoreChange, ...]
-    """First and last of the whole run."""
+    """First and last of the whole run, up to the first stage that starts elsewhere than where the last one ended."""
     work: Work
     stages: tuple[StageSummary, ...]
     heldout: Mapping[str, tuple[float, ...]]
@@ -78,6 +90,8 @@ class Report:
     """Rollouts that broke or could not be scored, by reason."""
     checkpoint: str | None
     """The newest; None when there is none yet."""
+    weights: str | None
+    """The file of weights in it."""
     weights_sha256: str | None
     peak_memory_bytes: float | None
     """Most that was held at once, of the device or of the process; None before the first step."""
@@ -91,7 +105,10 @@ def make_report(folder: Path) -> Report:
         names = {record.stage: record.name for record in reader.stages()}
         numbers = sorted({record.stage for record in steps} | {result.stage for result in evaluations} | names.keys())
         failures, is_finished = reader.failures(), reader.is_finished
-        memory = [point.value for point in reader.metric("sys/peak_memory_bytes") if point.value is not None]
+        memory = _largest(reader.metric("sys/peak_memory_bytes"))
+        since_start = _largest(reader.metric("sys/peak_memory_since_start"))
+        kept = _kept(reader)
+    origins = _origins(folder)
     stages = tuple(
         StageSummary(
             stage=number,
@@ -99,30 +116,79 @@ def make_report(folder: Path) -> Report:
             scores=_changes(result for result in evaluations if result.stage == number),
             work=_work([s for s in steps if s.stage == number], [e for e in ledger if e.stage == number], seconds),
             reward=tuple(point.value for point in rewards if point.stage == number),
+            peak_memory_bytes=memory.get(number),
+            peak_is_since_start=bool(since_start.get(number)),
+            starts_from=origins.get(number, ""),
+            kept=kept.get(number),
         )
         for number in numbers
     )
     checkpoint = newest_checkpoint(folder)
+    line = min((number for number in numbers if origins.get(number)), default=math.inf)
     return Report(
         folder=str(folder),
         is_finished=is_finished,
-        scores=_changes(evaluations),
+        scores=_changes(result for result in evaluations if result.stage < line),
         work=_work(steps, ledger, seconds),
         stages=stages,
         heldout={name: tuple(r.score for r in evaluations if r.name == name) for name in _names(evaluations)},
         failures=failures,
         checkpoint=None if checkpoint is None else str(checkpoint.relative_to(folder)),
-        weights_sha256=None if checkpoint is None else _sha256(checkpoint / WEIGHTS),
-        peak_memory_bytes=max(memory, default=None),
+        weights=None if checkpoint is None else weights_of(checkpoint).name,
+        weights_sha256=None if checkpoint is None else _sha256(weights_of(checkpoint)),
+        peak_memory_bytes=max(memory.values(), default=None),
     )
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """checkpoints/<stage>-<kind>/step-<n> of the last stage and step; unfinished ones bear other names."""
-    found = [path.parent for path in (folder / "checkpoints").glob(f"*-*/step-*/{WEIGHTS}")]
+    found = [path.parent for name in WEIGHTS for path in (folder / "checkpoints").glob(f"*-*/step-*/{name}")]
     numbered = [(path.parent.name.partition("-")[0], path.name.removeprefix("step-"), path) for path in found]
     ordered = [(int(stage), int(step), path) for stage, step, path in numbered if (stage + step).isdecimal()]
     return max(ordered)[2] if ordered else None
+
+
+def weights_of(checkpoint: Path) -> Path:
+    """The file of weights in a checkpoint."""
+    return next(path for name in WEIGHTS if (path := checkpoint / name).is_file())
+
+
+def _largest(points: Iterable[Point]) -> dict[int, float]:
+    """By stage."""
+    largest: dict[int, float] = {}
+    for point in points:
+        if point.value is not None:
+            largest[point.stage] = max(point.value, largest.get(point.stage, point.value))
+    return largest
+
+
+def _kept(reader: RunReader) -> dict[int, Kept]:
+    """By stage."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for name in ("keep/rows", "keep/prompts", "keep/share", "keep/best_of_n", "reward/mean"):
+        found[name] = {}
+        for point in reader.metric(name):
+            if point.value is not None:
+                found[name].setdefault(point.stage, []).append(point.value)
+    return {
+        stage: Kept(
+            rows=int(rows[-1]),
+            prompts=int(found["keep/prompts"][stage][-1]),
+            share=fmean(found["keep/share"][stage]),
+            mean_reward=fmean(found["reward/mean"].get(stage, [math.nan])),
+            best_reward=fmean(found["keep/best_of_n"].get(stage, [math.nan])),
+        )
+        for stage, rows in found["keep/rows"].items()
+    }
+
+
+def _origins(folder: Path) -> dict[int, str]:
+    """Stages that start elsewhere than where the one before ended, by the recipe that the run keeps."""
+    path = folder / "config.toml"
+    table = tomllib.loads(path.read_text()) if path.is_file() else {}
+    stages = table.get("stage", ())
+    paths = {number: str(stage.get("model", {}).get("path", "")) for number, stage in enumerate(stages) if number}
+    return {number: path.removeprefix("stage:") for number, path in paths.items() if path.startswith("stage:")}
 
 
 def _sha256(path: Path) -> str:
@@ -199,31 +265,47 @@ def render(report: Report) -> str:
     if report.checkpoint:
         lines += [
             "",
-            f"  final weights    {report.checkpoint}/{WEIGHTS}",
+            f"  final weights    {report.checkpoint}/{report.weights}",
             f"  sha256           {report.weights_sha256}",
         ]
     return "\n".join(lines)
 
 
 def _score_lines(report: Report) -> list[str]:
-    if not report.scores:
+    every = [change for stage in report.stages for change in stage.scores]
+    if not every:
         return ["  no held-out scores yet"]
-    lines = [f"  {'held-out score, 95% interval':<32}{'before':<26}{'after':<26}gain"]
-    for change in report.scores:
-        parts = [
-            (f"{stage.name}", found) for stage in report.stages for found in stage.scores if found.name == change.name
-        ]
-        parts = parts if len(parts) > 1 else []
-        for label, part in [*parts, ("whole run", change)]:
-            gain = (
-                f"not comparable: {', '.join(part.differs)}" if part.gain is None else f"{100 * part.gain:+.1f} points"
-            )
-            lines.append(f"  {change.name + ', ' + label:<32}{score(part.first):<26}{score(part.last):<26}{gain}")
-    last = report.scores[0].last
-    samples = ", ".join(f"{change.name} {change.last.samples_per_prompt} per prompt" for change in report.scores)
-    lines.append(f"  {last.num_prompts} held-out prompts; {samples}")
+    lines = [*stage_lines(report.stages), ""] if _has_table(report) else []
+    shown = [change for change in report.scores if not _is_of_one_stage(report, change)]
+    if shown:
+        lines.append(f"  {_whole(report):<32}{'before':<26}{'after':<26}gain")
+    for change in shown:
+        gain = f"{100 * change.gain:+.1f} points" if change.gain is not None else _why_not(change)
+        lines.append(f"  {change.name:<32}{score(change.first):<26}{score(change.last):<26}{gain}")
+    last = every[0].last
+    samples = {change.name: f"{change.name} {change.last.samples_per_prompt} per prompt" for change in every}
+    lines.append(f"  {last.num_prompts} held-out prompts; {', '.join(samples.values())}")
     lines.append(f"  always giving the commonest answer scores {100 * last.constant_score:.1f}%")
     return lines
+
+
+def _has_table(report: Report) -> bool:
+    return len(report.stages) > 1 and any(stage.scores for stage in report.stages)
+
+
+def _is_of_one_stage(report: Report, change: ScoreChange) -> bool:
+    """Whether the table by stage has said it all."""
+    return _has_table(report) and change.first.stage == change.last.stage
+
+
+def _why_not(change: ScoreChange) -> str:
+    return f"not comparable: {', '.join(change.differs)}"
+
+
+def _whole(report: Report) -> str:
+    """'stages 1 to 6, 95% interval': a stage that starts elsewhere is not part of what the others made."""
+    number = next((stage.stage for stage in report.stages if stage.starts_from), None)
+    return "held-out score, 95% interval" if number is None else f"stages 1 to {number}, 95% interval"
 
 
 def score(result: EvaluationResult) -> str:
@@ -236,10 +318,10 @@ def _curve_lines(report: Report) -> list[str]:
     for stage in report.stages:
         known = [value for value in stage.reward if value is not None]
         if known:
-            lines.append(f"  reward, {stage.name:<9}{known[0]:.3f} {sparkline(stage.reward)} {known[-1]:.3f}")
+            lines.append(f"  reward, {stage.name:<12}{known[0]:.3f} {sparkline(stage.reward)} {known[-1]:.3f}")
     for name, values in report.heldout.items():
-        if len(values) > 1:
-            lines.append(f"  {name:<17}{values[0]:.3f} {sparkline(values)} {values[-1]:.3f}")
+        if len(values) > 1 and not any(stage.starts_from for stage in report.stages):
+            lines.append(f"  {name:<20}{values[0]:.3f} {sparkline(values)} {values[-1]:.3f}")
     return [*lines, ""] if len(lines) > 1 else lines
 
 
@@ -254,11 +336,26 @@ def _work_lines(report: Report) -> list[str]:
         f"  time             {shares}",
     ]
     if report.peak_memory_bytes:
-        lines.append(f"  peak memory      {report.peak_memory_bytes / 2**30:.2f} GiB")
+        lines.append(f"  peak memory      {report.peak_memory_bytes / 2**30:.2f} GiB{_memory_by_stage(report)}")
     if work.groups_dropped:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in work.groups_dropped.items())
         lines.append(f"  dropped groups   {reasons}")
     return lines
+
+
+def _memory_by_stage(report: Report) -> str:
+    """': sft 1.20, rl 2.31 (since the start)'; empty when the table has it, or there is a single stage, and all were
+    counted from their beginning."""
+    measured = [stage for stage in report.stages if stage.peak_memory_bytes is not None]
+    is_known = len(measured) == 1 or _has_table(report)
+    if is_known and not any(stage.peak_is_since_start for stage in measured):
+        return ""
+    parts = [
+        f"{stage.name} {(stage.peak_memory_bytes or 0) / 2**30:.2f}"
+        f"{' (since the start)' if stage.peak_is_since_start else ''}"
+        for stage in measured
+    ]
+    return f": {', '.join(parts)}"
 
 
 def duration(seconds: float) -> str:

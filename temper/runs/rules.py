@@ -189,10 +189,28 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="likelihood_displacement", level="warn", window=50, least=30, condition=conditions.chosen_are_displaced,
-        needs=("preference/chosen_logprob", "preference/margin"), thresholds={"recent": 10, "share": 0.05, "noise": 6},
-        saw="chosen log-probability fell from {before:.3g} to {value:.3g} while the margin rose",
+        needs=("preference/chosen_logprob", "preference/margin"), otherwise={"preference/chosen_reward": 0.0},
+        thresholds={"recent": 10, "share": 0.05, "noise": 8},
+        saw="chosen answers became less likely (log-probability {before:.3g} to {value:.3g}, reward {reward:+.2g}) "
+        "while the margin rose",
         meaning="Pairs are separated by making both answers unlikely; what becomes likely is in no data set.",
-        advice="Add a likelihood term on the chosen answers, lower beta's push, leave out near-identical pairs.",
+        advice="Use rpo or dpo_shift, raise beta, lower the learning rate, leave out near-identical pairs.",
+    ),
+    Rule(
+        name="length_exploitation", level="warn", window=30, least=20, condition=conditions.length_is_rewarded,
+        needs=("preference/reward_length_correlation", "preference/accuracy", "preference/log_ratio"),
+        thresholds={"recent": 20, "limit": 0.5},
+        saw="implicit reward and length correlate by {value:.2f} (accuracy {accuracy:.0%})",
+        meaning="The policy learns that longer is better, from pairs whose chosen side is the longer one.",
+        advice="Use length_normalized, ipo or simpo; balance the pairs by preference/length_difference.",
+    ),
+    Rule(
+        name="readiness", level="stop", window=1, least=1, calm=1, condition=conditions.checks_failed,
+        needs=("ready/failed",),
+        thresholds={"prompts": 200, "format": 0.9, "errors": 0.01, "mixed": 0.3, "distinct": 1.5, "truncated": 0.1},
+        saw="{value:.0f} of the five checks before RL failed",
+        meaning="RL would learn little or the wrong thing from this policy. Looked at once, before the first RL step.",
+        advice="Read the table it prints, and docs/rejection.md; \"stop\" refuses to start, \"note\" starts anyway.",
     ),
     Rule(
         name="held_out_stalled", level="off", window=1000, least=2, calm=1, condition=conditions.heldout_stalled,

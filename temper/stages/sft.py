@@ -1,116 +1,142 @@
 """Supervised fine-tuning as a source of batches: the loop, the trainer and the objective are those of RL.
 
-Owns: rows from tasks with answers. A supervised step is a policy gradient with advantage 1 on given tokens: the loss is
-the mean negative log-likelihood of the answer's tokens.
+Owns: rows from conversations, and which of their turns are trained. Refuses: cutting a row that is too long.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 
+from temper.batching.rows import domain_of
 from temper.errors import UserError
-from temper.objectives import Extent, Objective, resolve
-from temper.types import Batch, Message, Sample, Scalar, Task
+from temper.objectives import Extent, Objective
+from temper.objectives.likelihood import SFT
+from temper.stages.stream import StreamSource, TaskStream
+from temper.types import Batch, Message, Sample, Task
+
+MAX_SKIPS = 10_000
+"""Rows in a row that are too long, after which the data is taken to hold nothing else."""
+
+
+class SpokenRow(Protocol):
+    """Ids of a conversation; 1 where an assistant said what is to be learned."""
+
+    token_ids: list[int]
+    loss_mask: list[int]
 
 
 class ExampleRenderer(Protocol):
     """Messages to ids; tasks/render.py implements it."""
 
     def prompt_messages(self, task: Task) -> tuple[Message, ...]: ...
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
-    def completion_ids(self, text: str) -> list[int]: ...
-
-
-class TaskStream(Protocol):
-    def next(self) -> tuple[int, Task]: ...
-    def state(self) -> dict[str, Scalar | list[Scalar]]: ...
-    def load_state(self, state: Mapping[str, Scalar | list[Scalar]]) -> None: ...
+    def spoken_rows(
+        self, messages: Sequence[Message], turns: int | None = 1, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Sequence[SpokenRow]: ...
 
 
 def supervised_objective() -> Objective:
-    """Mean negative log-likelihood per answer token."""
-    return resolve("reinforce", {"weighting": "token_mean"})
+    """Mean negative log-likelihood per trained token."""
+    return SFT
 
 
-def example_row(renderer: ExampleRenderer, task: Task, *, max_length: int) -> Sample:
-    """Prompt, answer and end token as one row; only answer and end token are trained."""
-    if task.answer is None:
+def example_rows(renderer: ExampleRenderer, task: Task, *, max_length: int) -> list[Sample]:
+    """The task's conversation with its answer. One row, or several where the chat template rewrites history.
+
+    Only assistants are trained: the answer, and the turns before it that extra["trained_turns"] names ("all", or how
+    many of the last). Their ends are trained with them. A row longer than `max_length` is an error.
+    """
+    if not (task.answer or "").strip():
         raise UserError(f"task {task.id} has no answer, and supervised training needs one. Set train.answer_field")
-    prompt = renderer.prompt_ids(renderer.prompt_messages(task))
-    answer = renderer.completion_ids(task.answer)
-    if len(prompt) + len(answer) > max_length:
-        raise UserError(
-            f"task {task.id} has {len(prompt)} + {len(answer)} tokens, more than the model's context of {max_length}"
+    messages = (*renderer.prompt_messages(task), Message(role="assistant", content=str(task.answer)))
+    try:
+        rows = renderer.spoken_rows(messages, _turns(task), json.loads(str(task.extra.get("tools", "[]"))))
+    except UserError as error:
+        raise UserError(f"task {task.id}: {error}") from error
+    if (longest := max(len(row.token_ids) for row in rows)) > max_length:
+        raise TooLong(
+            f"task {task.id} has {longest} tokens, more than the limit of {max_length}. Nothing is cut: a cut answer "
+            "teaches to stop anywhere. Use a model with a longer context, or let trainer.max_length drop such rows"
         )
-    size = len(prompt) + len(answer)
-    mask = [0] * len(prompt) + [1] * len(answer)
-    return Sample(
-        group_id=task.id,
-        index=0,
-        token_ids=[*prompt, *answer],
-        loss_mask=mask,
-        behavior_logprobs=[0.0] * size,
-        versions=[-1] * size,
-        advantages=[float(m) for m in mask],
-        weights=[0.0] * size,
-    )
+    return [_sample(task.id, row) for row in rows]
 
 
-class Examples:
+class TooLong(UserError):
+    """A row does not fit."""
+
+
+class Examples(StreamSource):
     """Implements protocols.BatchSource over a stream of tasks with answers."""
 
     def __init__(
-        self, stream: TaskStream, renderer: ExampleRenderer, objective: Objective, *, batch_size: int, max_length: int
+        self,
+        stream: TaskStream,
+        renderer: ExampleRenderer,
+        objective: Objective,
+        *,
+        batch_size: int,
+        max_length: int,
+        drops_long: bool = False,
     ) -> None:
-        self._stream = stream
+        """`drops_long`: tasks that do not fit are passed over and counted, in place of an error."""
+        super().__init__(stream)
         self._renderer = renderer
         self._objective = objective
         self._batch_size = batch_size
         self._max_length = max_length
-
-    async def start(self) -> None:
-        """Nothing runs ahead."""
+        self._drops_long = drops_long
 
     async def take(self, step: int) -> Batch:
-        draws = [self._stream.next() for _ in range(self._batch_size)]
-        rows = [
-            (f"{task.id}#{draw}", example_row(self._renderer, task, max_length=self._max_length))
-            for draw, task in draws
-        ]
-        lengths = torch.tensor([row.num_actions for _, row in rows])
-        extent = Extent(lengths=lengths, group_ids=torch.arange(len(rows)), max_new_tokens=self._max_length)
+        examples: list[list[Sample]] = []
+        dropped = 0
+        while len(examples) < self._batch_size:
+            draw, task = self._stream.next()
+            try:
+                rows = example_rows(self._renderer, task, max_length=self._max_length)
+            except TooLong:
+                dropped += 1
+                if not self._drops_long or dropped > MAX_SKIPS:
+                    raise
+                continue
+            # Named by its draw, so that a task which is drawn twice stays two trajectories.
+            examples.append([replace(row, group_id=f"{task.id}#{draw}", teacher=domain_of(task)) for row in rows])
+        lengths = torch.tensor([sum(row.num_actions for row in rows) for rows in examples])
+        extent = Extent(lengths=lengths, group_ids=torch.arange(len(examples)), max_new_tokens=self._max_length)
         weights = self._objective.weighting(extent).tolist()
-        samples = tuple(_weighted(row, name, weight) for (name, row), weight in zip(rows, weights, strict=True))
-        return Batch(
-            updates=(samples,),
-            metrics={"data/examples": float(len(rows)), "gen/len_mean": lengths.double().mean().item()},
-        )
-
-    async def release(self, version: int) -> None:
-        """Nothing waits for the weights."""
-
-    def state(self) -> dict[str, Scalar | list[Scalar]]:
-        return self._stream.state()
-
-    def load_state(self, state: Mapping[str, Scalar | list[Scalar]]) -> None:
-        self._stream.load_state(state)
-
-    async def close(self) -> None:
-        """Nothing to close."""
+        samples = tuple(_weighted(row, w) for rows, w in zip(examples, weights, strict=True) for row in rows)
+        metrics = {"data/examples": float(len(examples)), "gen/len_mean": lengths.double().mean().item()}
+        if self._drops_long:
+            metrics["data/too_long"] = float(dropped)
+        return Batch(updates=(samples,), metrics=metrics)
 
 
-def _weighted(row: Sample, name: str, weight: float) -> Sample:
-    """The row with its share in the loss; named by its draw, so that a repeated task stays two rows."""
+def _turns(task: Task) -> int | None:
+    """How many of the last assistant turns are trained; None: all."""
+    wanted = str(task.extra.get("trained_turns", "1"))
+    if wanted == "all":
+        return None
+    if not wanted.isdecimal() or int(wanted) < 1:
+        raise UserError(f'task {task.id}: trained_turns is {wanted!r}; it must be "all" or a number from 1')
+    return int(wanted)
+
+
+def _sample(name: str, row: SpokenRow) -> Sample:
+    size = len(row.token_ids)
     return Sample(
         group_id=name,
-        index=row.index,
-        token_ids=row.token_ids,
-        loss_mask=row.loss_mask,
-        behavior_logprobs=row.behavior_logprobs,
-        versions=row.versions,
-        advantages=row.advantages,
-        weights=[weight * m for m in row.loss_mask],
+        index=0,
+        token_ids=list(row.token_ids),
+        loss_mask=list(row.loss_mask),
+        behavior_logprobs=[0.0] * size,
+        versions=[-1] * size,
+        advantages=[float(m) for m in row.loss_mask],
+        weights=[0.0] * size,
     )
+
+
+def _weighted(row: Sample, weight: float) -> Sample:
+    return replace(row, weights=[weight * m for m in row.loss_mask])

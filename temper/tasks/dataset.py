@@ -1,6 +1,7 @@
 """Where tasks come from, and in which order: files, and the seeded stream that a resumed run continues exactly.
 
-Owns: reading rows, mixtures, permutations, keeping held-out prompts out. Refuses: tokens (render.py).
+Owns: rows with a prompt and its gold answer, mixtures, permutations, keeping held-out prompts out. Refuses: formats of
+files (files.py), all other shapes of rows (schemas.py), tokens (render.py).
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import json
 import random
 import re
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from temper.errors import UserError, did_you_mean
+from temper.tasks.files import rows_of
+from temper.tasks.schemas import ROLES, BadRow, Schema, schema_of
 from temper.types import Message, Scalar, Task
 
-ROLES = ("system", "user", "assistant", "tool")
+MAX_NAMED = 20
+"""Bad rows of a file at most that one message names."""
 MAX_SKIPS = 10_000
 """Held-out tasks in a row after which an unbounded generator is taken to make nothing else."""
 
@@ -46,6 +50,8 @@ class FileSource:
 
     name: str
     tasks: tuple[Task, ...]
+    skipped: tuple[str, ...] = ()
+    """Rows that were left out because nothing can be learned from them: place and reason of each."""
 
     @property
     def size(self) -> int | None:
@@ -56,77 +62,83 @@ class FileSource:
 
 
 def read_file(
-    path: Path, prompt_field: str = "prompt", answer_field: str = "answer", answer_pattern: str = "", size: int = 0
+    path: Path,
+    prompt_field: str = "prompt",
+    answer_field: str = "answer",
+    answer_pattern: str = "",
+    size: int = 0,
+    skip_bad: bool = False,
 ) -> FileSource:
-    """Reads a .jsonl or .parquet file. Every row is checked now, so that row 40,000 cannot end a run on its second day.
+    """Reads a .jsonl, .json or .parquet file, or a folder that `datasets` saved. Every row is checked now, so that row
+    40,000 cannot end a run on its second day.
 
-    answer_field "" means that there are no gold answers. size 0 means every row.
+    Rows have the columns `prompt_field` and `answer_field`; or, where these are left as they are, a shape that
+    schemas.py knows. answer_field "" means that there are no gold answers. size 0 means every row.
+    `skip_bad` leaves rows out that cannot be trained; the source names them.
     """
     pattern = _compile(answer_pattern, path) if answer_pattern else None
     tasks: list[Task] = []
-    for number, row in _rows(path):
+    bad: list[str] = []
+    schema: Schema | None = None
+    for row in rows_of(path):
         if size and len(tasks) == size:
             break
+        task_id = f"{path.name}:{row.number}"
         try:
-            tasks.append(_task(f"{path.name}:{number}", row, prompt_field, answer_field, pattern))
-        except _BadRow as error:
-            raise UserError(f"{path}, line {number}: {error}") from error
+            if not tasks and not bad:
+                schema = _schema(row.content, prompt_field, answer_field)
+            if schema is None:
+                tasks.append(_task(task_id, row.content, prompt_field, answer_field, pattern))
+            else:
+                tasks.append(_task_of_schema(task_id, row.content, schema, pattern))
+        except BadRow as error:
+            bad.append(f"{row.place}: {error}")
+    if bad and not skip_bad:
+        raise UserError(f"{path}, {bad[0]}{_further(bad[1:])}")
     if not tasks:
         raise UserError(f"{path}: the file has no rows. Give a file with at least one task.")
     if len(tasks) < size:
         raise UserError(
             f"{path}: size={size} is more than its {len(tasks)} tasks. Use size = {len(tasks)}, or 0 for all."
         )
-    return FileSource(path.name, tuple(tasks))
+    return FileSource(path.name, tuple(tasks), tuple(bad))
 
 
-class _BadRow(Exception):
-    """What is wrong with one row, and what to do."""
+def _further(bad: Sequence[str]) -> str:
+    """All at once: a file is then mended in one go, not in one go per row."""
+    if not bad:
+        return ""
+    places = ", ".join(text.partition(":")[0] for text in bad[:MAX_NAMED])
+    return f"\n{len(bad)} more rows are bad: {places}{', ...' if len(bad) > MAX_NAMED else ''}."
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Rows with their line numbers, from 1."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such file. Give the path of a .jsonl or .parquet file.")
-    if path.suffix in (".parquet", ".pq"):
-        yield from _parquet_rows(path)
-        return
-    if path.suffix not in (".jsonl", ".ndjson"):
-        raise UserError(
-            f'{path}: "{path.suffix}" files cannot be read. Use .jsonl (one JSON object per line) or .parquet.'
+def _schema(row: Any, prompt_field: str, answer_field: str) -> Schema | None:
+    """What the file's first row says about all of them. None: a prompt and a gold answer, in columns that are named."""
+    is_named = (prompt_field, answer_field) != ("prompt", "answer")
+    if is_named or not isinstance(row, dict) or {prompt_field, answer_field} <= row.keys():
+        return None
+    if set(row) == {prompt_field}:
+        return None  # the message about a missing answer says what to do
+    return schema_of(row)
+
+
+def _task_of_schema(task_id: str, row: Any, schema: Schema, pattern: re.Pattern[str] | None) -> Task:
+    if (own := schema_of(row)).name != schema.name:
+        raise BadRow(
+            f"the row is of schema {own.name} {own.columns}, and those before it are of schema {schema.name} "
+            f"{schema.columns}. Use one file for each."
         )
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line)
-            except ValueError as error:  # bad JSON or bad UTF-8
-                raise UserError(
-                    f"{path}, line {number}: not valid JSON ({error}). Write one JSON object per line."
-                ) from error
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f'{path}: Parquet needs the package pyarrow. Run: pip install "temper-rl[parquet]"') from error
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path}: not a readable Parquet file ({error}).") from error
-    number = 0
-    for batch in table.to_batches():
-        for row in batch.to_pylist():
-            number += 1
-            yield number, row
+    task = schema.task(task_id, row)
+    if pattern is None:
+        return task
+    if schema.name in ("pair", "steps"):
+        raise BadRow(f"answer_pattern finds one gold answer, and rows of schema {schema.name} have none. Leave it out.")
+    return replace(task, answer=_answer(task.answer, "answer", pattern))
 
 
 def _task(task_id: str, row: Any, prompt_field: str, answer_field: str, pattern: re.Pattern[str] | None) -> Task:
     if not isinstance(row, dict):
-        raise _BadRow(f'the row is {row!r:.60}, not an object. Write {{"{prompt_field}": ..., "{answer_field}": ...}}.')
+        raise BadRow(f'the row is {row!r:.60}, not an object. Write {{"{prompt_field}": ..., "{answer_field}": ...}}.')
     messages = _messages(_column(row, prompt_field, "prompt_field"), prompt_field)
     answer = None
     if answer_field:
@@ -143,7 +155,7 @@ def _column(row: dict[str, Any], name: str, setting: str) -> Any:
     if name in row:
         return row[name]
     hint = ' or to "" when there are no gold answers' if setting == "answer_field" else ""
-    raise _BadRow(
+    raise BadRow(
         f'there is no column "{name}".{did_you_mean(name, row)} Columns: {", ".join(row) or "none"}. '
         f"Set {setting} to one of them{hint}."
     )
@@ -152,17 +164,17 @@ def _column(row: dict[str, Any], name: str, setting: str) -> Any:
 def _messages(prompt: Any, field: str) -> tuple[Message, ...]:
     if isinstance(prompt, str):
         if not prompt.strip():
-            raise _BadRow(f'"{field}" is empty. Remove the row or give it a prompt.')
+            raise BadRow(f'"{field}" is empty. Remove the row or give it a prompt.')
         return (Message(role="user", content=prompt),)
     if not isinstance(prompt, list) or not prompt:
-        raise _BadRow(f'"{field}" is {prompt!r:.60}; it must be text or a list of {{role, content}}.')
+        raise BadRow(f'"{field}" is {prompt!r:.60}; it must be text or a list of {{role, content}}.')
     for message in prompt:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise _BadRow(f'"{field}" holds {message!r:.60}; each message must be {{"role": ..., "content": text}}.')
+            raise BadRow(f'"{field}" holds {message!r:.60}; each message must be {{"role": ..., "content": text}}.')
         if message.get("role") not in ROLES:
-            raise _BadRow(f'"{field}" has role {message.get("role")!r}; allowed: {", ".join(ROLES)}.')
+            raise BadRow(f'"{field}" has role {message.get("role")!r}; allowed: {", ".join(ROLES)}.')
     if prompt[-1]["role"] == "assistant":
-        raise _BadRow(f'"{field}" ends with an assistant message; it must end with one the model is to answer.')
+        raise BadRow(f'"{field}" ends with an assistant message; it must end with one the model is to answer.')
     return tuple(Message(role=message["role"], content=message["content"]) for message in prompt)
 
 
@@ -170,13 +182,13 @@ def _answer(value: Any, field: str, pattern: re.Pattern[str] | None) -> str | No
     if value is None:
         return None
     if not isinstance(value, (str, int, float)):
-        raise _BadRow(f'"{field}" is {value!r:.60}; it must be text or a number.')
+        raise BadRow(f'"{field}" is {value!r:.60}; it must be text or a number.')
     text = str(value)
     if pattern is None:
         return text.strip()
     found = pattern.search(text)
     if found is None or found.group(1) is None:
-        raise _BadRow(f'"{field}" does not match answer_pattern {pattern.pattern!r}: it ends in {text[-60:]!r}.')
+        raise BadRow(f'"{field}" does not match answer_pattern {pattern.pattern!r}: it ends in {text[-60:]!r}.')
     return found.group(1).strip()
 
 

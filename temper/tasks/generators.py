@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from temper.errors import TemperError, UserError, did_you_mean
 from temper.named import load_function, require_options
@@ -54,7 +54,28 @@ def rearrange(index: int, seed: int, *, min_letters: int = 5, max_letters: int =
     return Task(id=f"rearrange:{seed}:{index}", messages=(Message(role="user", content=word),), answer=answer)
 
 
-GENERATORS: dict[str, Generator] = {"chain_sum": chain_sum, "rearrange": rearrange, "spell_backward": spell_backward}
+def rearrange_pairs(index: int, seed: int, *, min_letters: int = 5, max_letters: int = 8, errors: int = 1) -> Task:
+    """The same words with two answers to compare: a right order, and one with `errors` letters replaced by others."""
+    if not 1 <= errors <= min_letters:
+        raise UserError(f"errors={errors} must satisfy 1 <= errors <= min_letters={min_letters}.")
+    task = rearrange(index, seed, min_letters=min_letters, max_letters=max_letters)
+    chosen = str(task.answer)
+    draw = random.Random(f"rearrange_pairs/{seed}/{index}")
+    rejected = chosen
+    while sorted(rejected) == sorted(chosen):
+        letters = list(chosen)
+        for place in draw.sample(range(len(letters)), errors):
+            letters[place] = draw.choice(string.ascii_lowercase.replace(letters[place], ""))
+        rejected = "".join(letters)
+    return replace(task, id=f"rearrange_pairs:{seed}:{index}", extra={**task.extra, "rejected": rejected})
+
+
+GENERATORS: dict[str, Generator] = {
+    "chain_sum": chain_sum,
+    "rearrange": rearrange,
+    "rearrange_pairs": rearrange_pairs,
+    "spell_backward": spell_backward,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,18 @@ Shapes: _T packed tokens, _P padded slots, _S rows, H heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from temper.models.exact import exact_attention
 from temper.trainer.rows import place_rows, take_rows
+
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class PackedAttention:
@@ -107,9 +111,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
         # Only the flash kernel shares keys between query heads; the others would fall back to one that holds [L, L].
         key, value = (tensor.repeat_interleave(queries_per_key, dim=1) for tensor in (key, value))
     is_grouped = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
-    )
+    # Not cuDNN's kernels, which torch may prefer: they are planned anew, and slowly, for every shape of a microbatch.
+    with sdpa_kernel(KERNELS) if query.is_cuda else nullcontext():
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
+        )
 
 
 def lay_out(lengths: Sequence[int]) -> tuple[list[tuple[int, int]], Tensor]:

@@ -7,8 +7,8 @@ Shapes: _T packed tokens, _A drawn tokens, _D width, _K top tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,19 +17,17 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from temper.errors import UserError
-from temper.models.attention import Attend
-from temper.models.decoder import numerics_of
-from temper.models.load import Head, hidden_states
-from temper.objectives import MetricSums, Objective, Scored, Tokens, objective_loss
+from temper.models.load import Head
+from temper.objectives import Lesson, MetricSums, Objective, Scored, Tokens, objective_loss
 from temper.objectives.ratios import router_deviation
-from temper.trainer.attention import ExactPackedAttention, PackedAttention
+from temper.trainer.divergence import divergence
 from temper.trainer.logprobs import KeepSets, drawn_logprobs
-from temper.trainer.routers import hidden_and_router_logits, route_logprobs
-from temper.trainer.rows import take_rows
+from temper.trainer.noise import noisy_embeddings
+from temper.trainer.routers import route_logprobs
+from temper.trainer.scores import read_scores
+from temper.trainer.states import DrawnStates, MakeAttention, drawn_states
 from temper.trainer.traces import seen_of
 from temper.types import Microbatch
-
-MakeAttention = Callable[[Sequence[int], torch.device], Attend]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +40,8 @@ class StepFacts:
     """Of the weights when the batch started."""
     seed: int = 0
     scales: Mapping[str, float] = field(default_factory=dict)
+    teachers: Mapping[str, nn.Module] = field(default_factory=dict)
+    """By domain; for lessons that compare whole distributions."""
 
     def tokens(self, microbatch: Microbatch, scored: Scored, measured: Mapping[str, Tensor] | None = None) -> Tokens:
         return Tokens.of(
@@ -55,41 +55,6 @@ class StepFacts:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnStates:
-    """What the decoder says where tokens were drawn."""
-
-    hidden_AD: Tensor
-    token_ids_A: Tensor
-    drawn_A: Tensor
-    """Places of the drawn tokens among all of the microbatch."""
-    router_logits: tuple[Tensor, ...]
-    """[T, experts] by layer; empty unless asked for."""
-
-
-def attention_of(model: nn.Module) -> MakeAttention:
-    return ExactPackedAttention if numerics_of(model) == "exact" else PackedAttention
-
-
-def drawn_states(
-    model: nn.Module, microbatch: Microbatch, *, routers: bool = False, make_attention: MakeAttention | None = None
-) -> DrawnStates:
-    """The hidden states that score the drawn tokens of a microbatch, on the model's device."""
-    device = next(model.parameters()).device
-    drawn_A = microbatch.loss_mask.nonzero()[:, 0]
-    # The state before a row's first token belongs to another row; scoring it would train on a neighbour's text.
-    assert bool((microbatch.positions[drawn_A] > 0).all()), "the first token of a row cannot be a drawn one"
-    attend = (make_attention or attention_of(model))(microbatch.lengths, device)
-    token_ids_T, positions_T = microbatch.token_ids.to(device), microbatch.positions.to(device)
-    drawn_A = drawn_A.to(device)
-    logits: tuple[Tensor, ...] = ()
-    if routers:
-        hidden_TD, logits = hidden_and_router_logits(model, token_ids_T, positions_T, attend)
-    else:
-        hidden_TD = hidden_states(model, token_ids_T, positions_T, attend)
-    return DrawnStates(take_rows(hidden_TD, drawn_A - 1), token_ids_T[drawn_A], drawn_A, logits)
-
-
 def score_drawn(
     model: nn.Module, microbatch: Microbatch, temperature: float, make_attention: MakeAttention | None = None
 ) -> Scored:
@@ -101,6 +66,10 @@ def score_drawn(
     """
     has_routes = microbatch.router_ids is not None
     states = drawn_states(model, microbatch, routers=has_routes, make_attention=make_attention)
+    return _scored(model, states, microbatch, temperature)
+
+
+def _scored(model: nn.Module, states: DrawnStates, microbatch: Microbatch, temperature: float) -> Scored:
     top_ids = microbatch.top_ids
     logprobs_A, entropy_A, top_AK = drawn_logprobs(
         Head.of(model),
@@ -110,7 +79,7 @@ def score_drawn(
         top_ids_AK=None if top_ids is None else top_ids.to(states.drawn_A.device)[states.drawn_A],
         keep=keep_sets(microbatch, states.drawn_A.device),
     )
-    shift_A = _router_shift(states, microbatch) if has_routes else None
+    shift_A = None if microbatch.router_ids is None else _router_shift(states, microbatch)
     return Scored(logprobs=logprobs_A, entropy=entropy_A, top_logprobs=top_AK, router_shift=shift_A)
 
 
@@ -136,7 +105,10 @@ def forward_backward(
 
     Parts of all microbatches and ranks simply add up. To `seen`, if given, it adds what traces are made of.
     """
-    scored = score_drawn(model, microbatch, temperature)
+    if objective.lesson is None:
+        scored = score_drawn(model, microbatch, temperature)
+    else:
+        scored = _scored_for(objective.lesson, model, microbatch, temperature, facts)
     if seen is not None:
         seen.append(seen_of(scored.logprobs, scored.entropy))
     if "entropy" not in objective.needs:
@@ -144,6 +116,43 @@ def forward_backward(
     loss, metrics = objective_loss(objective, facts.tokens(microbatch, scored, measured))
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach(), metrics
+
+
+def _scored_for(
+    lesson: Lesson,
+    model: nn.Module,
+    microbatch: Microbatch,
+    temperature: float,
+    facts: StepFacts,
+) -> Scored:
+    """What a lesson reads: beside log-probabilities, or in their place, what it says it needs."""
+    if "scores" in lesson.needs:
+        return read_scores(model, microbatch)
+    noise: AbstractContextManager[None] = nullcontext()
+    if "noise" in lesson.needs:
+        noise = noisy_embeddings(model, microbatch, alpha=lesson.argument("noise"), seed=facts.seed)
+    with noise:
+        states = drawn_states(model, microbatch)
+    scored = _scored(model, states, microbatch, temperature)
+    if "uniform" in lesson.needs:
+        scored = replace(scored, uniform=_uniform(model, states, scored.logprobs, temperature))
+    if "divergence" in lesson.needs:
+        scored = replace(scored, divergence=divergence(model, facts.teachers, states, microbatch, lesson))
+    return scored
+
+
+def _uniform(model: nn.Module, states: DrawnStates, logprobs_A: Tensor, temperature: float) -> Tensor:
+    """[A] -mean over the vocabulary of log p. The mean logit is that of the mean of the head's rows, and the normaliser
+    follows from one token's logit and log-probability: no second pass over the vocabulary."""
+    head = Head.of(model)
+    if head.softcap is not None:
+        raise UserError("label smoothing is not made for models with a softcap on their logits. Use smoothing = 0")
+    hidden_AD, weight = states.hidden_AD.to(logprobs_A.dtype), head.weight.to(logprobs_A.dtype)
+    difference_AD = weight[states.token_ids_A] - weight.mean(0)
+    gap_A = (hidden_AD * difference_AD).sum(-1)
+    if head.bias is not None:
+        gap_A = gap_A + head.bias[states.token_ids_A] - head.bias.mean()
+    return gap_A / temperature - logprobs_A
 
 
 def _router_shift(states: DrawnStates, microbatch: Microbatch) -> Tensor:

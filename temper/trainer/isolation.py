@@ -7,12 +7,15 @@ Shapes: _T packed tokens, _A drawn tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from temper.errors import BackendError
-from temper.trainer.forward import MakeAttention, score_drawn
+from temper.trainer.forward import score_drawn
+from temper.trainer.scores import read_states
+from temper.trainer.states import MakeAttention
 from temper.types import Microbatch
 
 LOGPROB_BUDGET = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -38,7 +41,7 @@ def check_isolation(
 
     def score(some: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
-            logprobs_A = score_drawn(model, _pack(some), temperature, make_attention).logprobs
+            logprobs_A = _read(model, _pack(some), temperature, make_attention)
         return list(torch.split(logprobs_A.cpu(), [len(row) - 1 for row in some]))
 
     packed = score(rows)
@@ -54,6 +57,14 @@ def check_isolation(
                     f"attention or ignore Temper's; this model cannot be trained packed"
                 )
     return _check_single_rows(model, packed, [score([row])[0] for row in rows])
+
+
+def _read(model: Any, microbatch: Microbatch, temperature: float, make_attention: MakeAttention | None) -> Tensor:
+    """A log-probability at every drawn token. A scorer has no tokens to offer and may say 0 to everything: there the
+    entries of the hidden state are taken for logits."""
+    if model.get_output_embeddings() is None:
+        return read_states(model, microbatch, make_attention).log_softmax(-1)[:, 0]
+    return score_drawn(model, microbatch, temperature, make_attention).logprobs
 
 
 def _check_single_rows(model: nn.Module, packed: Sequence[Tensor], single: Sequence[Tensor]) -> float:

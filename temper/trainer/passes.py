@@ -1,12 +1,13 @@
 """Forward passes without gradient that a batch needs before it is trained.
 
-Owns: which policy fills which column, and statistics of the whole batch over microbatches and ranks.
+Owns: which policy or teacher fills which column, and statistics of the whole batch over microbatches and ranks.
 Refuses: the gradient (forward.py), deciding which columns are needed (the objective declares it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,10 +17,14 @@ from torch import Tensor, nn
 from temper.errors import UserError
 from temper.models.load import Head
 from temper.objectives import Objective, Scored, Tokens, join, measure_batch, measures_batch
-from temper.trainer.forward import StepFacts, drawn_states, keep_sets, score_drawn
+from temper.trainer.divergence import EVERYONE, classes, narrow
+from temper.trainer.forward import StepFacts, keep_sets, score_drawn
 from temper.trainer.logprobs import drawn_logprobs, top_tokens
+from temper.trainer.offload import on_device
 from temper.trainer.ranks import gather_over_ranks
 from temper.trainer.routers import chosen_routes
+from temper.trainer.scores import read_scores
+from temper.trainer.states import drawn_states
 from temper.types import Microbatch
 
 Who = Literal["policy", "reference", "teacher"]
@@ -38,14 +43,47 @@ class Share:
 class Passes:
     """All models that score tokens, by name; only "policy" is trained."""
 
-    def __init__(self, models: Mapping[str, nn.Module], objective: Objective, temperature: float) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        objective: Objective,
+        temperature: float,
+        *,
+        teachers: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        """A "teacher" among the models reads all rows, those of `teachers` the rows of their domain."""
         self._models, self._objective, self._temperature = models, objective, temperature
+        everyone = {EVERYONE: models["teacher"]} if "teacher" in models else {}
+        self._teachers = {**everyone, **(teachers or {})}
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch, who: Who) -> Tensor:
         """Log-probabilities [T] on the CPU, by the same pass as training; 0 where nothing was drawn."""
         plain = replace(microbatch, top_ids=None, router_ids=None)
-        return spread(score_drawn(self._model(who), plain, self._temperature).logprobs, microbatch)
+        if who == "teacher":
+            (logprobs_A,) = self._ask_teachers(plain, self._logprobs)
+        else:
+            with on_device(self._model(who)) as model:
+                (logprobs_A,) = self._logprobs(model, plain)
+        return spread(logprobs_A, microbatch)
+
+    def _logprobs(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor]:
+        """Or scores, where the policy is a model that scores."""
+        if "scores" in self._objective.needs:
+            return (read_scores(model, microbatch).logprobs,)
+        return (score_drawn(model, microbatch, self._temperature).logprobs,)
+
+    def _ask_teachers(
+        self, microbatch: Microbatch, ask: Callable[[nn.Module, Microbatch], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """Columns [A, ...] at the drawn tokens of a microbatch, as each row's own teacher answers."""
+        answers, places = [], []
+        for part in classes(self._teachers, microbatch):
+            with on_device(part.teacher) as teacher:
+                answers.append(ask(teacher, part.microbatch))
+            places.append(part.places_A)
+        order_A = torch.cat(places).argsort()
+        return tuple(torch.cat(column).cpu()[order_A] for column in zip(*answers, strict=True))
 
     def with_frozen(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """The columns of the reference and the teacher, where the loss needs them and credit did not."""
@@ -53,9 +91,31 @@ class Passes:
         frozen: tuple[Who, ...] = ("reference", "teacher")
         for who in frozen:
             column = f"{who}_logprobs"
-            if who in self._objective.needs:
-                filled = [m if getattr(m, column) is not None else self._with(m, column, who) for m in filled]
+            if who in self._objective.needs and any(getattr(m, column) is None for m in filled):
+                with self._held(who):
+                    filled = [m if getattr(m, column) is not None else self._with(m, column, who) for m in filled]
+        if "teacher_top_k" in self._objective.needs:
+            with self._held("teacher"):
+                filled = [self._with_teacher_top(m) for m in filled]
         return filled
+
+    def _held(self, who: Who) -> AbstractContextManager[object]:
+        """A model that waits elsewhere is brought once for many passes; of several teachers each in its turn."""
+        models = list(self._teachers.values()) if who == "teacher" else [self._model(who)]
+        return on_device(models[0]) if len(models) == 1 else nullcontext()
+
+    @torch.no_grad()
+    def _with_teacher_top(self, microbatch: Microbatch) -> Microbatch:
+        """The teacher's most likely tokens among those that the student knows, and its log-probabilities of them."""
+        k, size = self._objective.top_k("teacher_top_k"), len(Head.of(self._model("policy")).weight)
+
+        def ask(teacher: nn.Module, part: Microbatch) -> tuple[Tensor, Tensor]:
+            head = narrow(Head.of(teacher), size)
+            hidden_AD = drawn_states(teacher, part).hidden_AD
+            return top_tokens(head, hidden_AD, min(k, len(head.weight)), temperature=self._temperature)
+
+        ids_AK, logprobs_AK = self._ask_teachers(microbatch, ask)
+        return replace(microbatch, top_ids=spread(ids_AK, microbatch), top_logprobs=spread(logprobs_AK, microbatch))
 
     def _with(self, microbatch: Microbatch, column: str, who: Who) -> Microbatch:
         change: dict[str, Any] = {column: self.score(microbatch, who)}
@@ -69,6 +129,8 @@ class Passes:
         the ratio is exactly 1, to the bit.
         """
         needs = self._objective.needs
+        if self._objective.lesson is not None and not needs & {"policy_top_k", "router"}:
+            return microbatch  # a lesson compares with no earlier policy
         wants_logprobs = self._objective.proximal.name == "trainer" and not is_only
         if is_only:
             microbatch = replace(microbatch, proximal_logprobs=None)

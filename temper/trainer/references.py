@@ -39,10 +39,12 @@ class MovingReference:
         refresh = self._rule(Moment(step=step, stalled_evaluations=self._stalled))
         if refresh is None:
             return False, False
-        targets = dict(policy.named_parameters())
+        targets = publish(policy, step).tensors  # merged ones of an adapter
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                parameter.lerp_(targets[name].to(parameter.dtype), refresh.mix)
+                target = targets[name]
+                if target.data_ptr() != parameter.data_ptr():  # shared: one that the adapter leaves alone
+                    parameter.lerp_(target.to(parameter), refresh.mix)
         self._stalled = 0
         return True, refresh.resets_optimizer
 

@@ -7,8 +7,6 @@ Refuses: algorithms (objectives/), and how rows are packed and shared out (`pack
 from __future__ import annotations
 
 import json
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,17 +19,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from temper.errors import BackendError, UserError
-from temper.models.load import load_model, save_model
+from temper.models.adapters import has_adapter
 from temper.objectives import MetricSums, Objective, control
+from temper.objectives.finish import finished as with_derived
 from temper.trainer.critic import Critic, explained
+from temper.trainer.divergence import EVERYONE
 from temper.trainer.forward import StepFacts
+from temper.trainer.memory import PeakMemory
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
 from temper.trainer.passes import Passes, Share
 from temper.trainer.policy_step import PolicyStep
 from temper.trainer.ranks import rank_and_world
 from temper.trainer.references import MovingReference
 from temper.trainer.traces import Key, Pack, keys_of, pack_numbered, traces_of
-from temper.trainer.weights import publish
+from temper.trainer.weights import ModelFiles, kept_tensors, publish, save_weights, stored_tensors
 from temper.types import Batch, Microbatch, Publication, Sample, Trace, TrainResult
 
 Shard = Callable[[Sequence[Microbatch], int, int], list[Microbatch]]
@@ -53,6 +54,8 @@ class TrainerSettings:
     """Of the run, for factors that choose tokens at random."""
     traces: bool = True
     """Whether a step also tells what the policy thought of each trained token."""
+    files: ModelFiles = field(default_factory=ModelFiles)
+    """How checkpoints hold the model; one with an adapter is kept as an adapter, whatever this says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,8 @@ class OtherModels:
 
     reference: nn.Module | None = None
     teacher: nn.Module | None = None
+    teachers: Mapping[str, nn.Module] = field(default_factory=dict)
+    """By domain, for objectives that distil from several; rows of other domains have the one above."""
     critic: Critic | None = None
 
 
@@ -85,10 +90,13 @@ class LocalTrainer:
         others = others or OtherModels()
         frozen = {"reference": others.reference, "teacher": others.teacher}
         models = {name: m.requires_grad_(False) for name, m in frozen.items() if m is not None}
-        self._passes = Passes({"policy": model, **models}, objective, settings.temperature)
+        teachers = {domain: teacher.requires_grad_(False) for domain, teacher in others.teachers.items()}
+        self._passes = Passes({"policy": model, **models}, objective, settings.temperature, teachers=teachers)
+        self._teachers = ({EVERYONE: models["teacher"]} if "teacher" in models else {}) | teachers
         self._critic = others.critic
         self._reference: MovingReference | None = None
         if objective.reference is not None and others.reference is not None:
+            _require_own_weights(others.reference, model)
             self._reference = MovingReference(others.reference, objective.reference)
         self._optimizer = MasterAdamW(model, settings.optimizer)
         self._policy_step = PolicyStep(
@@ -100,6 +108,7 @@ class LocalTrainer:
         )
         self._scales = control(objective, {}, {})
         self._version = 0
+        self._peak_memory = PeakMemory(next(model.parameters()).device)
 
     @property
     def version(self) -> int:
@@ -157,15 +166,17 @@ class LocalTrainer:
         return publish(self._model, self._version)
 
     def peak_memory_bytes(self) -> int:
-        """Most memory held at once since the start: of the device on a GPU, of the process on a CPU."""
-        device = next(self._model.parameters()).device
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        """Most memory held at once since this trainer was made: of the device on a GPU, of the process on a CPU."""
+        return self._peak_memory.bytes()
+
+    @property
+    def peak_is_since_start(self) -> bool:
+        """Whether the system could not start its count anew, so that the peak is that of all stages so far."""
+        return self._peak_memory.is_since_start
 
     def save(self, folder: Path) -> None:
-        """An ordinary Hugging Face directory, and trainer/ with moments, master weights and counters."""
-        save_model(self._model, self._tokenizer, folder)
+        """An ordinary Hugging Face directory, or peft's, and trainer/ with moments, master weights and counters."""
+        save_weights(self._model, self._tokenizer, folder, self._settings.files)
         own = folder / STATE_FOLDER
         own.mkdir()
         tensors = {name: tensor.contiguous() for name, tensor in self._optimizer.tensors().items()}
@@ -192,9 +203,8 @@ class LocalTrainer:
                 f"{folder} was trained in {state['dtype']} and this run is in {self._dtype}: its moments and master "
                 f"weights do not fit. Set model.dtype to what it was"
             )
-        # Through transformers, which may store tensors under other names than the model's own.
-        stored = publish(load_model(folder, self._dtype, torch.device("cpu")), 0).tensors
-        current = self.publish().tensors
+        stored = stored_tensors(self._model, folder, self._dtype, self._settings.files)
+        current = kept_tensors(self._model)
         require_same_tensors(current, stored, f"checkpoint {folder}")
         self._optimizer.load_tensors(load_file(own / "optimizer.safetensors"), state["optimizer_steps"])
         for part in (self._critic, self._reference):
@@ -249,6 +259,7 @@ class LocalTrainer:
             version=self._version,
             seed=(self._settings.seed << 32) + (self._version << 8) + number,
             scales=self._scales,
+            teachers=self._teachers,
         )
 
     def _values(self, microbatch: Microbatch) -> Tensor:
@@ -270,7 +281,7 @@ class LocalTrainer:
         """Metrics of the whole step, and what follows from them: controllers, and a reference that may move."""
         num_updates = max(1, len(batch.updates))
         metrics = replace(metrics, totals={name: total / num_updates for name, total in metrics.totals.items()})
-        finished = explained(metrics.finish()) | {"policy/learning_rate": rate}
+        finished = with_derived(explained(metrics.finish())) | {"policy/learning_rate": rate}
         loss = finished.pop("loss/total", 0.0)
         finished |= applied.metrics()
         samples = [sample for update in batch.updates for sample in update]
@@ -284,6 +295,13 @@ class LocalTrainer:
             if resets_optimizer:
                 self._optimizer.reset()
         return TrainResult(loss=loss, metrics=finished, seconds=seconds, traces=applied.traces or None)
+
+
+def _require_own_weights(reference: nn.Module, model: nn.Module) -> None:
+    """A reference that is the policy without its adapter shares its weights: moved, it would move the policy."""
+    if has_adapter(model):
+        policy = {parameter.data_ptr() for name, parameter in model.named_parameters() if ".base_layer." in name}
+        assert not any(p.data_ptr() in policy for p in reference.parameters()), "a moving reference needs own weights"
 
 
 @dataclass(slots=True)

@@ -1,18 +1,69 @@
-"""What the trainer hands to the samplers.
+"""What the trainer hands to the samplers, and what it keeps in a checkpoint.
 
-Owns: which tensors are weights. Refuses: copying; a sampler on the same device shares the storage.
+Owns: which tensors are weights, whole or as an adapter, and how they are written and read. Refuses: copying; a sampler
+on the same device shares the storage.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
+from temper.errors import UserError
+from temper.models.adapters import (
+    LoadModel,
+    adapter_tensors,
+    has_adapter,
+    is_adapter_folder,
+    merged_tensors,
+    read_adapter,
+    save_adapter,
+)
+from temper.models.load import load_model, save_model
 from temper.types import Publication
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """How a model is written and read whole: a causal language model's ways unless told otherwise."""
+
+    save: Callable[[Any, Any, Path], None] = save_model
+    """(model, tokenizer, folder)."""
+    load: LoadModel = load_model
+
+
 def publish(model: nn.Module, version: int) -> Publication:
-    """Every parameter, and every buffer that belongs to the checkpoint, by name. Tied ones appear once."""
+    """Every parameter, and every buffer that belongs to the checkpoint, by name. Tied ones appear once.
+
+    Of a model with an adapter: merged weights under the names of the model without it, each made when it is asked for.
+    """
+    if has_adapter(model):
+        return Publication(version=version, tensors=merged_tensors(model))
     tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
     saved = model.state_dict()
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return Publication(version=version, tensors=tensors)
+
+
+def kept_tensors(model: nn.Module) -> Mapping[str, Tensor]:
+    """What a checkpoint of this model holds, sharing its storage: all weights, or the adapter alone."""
+    return adapter_tensors(model) if has_adapter(model) else publish(model, 0).tensors
+
+
+def save_weights(model: nn.Module, tokenizer: Any, folder: Path, files: ModelFiles) -> None:
+    (save_adapter if has_adapter(model) else files.save)(model, tokenizer, folder)
+
+
+def stored_tensors(model: nn.Module, folder: Path, dtype: torch.dtype, files: ModelFiles) -> Mapping[str, Tensor]:
+    """The same tensors as a checkpoint holds them. UserError when it is of the other kind or of another model."""
+    if has_adapter(model):
+        return read_adapter(folder, model)
+    if is_adapter_folder(folder):
+        raise UserError(f"{folder} holds an adapter and this run trains all weights. Set model.lora to what it was")
+    # Through transformers, which may store tensors under other names than the model's own.
+    return publish(files.load(folder, dtype, torch.device("cpu")), 0).tensors

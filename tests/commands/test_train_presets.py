@@ -1,4 +1,7 @@
-"""Every preset trains a small model end to end: rollouts, extra rollouts, credit, passes, critic, publication."""
+"""Every policy gradient trains a small model end to end: rollouts, credit, passes, critic, publication.
+
+Presets with a lesson have stages of their own: test_pipeline.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from temper.commands.train import Records, run_stages
 from temper.config import resolve
 from temper.models.load import load_model, save_model
 from temper.models.tiny import character_tokenizer, make_tiny_model
-from temper.objectives import PRESETS
+from temper.objectives import POLICY_GRADIENTS
 from temper.runs.display import Display
 from temper.runs.metrics import describe
 from temper.runs.reader import RunReader
@@ -31,7 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def recipe(name: str, model: dict[str, Any], steps: int = 2) -> dict[str, Any]:
-    is_constrained = PRESETS[name].step is not None
+    is_constrained = POLICY_GRADIENTS[name].step is not None
     return {
         "steps": steps,
         "model": model,
@@ -71,9 +74,9 @@ def train(table: dict[str, Any], run: Path) -> None:
         store.close()
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
 def test_every_preset_trains(name: str, models: dict[str, Path], tmp_path: Path) -> None:
-    start = models["experts" if "router" in PRESETS[name].needs else "dense"]
+    start = models["experts" if "router" in POLICY_GRADIENTS[name].needs else "dense"]
     model = {"path": str(start)} | ({"teacher": str(models["teacher"])} if name == "opd" else {})
     train(recipe(name, model), tmp_path / "run")
     with RunReader(tmp_path / "run") as reader:
@@ -81,9 +84,9 @@ def test_every_preset_trains(name: str, models: dict[str, Path], tmp_path: Path)
         assert [step.step for step in steps] == [1, 2]
         assert all(step.loss is not None for step in steps)
         metrics = reader.metrics_at(0, 2)
-        assert ("critic/explained_var" in metrics) == ("values" in PRESETS[name].needs)
+        assert ("critic/explained_var" in metrics) == ("values" in POLICY_GRADIENTS[name].needs)
         assert [name for name in metrics if describe(name) is None] == [], "a metric that nobody explains"
-        assert ("policy/reference_moved" in metrics) == (PRESETS[name].reference is not None)
+        assert ("policy/reference_moved" in metrics) == (POLICY_GRADIENTS[name].reference is not None)
     before, after = (
         load_model(folder, torch.float32, torch.device("cpu")).state_dict()
         for folder in (start, tmp_path / "run" / "checkpoints" / "0-rl" / "step-2")

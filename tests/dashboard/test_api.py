@@ -360,6 +360,7 @@ def test_a_run_of_the_earlier_layout_still_opens(trained: Path, tmp_path: Path, 
     with sqlite3.connect(run / "run.db") as connection:
         connection.execute("DROP TABLE audits")
         connection.execute("DROP TABLE alarms")
+        connection.execute("DROP TABLE verdicts")
         connection.execute("ALTER TABLE token_rows DROP COLUMN entropies")
         connection.execute("ALTER TABLE evaluations DROP COLUMN details")
         connection.execute("UPDATE meta SET value = '2' WHERE name = 'schema'")
@@ -369,7 +370,25 @@ def test_a_run_of_the_earlier_layout_still_opens(trained: Path, tmp_path: Path, 
         server.get(f"{server.run()}/{page}")
     row = server.get(f"{server.run()}/rollouts", limit=1)["rows"][0]
     key = {name: row[name] for name in ("stage", "step", "group_id", "member")}
-    assert server.get(f"{server.run()}/trajectory", **key)["rows"][0]["entropies"] is None
+    shown = server.get(f"{server.run()}/trajectory", **key)
+    assert (shown["rows"][0]["entropies"], shown["verdicts"]) == (None, [])
+
+
+def test_what_judges_said_is_shown_beside_the_rollout(trained: Path, tmp_path: Path, serve: Serve) -> None:
+    run = copy_of(trained, tmp_path / "run")
+    server = serve(run)
+    row = server.get(f"{server.run()}/rollouts", limit=1)["rows"][0]
+    key = {name: row[name] for name in ("stage", "step", "group_id", "member")}
+    with sqlite3.connect(run / "run.db") as connection:
+        for member, value in ((key["member"], 0.7), (key["member"] + 1, 0.1)):
+            place = (key["stage"], key["step"], "judge", "t", key["group_id"], member)
+            said = (*place, "value", value, None, "abc", '{"criterion": "<b>"}')
+            connection.execute(f"INSERT INTO verdicts VALUES ({', '.join('?' * len(said))})", said)
+    connection.close()
+    assert server.get(f"{server.run()}/trajectory", **key)["verdicts"] == [
+        {"part": "judge", "kind": "value", "value": 0.7, "reason": None, "fingerprint": "abc",
+         "detail": {"criterion": "<b>"}}
+    ]  # fmt: skip
 
 
 def test_a_run_of_a_later_layout_is_listed_with_its_fault_and_spoils_no_other(

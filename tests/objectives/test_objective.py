@@ -11,7 +11,7 @@ from torch import Tensor
 
 from temper.errors import UserError
 from temper.objectives import (
-    PRESETS,
+    POLICY_GRADIENTS,
     Objective,
     Scored,
     Sloped,
@@ -143,14 +143,14 @@ def test_a_regularizer_and_a_correction_are_reported_by_name(f1) -> None:
     assert {"loss/policy", "loss/kl", "mismatch/token_tis_frac"} <= set(metrics)
 
 
-ON_POLICY = [name for name in PRESETS if name != "simko"]
+ON_POLICY = [name for name in POLICY_GRADIENTS if name != "simko"]
 """SimKO spreads gradient to other tokens on purpose."""
 
 
 @pytest.mark.parametrize("name", ON_POLICY)
 def test_on_policy_every_preset_is_plain_policy_gradient(f1, name) -> None:
     """All policies equal: the gradient is A times the weight; where the ratio is of the whole trajectory, summed."""
-    objective = policy_part(PRESETS[name])
+    objective = policy_part(POLICY_GRADIENTS[name])
     tokens = on_policy(f1, objective)
     objective_loss(objective, tokens)[0].backward()
     expected_T = -tokens.advantages * tokens.weights
@@ -162,7 +162,7 @@ def test_on_policy_every_preset_is_plain_policy_gradient(f1, name) -> None:
 
 @pytest.mark.parametrize("name", ON_POLICY)
 def test_the_on_policy_check_rejects_a_gate_whose_slope_at_one_is_wrong(f1, name) -> None:
-    objective = policy_part(PRESETS[name])
+    objective = policy_part(POLICY_GRADIENTS[name])
 
     def halved(tokens: Tokens, log_ratio_T: Tensor):
         gain = objective.gate(tokens, log_ratio_T)
@@ -177,20 +177,20 @@ def test_the_on_policy_check_rejects_a_gate_whose_slope_at_one_is_wrong(f1, name
     assert (gradients[0] - gradients[1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
 def test_on_policy_ratio_is_exactly_one_and_nothing_is_clipped(f1, name) -> None:
-    objective = PRESETS[name]
+    objective = POLICY_GRADIENTS[name]
     metrics = objective_loss(objective, on_policy(f1, objective, dtype=torch.float32))[1].finish()
     assert metrics["policy/ratio_min"] == metrics["policy/ratio_max"] == 1.0
     assert metrics["policy/clip_frac_high"] == metrics["policy/clip_frac_low"] == 0.0
     assert metrics["mismatch/logp_abs_max"] == 0.0
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
 def test_an_empty_microbatch_gives_a_connected_zero(name) -> None:
-    own = PRESETS[name].regularizers
+    own = POLICY_GRADIENTS[name].regularizers
     extras = tuple(extra for extra in (kl(0.1), entropy_bonus(0.1)) if extra.name not in {term.name for term in own})
-    objective = dataclasses.replace(PRESETS[name], regularizers=(*own, *extras))
+    objective = dataclasses.replace(POLICY_GRADIENTS[name], regularizers=(*own, *extras))
     parameter = torch.ones(3, requires_grad=True)
     none, empty = parameter[:0], torch.empty(0)
     columns = {
@@ -217,9 +217,9 @@ def test_an_empty_microbatch_gives_a_connected_zero(name) -> None:
     )
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
 def test_a_batch_without_tokens_can_be_measured(name) -> None:
-    objective = PRESETS[name]
+    objective = POLICY_GRADIENTS[name]
     empty, none = torch.empty(0), torch.empty(0, dtype=torch.int64)
     columns = dict.fromkeys(
         ("policy_logprobs", "proximal_logprobs", "behavior_logprobs", "advantages", "weights"), empty
@@ -229,21 +229,21 @@ def test_a_batch_without_tokens_can_be_measured(name) -> None:
     assert all(len(column) == 0 for column in measure_batch(objective, whole).values())
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
 def test_zero_advantages_give_zero_gradient(f1, name) -> None:
     # Credit that some objectives make at the loss, from a teacher or a reference, is exempt: it is a regulariser.
-    objective = dataclasses.replace(PRESETS[name], regularizers=())
+    objective = dataclasses.replace(POLICY_GRADIENTS[name], regularizers=())
     tokens = f1(weighting=objective.weighting, advantages=torch.zeros(8, dtype=torch.float64))
     tokens = measured(objective, dataclasses.replace(tokens, **every_column(tokens.policy_logprobs)))
     objective_loss(objective, tokens)[0].backward()
     assert tokens.policy_logprobs.grad.abs().max().item() == 0.0
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
 @pytest.mark.parametrize("gap", [-1000.0, 1000.0])
 def test_absurd_log_ratios_stay_finite(f1, name, gap) -> None:
     """Bug 7.25, in float32, against the proximal policy and against the sampler."""
-    objective = PRESETS[name]
+    objective = POLICY_GRADIENTS[name]
     tokens = f1(weighting=objective.weighting, dtype=torch.float32)
     far = tokens.policy_logprobs.detach() - gap
     tokens = dataclasses.replace(tokens, **every_column(tokens.policy_logprobs), behavior_logprobs=far)

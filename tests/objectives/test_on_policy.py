@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from temper.objectives import PRESETS, Extent, Objective, Tokens, TopTokens, objective_loss
+from temper.objectives import POLICY_GRADIENTS, Extent, Objective, Tokens, TopTokens, objective_loss
 from temper.objectives.advantages import raw
 from temper.objectives.gates import GATES, clip, gmpo, none
 from temper.objectives.objective import Gain, Measured
@@ -90,17 +90,17 @@ def test_the_product_ratio_under_sequence_mean_is_the_policy_gradient_of_whole_t
     assert got == pytest.approx(plain_gradient(on_policy(f1, sequence_sum())), abs=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.ratio.name not in SPREADING])
+@pytest.mark.parametrize("name", [name for name, one in POLICY_GRADIENTS.items() if one.ratio.name not in SPREADING])
 def test_every_preset_is_policy_gradient_on_policy(f1, name) -> None:
-    preset = without_regularizers(PRESETS[name])
+    preset = without_regularizers(POLICY_GRADIENTS[name])
     tokens = on_policy(f1, preset.weighting)
     expected = plain_gradient(tokens, expected_weights(preset, tokens))
     assert gradient(preset, tokens) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
 def test_the_comparison_rejects_every_preset_whose_gate_is_off_by_a_percent(f1, name) -> None:
-    preset = without_regularizers(PRESETS[name])
+    preset = without_regularizers(POLICY_GRADIENTS[name])
     tokens = on_policy(f1, preset.weighting)
     gate = preset.gate
 
@@ -129,7 +129,7 @@ def expected_weights(preset: Objective, tokens: Tokens) -> Tensor:
 def test_presets_of_sequence_ratios_weigh_trajectories_and_not_tokens() -> None:
     # A sequence-level ratio with token_mean would weigh a trajectory by its length.
     extent = Extent(lengths=torch.tensor([3, 1]), group_ids=torch.zeros(2, dtype=torch.int64), max_new_tokens=4)
-    for preset in PRESETS.values():
+    for preset in POLICY_GRADIENTS.values():
         if preset.ratio.name == "sequence_geometric" or preset.gate.name == "gmpo":
             weights_B = preset.weighting(extent)
             assert (weights_B * extent.lengths).tolist() == pytest.approx([0.5, 0.5]), preset.name

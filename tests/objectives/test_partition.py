@@ -1,6 +1,7 @@
 """One optimiser step is a function of the set of samples: no split or order changes gradient, loss or metrics.
 
 Specification 1.7 and bugs 7.1, 7.2, 7.15, 7.16, 7.19, 7.24. The mutations at the end are rejected by the same check.
+Presets with a lesson are packed in other ways; tests/trainer has the same for them, stage by stage.
 Shapes: _B trajectories of the step, _N their drawn tokens, K most likely tokens.
 """
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from temper.objectives import (
-    PRESETS,
+    POLICY_GRADIENTS,
     Credit,
     Extent,
     MetricSums,
@@ -295,8 +296,8 @@ def built(builder: Callable[..., Any]) -> Any:
 
 
 def with_factor(kind: str, factor: Any, base: str = "dapo") -> Objective:
-    own = getattr(PRESETS[base], kind)
-    return dataclasses.replace(PRESETS[base], **{kind: (factor,) if isinstance(own, tuple) else factor})
+    own = getattr(POLICY_GRADIENTS[base], kind)
+    return dataclasses.replace(POLICY_GRADIENTS[base], **{kind: (factor,) if isinstance(own, tuple) else factor})
 
 
 def test_partitions_are_all_there() -> None:
@@ -304,9 +305,9 @@ def test_partitions_are_all_there() -> None:
     assert any([] in partition for partition in SOME_OF_ELEVEN)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
 def test_every_preset(name) -> None:
-    objective = with_extras(PRESETS[name])
+    objective = with_extras(POLICY_GRADIENTS[name])
     assert is_invariant(honest, objective, SMALL, ALL_OF_FOUR)
     assert is_invariant(honest, objective, LARGE, SOME_OF_ELEVEN)
 
@@ -329,7 +330,7 @@ def test_rules_over_the_whole_batch_together() -> None:
     names = ("token_tis", "m2po", "top_entropy", "clip_cov", "batch_normalize")
     rules = tuple(built(REGISTRY["corrections"][name]) for name in names)
     terms = tuple(built(REGISTRY["regularizers"][name]) for name in ("kl_cov", "positive_nll"))
-    objective = dataclasses.replace(PRESETS["grpo"], corrections=rules, regularizers=terms)
+    objective = dataclasses.replace(POLICY_GRADIENTS["grpo"], corrections=rules, regularizers=terms)
     assert is_invariant(honest, objective, LARGE, SOME_OF_ELEVEN)
 
 
@@ -338,7 +339,9 @@ CREDIT_FACTORS = [with_factor(kind, built(make)) for kind in CREDIT_KINDS for ma
 
 
 @pytest.mark.parametrize(
-    "objective", [*PRESETS.values(), *CREDIT_FACTORS], ids=lambda o: "-".join(map(str, (o.name, *o.credit_factors)))
+    "objective",
+    [*POLICY_GRADIENTS.values(), *CREDIT_FACTORS],
+    ids=lambda o: "-".join(map(str, (o.name, *o.credit_factors))),
 )
 def test_credit_does_not_depend_on_the_order_of_trajectories(objective) -> None:
     """Bugs 7.15 and 7.16: groups and batch statistics survive any arrival."""
@@ -435,7 +438,7 @@ def test_the_check_rejects_measuring_each_microbatch_alone(kind, name) -> None:
 @pytest.mark.parametrize("advantage", [returns_to_go(), gae()], ids=str)
 def test_the_check_rejects_whitening_on_local_statistics(advantage) -> None:
     """Bug 7.16, for advantages that differ from token to token and are otherwise made trajectory by trajectory."""
-    objective = dataclasses.replace(PRESETS["dapo"], advantage=advantage)
+    objective = dataclasses.replace(POLICY_GRADIENTS["dapo"], advantage=advantage)
     whitened = dataclasses.replace(objective, normalizers=(whiten(),))
     assert is_invariant(statistics_of_the_microbatch, objective, LARGE, SOME_OF_ELEVEN)
     assert is_invariant(honest, whitened, LARGE, SOME_OF_ELEVEN)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from temper.errors import UserError
-from temper.objectives import PRESETS, check_objective, compare, describe, resolve
+from temper.objectives import FAMILIES, POLICY_GRADIENTS, PRESETS, check_objective, compare, describe, resolve
 from temper.objectives.gates import cispo, clip
-from temper.objectives.resolve import REGISTRY
+from temper.objectives.lessons import LESSONS, stages_for
+from temper.objectives.resolve import IDLE_KINDS, REGISTRY
 
 ROWS = """
     reinforce reinforce_is ppo trpo grpo grpo_r1 dr_grpo dapo gspo gspo_token cispo sapo dppo_tv dppo_kl dppo_topk
@@ -18,9 +21,12 @@ ROWS = """
 
 UNVERIFIED = """
     rgpo lambda_grpo mgpo entropy_advantage prorl dppo_topk scalerl reinforce_pp_baseline deepseek_v32 rspo vapo
-    grpo_r1 vineppo
+    grpo_r1 vineppo nash_md opd_top_k
 """
 """Rows with a form or a constant that specification 8.1 lists, or that is pieced together."""
+
+UNSPECIFIED = ("likelihood",)
+"""Supervised learning is not in the specification; its options have papers."""
 
 
 def test_every_row_of_the_specification_is_a_preset() -> None:
@@ -151,9 +157,50 @@ def test_a_moving_reference_that_nothing_reads_is_refused() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_description_shows_formula_factors_source_and_note(name) -> None:
     text, preset = describe(name), PRESETS[name]
-    for part in (preset.formula, preset.source, preset.note, str(preset.gate), str(preset.advantage)):
+    used = (preset.gate, preset.advantage) if preset.lesson is None else (preset.lesson, preset.weighting)
+    for part in (preset.formula, preset.source, preset.note, *map(str, used)):
         assert part
         assert part in text
+
+
+def test_a_description_with_a_lesson_names_its_stage_and_no_factor_that_does_nothing() -> None:
+    text = describe("dpo")
+    assert "stage         preference" in text
+    assert not [kind for kind in IDLE_KINDS if f"  {kind} " in text]
+    assert ("gate", "clip(low=0.2, high=0.2)", "idle") in compare("grpo", "dpo")
+
+
+@pytest.mark.parametrize(("kind", "value"), [("gate", "cispo"), ("regularizers", [{"name": "kl", "coefficient": 0.1}])])
+def test_a_factor_that_a_lesson_would_leave_idle_is_refused(kind: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"objective.{kind} would do nothing: dpo has the lesson dpo"):
+        resolve("dpo", {kind: value})
+    lesson = {"name": "dpo", "beta": 0.3}
+    with pytest.raises(UserError, match="would do nothing"):
+        resolve("grpo", {kind: value, "lesson": lesson})
+    assert resolve("dpo", {kind: value, "lesson": "none"}).lesson is None
+    assert resolve("dpo", {"lesson": {"beta": 0.3}}).lesson == resolve("grpo", {"lesson": lesson}).lesson
+
+
+def test_too_small_a_group_names_who_compares() -> None:
+    with pytest.raises(UserError, match="nash_md compares a completion"):
+        check_objective(resolve("nash_md"), group_size=1)
+
+
+def test_every_preset_is_in_one_family_and_the_first_alone_has_no_lessons() -> None:
+    names = [preset.name for family in FAMILIES.values() for preset in family]
+    assert sorted(names) == sorted(PRESETS)
+    first, *others = FAMILIES.values()
+    assert {preset.name for preset in first} == set(POLICY_GRADIENTS)
+    assert all(preset.lesson is not None for family in others for preset in family)
+
+
+def test_every_lesson_has_a_stage_and_every_preset_with_one_says_which() -> None:
+    assert all(stages_for(lesson) for lesson in LESSONS)
+    stages = {preset.name: stages_for(preset.lesson.name) for preset in PRESETS.values() if preset.lesson is not None}
+    assert stages["sft"] == ("sft",)
+    assert stages["online_dpo"] == ("preference",)
+    assert stages["process_reward_model"] == ("reward_model",)
+    assert stages["opd_direct"] == ("distill",)
 
 
 def test_compare_shows_only_what_differs() -> None:
@@ -166,4 +213,5 @@ def test_compare_shows_only_what_differs() -> None:
 def test_every_registered_factor_is_registered_under_its_name_and_documented(kind) -> None:
     for name, build in REGISTRY[kind].items():
         assert build.__name__ == name
-        assert "Specification" in (build.__doc__ or "")
+        where = "arXiv" if name in UNSPECIFIED else "Specification"
+        assert where in (build.__doc__ or "")

@@ -223,7 +223,7 @@ def test_needs_are_declared() -> None:
         "gae_by_length": {"values"},
         "step_values": {"step_values"},
         "distillation": {"teacher"},
-        "turn_returns": set(),
+        "turn_returns": {"turns"},
     }
 
 

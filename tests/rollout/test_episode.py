@@ -12,7 +12,7 @@ import pytest
 from temper.engine.fake import FakeSampler
 from temper.errors import BackendError
 from temper.protocols import Env, EnvOpening, EnvReply
-from temper.rollout.episode import EpisodeSetup, run_episode
+from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
 from temper.types import Group, Message, Request, SamplingParams, Score, ScoreKind, Status, Task, Trajectory
 
 STOP = 0
@@ -74,11 +74,27 @@ class TalkingEnv:
         self.closed.append(True)
 
 
-def play(env: Env, *, sampler: FakeSampler | None = None, max_turns: int = 4, seconds: float = 5.0) -> Trajectory:
+class Paying(Always):
+    """Says what each turn earned."""
+
+    async def score_turns(
+        self, task: Task, trajectory: Trajectory
+    ) -> tuple[Score, Mapping[str, Score], Sequence[float]]:
+        return *await self.score(task, trajectory), [0.25] * len(trajectory.turns)
+
+
+def play(
+    env: Env,
+    *,
+    sampler: FakeSampler | None = None,
+    scorer: Scorer | None = None,
+    max_turns: int = 4,
+    seconds: float = 5.0,
+) -> Trajectory:
     setup = EpisodeSetup(
         sampler=sampler or FakeSampler(lambda request: [ord("h"), STOP]),
         renderer=Letters(),
-        scorer=Always(),
+        scorer=scorer or Always(),
         make_env=lambda name: env,
         params=SamplingParams(max_new_tokens=4, stop_ids=(STOP,)),
         max_turns=max_turns,
@@ -95,6 +111,16 @@ def test_turns_extend_the_exact_ids_and_the_environment_is_closed() -> None:
     assert [turn.completion.prompt_ids for turn in trajectory.turns] == [(97, 98), (97, 98, 104, STOP, 62)]
     assert trajectory.score == Score.of(1.0)
     assert env.closed == [True]
+
+
+def test_what_turns_earned_is_beside_what_the_environment_gave() -> None:
+    trajectory = play(TalkingEnv(), scorer=Paying())
+    assert trajectory.turn_rewards == (0.25, 0.25)
+    assert [turn.reward for turn in trajectory.turns] == [None, None], (
+        "a second verifier must see the environment's own"
+    )
+    assert play(TalkingEnv()).turn_rewards == ()
+    assert play(TalkingEnv(), scorer=Paying(), seconds=0.0).turn_rewards == (), "a failure earns nothing"
 
 
 def test_running_out_of_turns_and_of_tokens_are_told_apart() -> None:

@@ -97,3 +97,12 @@ def test_generators_from_elsewhere_are_passed_in() -> None:
 
     source = make_source("other", {"anything": 3}, seed=0, size=0, generators={**GENERATORS, "other": other})
     assert source.task(0).answer is not None
+
+
+def test_rejected_answers_have_as_many_wrong_letters_as_asked() -> None:
+    for task in (GENERATORS["rearrange_pairs"](i, 7, min_letters=4, max_letters=6, errors=3) for i in range(100)):
+        chosen, rejected = str(task.answer), str(task.extra["rejected"])
+        assert sorted(chosen) == sorted(task.messages[0].content) != sorted(rejected)
+        assert sum(a != b for a, b in zip(chosen, rejected, strict=True)) == 3
+    with pytest.raises(UserError, match="errors=5 must satisfy"):
+        GENERATORS["rearrange_pairs"](0, 7, min_letters=4, max_letters=6, errors=5)

@@ -219,3 +219,90 @@ def test_what_the_policy_said_is_shown_as_it_was() -> None:
     tokenizer = characters()
     said = (user("q"), Message(role="assistant", content="a</s>b"), user("r"))
     assert "a</s>b" in tokenizer.decode(Renderer(tokenizer).prompt_ids(said))
+
+
+def assistant(text: str) -> Message:
+    return Message(role="assistant", content=text)
+
+
+def trained(tokenizer: Any, row: Any) -> str:
+    return str(tokenizer.decode([token for token, mask in zip(row.token_ids, row.loss_mask, strict=True) if mask]))
+
+
+def test_a_given_conversation_is_the_templates_own_ids_with_what_assistants_said_marked() -> None:
+    tokenizer = characters()
+    renderer = Renderer(tokenizer, eos_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    said = (user("ab"), assistant("cd"), user("ef"), assistant("gh"), user("ij"), assistant("kl"))
+    (row,) = renderer.spoken_rows(said, turns=None)
+    whole = renderer.encode(renderer.render(said, for_generation=False))
+    assert row.token_ids == whole[:-1], "all but the new line that follows the last turn"
+    assert trained(tokenizer, row) == "cd<|im_end|>gh<|im_end|>kl<|im_end|>"
+    (two,) = renderer.spoken_rows(said, turns=2)
+    assert two.token_ids == row.token_ids
+    assert trained(tokenizer, two) == "gh<|im_end|>kl<|im_end|>"
+    (last,) = renderer.spoken_rows(said)
+    assert last.token_ids == [*renderer.prompt_ids(said[:-1]), *renderer.completion_ids("kl")]
+
+
+def test_a_template_that_rewrites_history_gives_a_row_for_each_turn_with_its_reasoning() -> None:
+    tokenizer = characters(FORGETFUL)
+    renderer = Renderer(tokenizer, eos_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    said = (user("ab"), assistant("<think>x</think>cd"), user("ef"), assistant("<think>y</think>gh"))
+    first, second = renderer.spoken_rows(said, turns=None)
+    assert trained(tokenizer, first) == "<think>x</think>cd<|im_end|>"
+    assert trained(tokenizer, second) == "<think>y</think>gh<|im_end|>"
+    assert tuple(second.token_ids[: len(renderer.prompt_ids(said[:3]))]) == renderer.prompt_ids(said[:3])
+    plain = (user("ab"), assistant("cd"), user("ef"), assistant("gh"))
+    assert len(renderer.spoken_rows(plain, turns=None)) == 1, "nothing of this one is rewritten"
+
+
+def test_what_the_template_changes_in_a_turn_is_learned_as_it_writes_it() -> None:
+    trimming = CHATML.replace("m['content']", "m['content'] | trim")
+    tokenizer = characters(trimming)
+    renderer = Renderer(tokenizer, eos_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    (row,) = renderer.spoken_rows((user("ab"), assistant(" cd\n")))
+    assert trained(tokenizer, row) == "cd<|im_end|>"
+    # An empty thought before the last turn, as some reasoning models have it.
+    thoughtful = CHATML.replace(
+        "m['content'] +",
+        "('<think>\n\n</think>\n\n' if loop.last and m['role'] == 'assistant' else '') + m['content'] +",
+    )
+    tokenizer = characters(thoughtful)
+    renderer = Renderer(tokenizer, eos_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    rows = renderer.spoken_rows((user("ab"), assistant("cd"), user("ef"), assistant("gh")), turns=None)
+    assert [trained(tokenizer, row) for row in rows] == [
+        "<think>\n\n</think>\n\ncd<|im_end|>",
+        "<think>\n\n</think>\n\ngh<|im_end|>",
+    ]
+
+
+def test_a_template_without_ends_of_turns_gets_them_as_in_rollouts() -> None:
+    tokenizer = characters(CHATML.replace("<|im_end|>", ""))
+    renderer = Renderer(tokenizer)
+    said = (user("ab"), assistant("cd"), user("ef"), assistant("gh"))
+    (row,) = renderer.spoken_rows(said, turns=None)
+    assert trained(tokenizer, row) == "cd</s>gh</s>"
+    following = renderer.extend_ids(renderer.prompt_ids(said[:1]), renderer.completion_ids("cd"), said[2:3])
+    assert tuple(row.token_ids) == (*following, *renderer.completion_ids("gh"))
+
+
+def test_an_end_of_turn_inside_an_answer_is_refused() -> None:
+    tokenizer = characters()
+    renderer = Renderer(tokenizer, eos_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    with pytest.raises(UserError, match="holds a token that ends its turn"):
+        renderer.spoken_rows((user("ab"), assistant("c<|im_end|>d")))
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
+def test_real_chat_templates_give_one_row_of_their_own_ids(name: str) -> None:
+    folder = MODELS / name
+    if not folder.exists():
+        pytest.skip(f"{folder} is not here; set TEMPER_TEST_DATA to the data folder that lies beside models/")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    renderer = Renderer(tokenizer)
+    said = (user("What is 2 + 2?"), assistant("It is 4."), user("And 3 + 3?"), assistant("6, of course."))
+    (row,) = renderer.spoken_rows(said, turns=None)
+    whole = tokenizer.apply_chat_template([m.as_dict() for m in said], tokenize=False)
+    assert row.token_ids == tokenizer.encode(whole, add_special_tokens=False)[: len(row.token_ids)]
+    assert tokenizer.decode(row.token_ids) + "\n" == whole
+    assert trained(tokenizer, row) == "It is 4.<|im_end|>6, of course.<|im_end|>"

@@ -8,13 +8,13 @@ import sys
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from temper.batching.pack import pack, shard
-from temper.objectives import resolve
+from temper.objectives import POLICY_GRADIENTS, resolve
 from temper.trainer import ranks
 from temper.trainer.critic import Critic
 from temper.trainer.optim import OptimizerSettings
@@ -22,17 +22,18 @@ from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
 from temper.types import Batch, Sample
 
 
-def train(model: Any, rows: list[Sample], preset: str, budget: int) -> dict[str, Any]:
+def train(model: Any, other: Any, rows: list[Sample], preset: str, budget: int) -> dict[str, Any]:
     objective, optimizer = resolve(preset), OptimizerSettings(learning_rate=0.01)
+    together: Literal["group", "trajectory"] = "trajectory" if objective.lesson is None else "group"
     critic = Critic(deepcopy(model), optimizer, total_steps=4) if objective.critic is not None else None
     trainer = LocalTrainer(
         model,
         None,
         objective,
         TrainerSettings(optimizer=optimizer, temperature=1.0, total_steps=4),
-        pack=partial(pack, tokens_per_microbatch=budget, dtype=torch.float64),
+        pack=partial(pack, tokens_per_microbatch=budget, dtype=torch.float64, together=together),
         shard=shard,
-        others=OtherModels(critic=critic, reference=deepcopy(model), teacher=deepcopy(model)),
+        others=OtherModels(critic=critic, reference=other, teacher=other),
     )
     results = [trainer.step(Batch(updates=(tuple(rows),))) for _ in range(2)]
     moments = {name: t for name, t in trainer._optimizer.tensors().items() if name.startswith("exp_avg.")}
@@ -58,11 +59,14 @@ def main(rank: int, world: int, folder: Path) -> None:
     if world > 1:
         store, limit = dist.FileStore(str(folder / "store"), world), datetime.timedelta(seconds=100)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    model, rows, cases = pickle.loads((folder / "inputs.pkl").read_bytes())
+    model, other, rows, pairs, cases = pickle.loads((folder / "inputs.pkl").read_bytes())
     reports = {}
     for preset, budget, fault in cases:
+        is_policy_gradient = preset in POLICY_GRADIENTS
         ranks.dist = Averaging() if fault == "average" else dist  # type: ignore[attr-defined, assignment]
-        reports[preset, budget, fault] = train(deepcopy(model), rows, preset, budget)
+        reports[preset, budget, fault] = train(
+            deepcopy(model), other, rows if is_policy_gradient else pairs, preset, budget
+        )
     torch.save(reports, folder / f"{rank}of{world}.pt")
     if world > 1:
         dist.destroy_process_group()

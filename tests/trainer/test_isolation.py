@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from temper.errors import BackendError
 from temper.models.attention import Attend
+from temper.models.scorer import load_scorer
+from temper.models.tiny import make_tiny_model
 from temper.trainer.attention import PackedAttention
 from temper.trainer.isolation import check_isolation
 
@@ -42,3 +45,17 @@ def test_rows_that_are_kept_apart_but_scored_differently_are_named(make_model: C
 
     with pytest.raises(BackendError, match="differently in a pack and alone"):
         check_isolation(make_model(), 40, make_attention=packed_only)
+
+
+def test_a_scorer_with_a_head_of_zeros_is_checked_by_its_states(tmp_path: Path) -> None:
+    base = make_tiny_model(
+        tmp_path, layers=2, width=32, heads=2, kv_heads=1, mlp_width=64, context=32, alphabet="abcdefgh", seed=0
+    )
+    scorer = load_scorer(base, torch.float64, torch.device("cpu"))
+    assert check_isolation(scorer, 12) < 1e-9
+
+    def leaky(lengths: Sequence[int], device: torch.device) -> Attend:
+        return PackedAttention([sum(lengths)], device)
+
+    with pytest.raises(BackendError, match="packed rows leak in LlamaForSequenceClassification"):
+        check_isolation(scorer, 12, make_attention=leaky)

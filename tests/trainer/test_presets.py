@@ -1,4 +1,7 @@
-"""Every preset through the real trainer: one step is a function of its rows, whatever passes the objective needs."""
+"""Every policy gradient through the real trainer: one step is a function of its rows, whatever passes it needs.
+
+Lessons need rows of their own: test_preferences.py, test_scores.py, test_distilling.py, stages/test_sft.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from temper.batching.pack import pack
 from temper.models.load import prepare
 from temper.models.tiny import character_tokenizer
-from temper.objectives import PRESETS, Objective, measure_batch, resolve
+from temper.objectives import POLICY_GRADIENTS, Objective, measure_batch, resolve
 from temper.trainer.critic import Critic
 from temper.trainer.forward import StepFacts
 from temper.trainer.optim import OptimizerSettings
@@ -114,7 +117,7 @@ def shuffle(rows: Sequence[Sample]) -> list[Sample]:
     return [row for key in keys for row in rows if (row.group_id, row.index) == key]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
 def test_a_step_does_not_depend_on_microbatches_or_order(
     make_model: Callable[..., Any], make_rows: Callable[..., list[Sample]], name: str
 ) -> None:

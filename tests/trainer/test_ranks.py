@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from temper.objectives import PRESETS
+from temper.objectives import POLICY_GRADIENTS
 from temper.types import Sample
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 UNEVEN, WHOLE = 54, 10_000
 """Token budgets: of several microbatches, and of a single one, which leaves the second rank nothing."""
-NAMES = [name for name in PRESETS if "router" not in PRESETS[name].needs]
+LESSONS = ("sft", "dpo", "beta_dpo", "kto", "nash_md", "gkd", "opd_top_k")
+"""One of each way to read a batch; the other rules on pairs differ from dpo within a pair only."""
+NAMES = [*(name for name, preset in POLICY_GRADIENTS.items() if "router" not in preset.needs), *LESSONS]
 """Experts are not multiplied in float64."""
 CASES = [*((name, budget, "none") for name in NAMES for budget in (UNEVEN, WHOLE)), ("grpo", UNEVEN, "average")]
 
@@ -34,8 +36,8 @@ def reports(
 ) -> tuple[Reports, list[Reports]]:
     """What a single process and what each of two ranks report of every case."""
     folder = tmp_path_factory.mktemp("ranks")
-    rows = with_columns(make_rows())
-    (folder / "inputs.pkl").write_bytes(pickle.dumps((make_model(), rows, CASES)))
+    inputs = make_model(), make_model(seed=1), with_columns(make_rows()), as_pairs(make_rows(5, 2, seed=1)), CASES
+    (folder / "inputs.pkl").write_bytes(pickle.dumps(inputs))
     run_ranks(PROGRAM, folder, ((0, 1), (0, 2), (1, 2)))
     alone, *together = (torch.load(folder / name) for name in ("0of1.pt", "0of2.pt", "1of2.pt"))
     return alone, together
@@ -56,6 +58,19 @@ def with_columns(rows: list[Sample]) -> list[Sample]:
         change |= {"top_ids": tops, "top_logprobs": [[draw.uniform(-4.5, -3.2) for _ in top] for top in tops]}
         filled.append(replace(row, behavior_logprobs=near(row, -3.7, 0.4), **change))
     return filled
+
+
+def as_pairs(rows: list[Sample]) -> list[Sample]:
+    """What lessons read: a chosen and a rejected side, of the policy and of the reference, one baseline for all."""
+    return [
+        replace(
+            row,
+            reward=1.0 - row.index,
+            versions=row.versions if row.index == 0 else [-1] * len(row.versions),
+            advantages=[0.3 * drawn for drawn in row.loss_mask],
+        )
+        for row in rows
+    ]
 
 
 def largest_difference(first: dict[str, Any], second: dict[str, Any]) -> float:

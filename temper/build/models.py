@@ -1,0 +1,140 @@
+"""The models of a stage: the policy, and those beside it.
+
+Owns: devices, precision, and which directory each model comes from. Refuses: training them (trainer/).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from temper.config import RunConfig
+from temper.errors import UserError
+from temper.models.adapters import LoadModel, add_adapter, has_adapter, settings_of, with_own_weights, without_adapter
+from temper.models.load import find_checkpoint, load_model
+from temper.models.materialize import whole
+from temper.models.scorer import HEAD, ScorerKind, load_scorer
+from temper.models.tiny import make_tiny_model
+from temper.objectives import Objective
+from temper.stages.distill import teacher_folders
+from temper.trainer.critic import Critic
+from temper.trainer.offload import offload
+from temper.trainer.optim import OptimizerSettings
+from temper.trainer.trainer import OtherModels
+from temper.trainer.weights import ModelFiles
+
+Load = Callable[[Path], torch.nn.Module]
+
+
+def pick_device(name: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise UserError('model.device="cuda", but torch sees no GPU. Use model.device="auto" or "cpu"')
+    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def first_model(config: RunConfig, run_folder: Path) -> Path:
+    """The directory a run starts from; a new model is made inside the run."""
+    if config.model.new is None:
+        return find_checkpoint(config.model.path)
+    folder, unfinished = run_folder / "model", run_folder / ".tmp-model"
+    if not folder.is_dir():  # made aside: a run killed here must not go on from half a model
+        shutil.rmtree(unfinished, ignore_errors=True)
+        make_tiny_model(unfinished, seed=config.seed, **config.model.new.model_dump())
+        unfinished.rename(folder)
+    return folder
+
+
+def optimizer_settings(config: RunConfig, learning_rate: float) -> OptimizerSettings:
+    given = config.optim.model_dump(exclude={"learning_rate", "critic_learning_rate", "adam"})
+    beta1, beta2, epsilon = config.optim.adam
+    return OptimizerSettings(learning_rate=learning_rate, beta1=beta1, beta2=beta2, epsilon=epsilon, **given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """What a stage trains, and how its checkpoints hold it."""
+
+    policy: torch.nn.Module
+    others: OtherModels
+    files: ModelFiles
+
+
+def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models:
+    """The policy of `folder`, with an adapter if the recipe asks for one, and what the objective compares it with."""
+    device = pick_device(config.model.device)
+    dtype = pick_dtype(config.model.dtype, device)
+    is_scorer = "scores" in objective.needs
+    lora = config.model.lora
+    if is_scorer:
+        scorer_kind: ScorerKind = "steps" if _lesson_of(objective) == "steps" else "conversation"
+        load_any: LoadModel = partial(load_scorer, kind=scorer_kind)
+        folder = whole(folder)  # a head is put on weights, not on an adapter
+    else:
+        load_any = partial(load_model, numerics=config.engine.numerics)
+    policy = load_any(folder, dtype, device)
+    if lora is not None:
+        settings = settings_of(lora, seed=config.seed)
+        policy = add_adapter(policy, settings, folder, whole=(HEAD,) if is_scorer else ())
+
+    def load(other: Path) -> torch.nn.Module:
+        return load_model(other, dtype, device, config.engine.numerics)
+
+    others = _other_models(config, objective, folder, policy, load)
+    return Models(policy=policy, others=others, files=ModelFiles(load=load_any))
+
+
+def _lesson_of(objective: Objective) -> str | None:
+    return None if objective.lesson is None else objective.lesson.name
+
+
+def _other_models(
+    config: RunConfig, objective: Objective, folder: Path, policy: torch.nn.Module, load: Load
+) -> OtherModels:
+    """Reference and critic start where the stage starts; teachers are given."""
+    device = next(policy.parameters()).device
+    critic = None
+    if objective.critic is not None:
+        rate = config.optim.critic_learning_rate
+        critic = Critic(
+            load(folder),
+            optimizer_settings(config, 10 * config.optim.learning_rate if rate is None else rate),
+            total_steps=config.steps * config.trainer.updates_per_batch,
+            gradient_checkpointing=config.model.gradient_checkpointing,
+        )
+
+    def frozen(model: torch.nn.Module) -> torch.nn.Module:
+        model.requires_grad_(False)
+        return offload(model, device) if config.model.offload else model
+
+    teachers = {}
+    if objective.needs & {"teacher", "teacher_top_k", "divergence"}:
+        teachers = {name: frozen(load(path)) for name, path in teacher_folders(folder, config.model.teacher).items()}
+    return OtherModels(reference=_reference(objective, folder, policy, load, frozen), teachers=teachers, critic=critic)
+
+
+def _reference(
+    objective: Objective,
+    folder: Path,
+    policy: torch.nn.Module,
+    load: Load,
+    frozen: Callable[[torch.nn.Module], torch.nn.Module],
+) -> torch.nn.Module | None:
+    if "reference" not in objective.needs:
+        return None
+    if not has_adapter(policy):
+        return frozen(load(folder))
+    # The policy without its adapter is where it started, and costs nothing; one that moves needs weights of its own.
+    # Neither is sent away between passes: what they share with the policy would go with them.
+    return without_adapter(policy) if objective.reference is None else with_own_weights(policy)

@@ -1,0 +1,105 @@
+"""Paths that name an earlier stage of the same recipe: "stage:rl", "stage:reward_model", "stage:first".
+
+Owns: where such a path may stand, and what it stands for. Refuses: knowing what a stage writes (commands/train.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from temper.config.sections import RewardConfig, RunConfig, SourceConfig
+from temper.errors import UserError, did_you_mean
+
+FIRST = "first"
+"""The model that the run started from."""
+DATA_KEYS = ("train.path", "heldout.path")
+_REFERENCE = re.compile(r"stage:(\w*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One such path."""
+
+    key: str
+    """Where it stands, e.g. "model.teacher"."""
+    kind: str
+
+
+def references(config: RunConfig) -> list[Reference]:
+    """Earlier stages that this one reads from."""
+    found: list[Reference] = []
+
+    def note(reference: Reference) -> str:
+        found.append(reference)
+        return ""
+
+    _replaced(config, note)
+    return found
+
+
+def check_references(stages: Sequence[RunConfig]) -> None:
+    """Raises UserError when a stage reads from one that does not come before it, or from one that leaves nothing of
+    the sort, and when a later stage asks for a new model."""
+    earlier = [FIRST]
+    for number, config in enumerate(stages, start=1):
+        where = f"stage {number} ({config.stage})"
+        for reference in references(config):
+            if reference.kind not in earlier:
+                raise UserError(
+                    f'{where}: {reference.key} is "stage:{reference.kind}", and no stage before it is of that kind.'
+                    f"{did_you_mean(reference.kind, earlier)} Before it: {', '.join(dict.fromkeys(earlier))}."
+                )
+            if problem := _misuse(config, reference):
+                raise UserError(f'{where}: {reference.key} is "stage:{reference.kind}", {problem}')
+        if config.model.new not in (None, stages[0].model.new):
+            raise UserError(f"{where}: only the first stage can make a model, and model.new is another one here")
+        earlier.append(config.stage)
+
+
+def _misuse(config: RunConfig, reference: Reference) -> str | None:
+    """Why what that stage leaves cannot be read here; None: it can."""
+    if (reference.kind == "rejection") != (reference.key in DATA_KEYS):
+        return (
+            "which leaves rows and no model. Give a stage that trains one"
+            if reference.kind == "rejection"
+            else "which leaves a model and no rows. Rows come from a stage of kind rejection"
+        )
+    is_scorer = reference.kind == "reward_model"
+    if is_scorer and reference.key.startswith("model.") and config.stage != "reward_model":
+        return "which leaves a reward model, and that can neither answer nor teach. Give the stage before it"
+    return None
+
+
+def refer(config: RunConfig, outputs: Mapping[str, Path]) -> RunConfig:
+    """The configuration with every such path replaced by what the last earlier stage of that kind has written."""
+    return _replaced(config, lambda reference: str(outputs[reference.kind]))
+
+
+def _replaced(config: RunConfig, path_of: Callable[[Reference], str]) -> RunConfig:
+    def replaced(key: str, text: str) -> str:
+        return _REFERENCE.sub(lambda match: path_of(Reference(key, match.group(1))), text)
+
+    def source(key: str, given: SourceConfig) -> SourceConfig:
+        return given.model_copy(update={"path": replaced(f"{key}.path", given.path)})
+
+    def reward(key: str, part: RewardConfig) -> RewardConfig:
+        path = part.options.get("path")
+        if not isinstance(path, str):
+            return part
+        return part.model_copy(update={"options": {**part.options, "path": replaced(f"{key}.options.path", path)}})
+
+    model, evaluation = config.model, config.evaluation
+    paths = {name: replaced(f"model.{name}", getattr(model, name)) for name in ("path", "teacher")}
+    judges = [reward("evaluation.reward", part) for part in evaluation.reward]
+    return config.model_copy(
+        update={
+            "model": model.model_copy(update=paths),
+            "train": [source("train", given) for given in config.train],
+            "heldout": config.heldout and source("heldout", config.heldout),
+            "reward": [reward("reward", part) for part in config.reward],
+            "evaluation": evaluation.model_copy(update={"reward": judges}),
+        }
+    )

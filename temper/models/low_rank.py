@@ -1,0 +1,100 @@
+"""Linear layers under a low-rank adapter: the weight that counts is W + scale B A, rounded to W's precision.
+
+Engine and exports hold that weight; here the trainer multiplies by the very same one, so that a policy in bfloat16 is
+the same policy on both sides. Owns: this arithmetic and its gradient. Refuses: making adapters (adapters.py).
+Shapes: _T packed tokens, _D width in, _O width out of all layers side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from temper.models.ops import Linear, product
+
+ADAPTER = "default"
+"""The name under which peft keeps the one adapter of a model."""
+
+
+def is_adapted(module: Any) -> bool:
+    """Whether this layer is peft's LoRA around a linear layer."""
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
+
+
+def merged_weight(module: Any) -> Tensor:
+    """W + scale B A as a tensor of its own, in W's precision. W is not touched."""
+    return _Part.of(module).merged(module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight)
+
+
+def low_rank_linear(linear: Linear, hidden_TD: Tensor, modules: Sequence[Any]) -> Tensor:
+    """Outputs of these layers side by side, adapted or not, as one product with their merged weights."""
+    parts = [_Part.of(module) for module in modules]
+    # By interface a peft layer can be switched off; then it is the layer inside.
+    factors = [
+        factor
+        for module in modules
+        for factor in (
+            (module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight)
+            if is_adapted(module) and not module.disable_adapters
+            else (None, None)
+        )
+    ]
+    return _LowRankLinear.apply(hidden_TD, linear, parts, *factors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One layer. Weight and bias are frozen: only factors get gradients."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+
+    @staticmethod
+    def of(module: Any) -> _Part:
+        layer = module.base_layer if is_adapted(module) else module
+        scale = module.scaling[ADAPTER] if is_adapted(module) else 0.0
+        return _Part(layer.weight.detach(), None if layer.bias is None else layer.bias.detach(), scale)
+
+    def merged(self, down: Tensor | None, up: Tensor | None) -> Tensor:
+        if down is None or up is None:
+            return self.weight
+        return torch.addmm(self.weight.to(down.dtype), up, down, alpha=self.scale).to(self.weight.dtype)
+
+
+class _LowRankLinear(torch.autograd.Function):
+    """Merged weights live for one product and are made again for the gradient: kept, they would be a second model."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, linear: Linear, parts: list[_Part], *factors: Tensor | None) -> Tensor:
+        ctx.save_for_backward(hidden_TD, *factors)
+        ctx.parts = parts
+        biases = [part.bias for part in parts if part.bias is not None]
+        assert len(biases) in (0, len(parts)), "projections of one layer all have a bias or none has"
+        return linear(hidden_TD, _joined(parts, factors), torch.cat(biases) if biases else None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The rounding of the merged weight is passed over, as for any weight that is rounded from a master."""
+        (grad_TO,) = grads
+        hidden_TD, *factors = ctx.saved_tensors
+        parts: list[_Part] = ctx.parts
+        grad_hidden = product(grad_TO, _joined(parts, factors)) if ctx.needs_input_grad[0] else None
+        slopes: list[Tensor | None] = []
+        for number, grad in enumerate(torch.split(grad_TO, [len(part.weight) for part in parts], dim=1)):
+            down, up = factors[2 * number : 2 * number + 2]
+            if down is None or not any(ctx.needs_input_grad[3 + 2 * number : 5 + 2 * number]):
+                slopes += [None, None]
+                continue
+            scaled, wide = grad.to(down.dtype) * parts[number].scale, hidden_TD.to(down.dtype)
+            slopes += [(scaled @ up).t() @ wide, scaled.t() @ (wide @ down.t())]
+        return grad_hidden, None, None, *slopes
+
+
+def _joined(parts: Sequence[_Part], factors: Sequence[Tensor | None]) -> Tensor:
+    merged = [part.merged(*factors[2 * number : 2 * number + 2]) for number, part in enumerate(parts)]
+    return merged[0] if len(merged) == 1 else torch.cat(merged)

@@ -1,0 +1,36 @@
+"""Every loss that is no policy gradient, by name, and the stages that may train with it.
+
+Owns: the two tables. Refuses: the losses themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from temper.objectives.divergence_lessons import DIVERGENCE_LESSONS
+from temper.objectives.likelihood import LIKELIHOOD_LESSONS
+from temper.objectives.objective import Lesson
+from temper.objectives.pair_lessons import PAIR_LESSONS
+from temper.objectives.score_lessons import SCORE_LESSONS
+
+LESSONS: dict[str, Callable[..., Lesson]] = {
+    **LIKELIHOOD_LESSONS,
+    **PAIR_LESSONS,
+    **SCORE_LESSONS,
+    **DIVERGENCE_LESSONS,
+}
+
+LESSONS_OF: Mapping[str, tuple[str | None, ...]] = {
+    "rl": (None,),
+    "rejection": (None,),
+    "sft": tuple(LIKELIHOOD_LESSONS),
+    "preference": tuple(PAIR_LESSONS),
+    "reward_model": tuple(SCORE_LESSONS),
+    "distill": (None, *DIVERGENCE_LESSONS),
+}
+"""By kind of stage; None is the policy gradient."""
+
+
+def stages_for(lesson: str) -> tuple[str, ...]:
+    """Kinds of stage that may train with it."""
+    return tuple(stage for stage, lessons in LESSONS_OF.items() if lesson in lessons)

@@ -1,0 +1,333 @@
+"""Preferences as a source of batches: pairs and labelled completions from files, or pairs made from rollouts.
+
+Owns: rows of a pair, KTO's baseline, which two members of a group are compared. Refuses: the losses
+(objectives/pair_lessons.py); the loop, the trainer and the roller are those of RL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+
+from temper.batching.measure import measure_groups
+from temper.batching.rows import rows_of
+from temper.batching.samples import ScoreFn
+from temper.errors import UserError
+from temper.objectives.objective import Lesson, Objective
+from temper.objectives.pair_lessons import implicit_rewards
+from temper.objectives.preferences import Pairs
+from temper.objectives.unpaired import kto_baseline, mismatched_rows
+from temper.rollout.buffer import Taken
+from temper.stages.reference_cache import References
+from temper.stages.stream import StreamSource, TaskStream
+from temper.types import Batch, Group, Message, Sample, Task, Trajectory
+
+Draw = tuple[int, Task]
+
+
+class CompletionRenderer(Protocol):
+    """Messages to ids; tasks/render.py implements it."""
+
+    def prompt_messages(self, task: Task) -> tuple[Message, ...]: ...
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
+    def completion_ids(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """How text becomes rows: the same for every row of a stage."""
+
+    renderer: CompletionRenderer
+    max_length: int
+    """Tokens of a row at most, prompt and end token included."""
+
+    def prompt(self, task: Task) -> list[int]:
+        return list(self.renderer.prompt_ids(self.renderer.prompt_messages(task)))
+
+    def row(self, task: Task, text: str, index: int, reward: float) -> Sample:
+        """Prompt, completion and end token; the last two are compared. Raises UserError for what cannot be trained."""
+        if not text.strip():
+            raise UserError(f"task {task.id}: the {_SIDES[reward]} completion is empty. Remove the row or complete it")
+        prompt, completion = self.prompt(task), self.renderer.completion_ids(text)
+        if len(prompt) + len(completion) > self.max_length:
+            raise UserError(
+                f"task {task.id}: prompt and {_SIDES[reward]} completion have {len(prompt)} + {len(completion)} "
+                f"tokens, more than the model's context of {self.max_length}. Shorten or remove the row"
+            )
+        return _row(task.id, index, prompt, completion, reward)
+
+
+_SIDES = {1.0: "chosen", 0.0: "rejected"}
+
+
+def _row(group_id: str, index: int, prompt: list[int], completion: list[int], reward: float) -> Sample:
+    """The mask is from lengths, never from ids. No share in the loss yet."""
+    size, mask = len(prompt) + len(completion), [0] * len(prompt) + [1] * len(completion)
+    return Sample(
+        group_id=group_id,
+        index=index,
+        token_ids=[*prompt, *completion],
+        loss_mask=mask,
+        behavior_logprobs=[0.0] * size,
+        versions=[-1] * size,
+        advantages=[0.0] * size,
+        weights=[0.0] * size,
+        reward=reward,
+    )
+
+
+def _on_drawn(row: Sample, value: float) -> list[float]:
+    return [value * is_drawn for is_drawn in row.loss_mask]
+
+
+def pair_rows(rules: RowRules, task: Task) -> tuple[Sample, Sample]:
+    """The chosen row and the rejected one of a task whose answer is preferred to extra["rejected"]."""
+    rejected = task.extra.get("rejected")
+    if task.answer is None or not isinstance(rejected, str):
+        raise UserError(
+            f"task {task.id} is no pair: it needs an answer and a rejected answer, and has "
+            f"{'no answer' if task.answer is None else 'an answer'} and the columns {', '.join(task.extra) or 'none'}"
+        )
+    chosen, losing = rules.row(task, task.answer, 0, 1.0), rules.row(task, rejected, 1, 0.0)
+    if chosen.token_ids == losing.token_ids:
+        raise UserError(f"task {task.id}: chosen and rejected are equal, and a comparison of equals teaches nothing")
+    is_policy = task.extra.get("is_chosen_from_policy")
+    if not isinstance(is_policy, bool):
+        return chosen, losing
+    return (_by_policy(chosen), losing) if is_policy else (chosen, _by_policy(losing))
+
+
+def _by_policy(row: Sample) -> Sample:
+    """Rows with a version are the policy's own, which only xpo asks."""
+    return replace(row, versions=[is_drawn - 1 for is_drawn in row.loss_mask])
+
+
+def labelled_rows(rules: RowRules, task: Task) -> list[Sample]:
+    """One row of a completion with a label; of a pair two, the chosen one desirable and the rejected one not."""
+    if "rejected" in task.extra:
+        return list(pair_rows(rules, task))
+    label = task.extra.get("label")
+    if task.answer is None or not isinstance(label, bool):
+        raise UserError(
+            f'task {task.id} has no labelled completion: it needs an answer and a "label" of true or false, or a '
+            f"rejected answer, and has the columns {', '.join(task.extra) or 'none'}"
+        )
+    return [rules.row(task, task.answer, 0, float(label))]
+
+
+def pair_batch(draws: Sequence[Draw], rules: RowRules, references: References | None) -> Batch:
+    """Pairs of equal share. Without `references` the trainer asks the reference itself, if the loss needs one."""
+    pairs = [pair_rows(rules, task) for _, task in draws]
+    rows = [
+        replace(row, group_id=f"{task.id}#{draw}", weights=_on_drawn(row, 1 / len(pairs)))
+        for (draw, task), pair in zip(draws, pairs, strict=True)
+        for row in pair
+    ]
+    return _examples(rows if references is None else references.fill(rows), len(draws))
+
+
+def labelled_batch(draws: Sequence[Draw], rules: RowRules, references: References, score: ScoreFn) -> Batch:
+    """Completions of equal share, and on their tokens the batch's baseline: how much likelier than the reference the
+    policy of now finds completions after prompts that they do not belong to."""
+    members = [(f"{task.id}#{draw}", task, row) for draw, task in draws for row in labelled_rows(rules, task)]
+    # Good ones first: neighbours are then of different tasks, also where a task gave one of each.
+    members.sort(key=lambda member: -member[2].reward)
+    if len(draws) < 2:
+        raise UserError("kto compares with completions of other prompts. Use trainer.examples_per_step of 2 or more")
+    others = [members[place] for place in mismatched_rows(len(members))]
+    strangers = [_mismatched(rules, task, other) for (_, task, _), (_, _, other) in zip(members, others, strict=True)]
+    count = len(members)
+    filled = references.fill([*(row for _, _, row in members), *strangers])
+    baseline = kto_baseline(_sums(score(strangers, "policy")), _sums(_references(filled[count:])))
+    rows = [
+        replace(row, group_id=name, weights=_on_drawn(row, 1 / count), advantages=_on_drawn(row, baseline))
+        for (name, _, _), row in zip(members, filled[:count], strict=True)
+    ]
+    return _examples(rows, len(draws))
+
+
+def _mismatched(rules: RowRules, task: Task, other: Sample) -> Sample:
+    """The prompt of one row and the completion of another, cut where the context ends."""
+    prompt = rules.prompt(task)
+    completion = [token for token, is_drawn in zip(other.token_ids, other.loss_mask, strict=True) if is_drawn]
+    return _row(task.id, 2, prompt, completion[: max(1, rules.max_length - len(prompt))], 0.0)
+
+
+def _sums(columns: Iterable[Sequence[float]]) -> torch.Tensor:
+    return torch.tensor([sum(column) for column in columns], dtype=torch.float64)
+
+
+def _references(rows: Iterable[Sample]) -> list[list[float]]:
+    return [row.reference_logprobs or [] for row in rows]
+
+
+def _examples(rows: Sequence[Sample], num_tasks: int) -> Batch:
+    lengths = [row.num_actions for row in rows]
+    metrics = {"data/examples": float(num_tasks), "gen/len_mean": statistics.fmean(lengths)}
+    return Batch(updates=(tuple(rows),), metrics=metrics)
+
+
+class Preferences(StreamSource):
+    """Implements protocols.BatchSource over a stream of pairs or of labelled completions."""
+
+    def __init__(
+        self,
+        stream: TaskStream,
+        make_batch: Callable[[Sequence[Draw]], Batch],
+        *,
+        batch_size: int,
+        references: References | None = None,
+    ) -> None:
+        super().__init__(stream)
+        self._make_batch = make_batch
+        self._batch_size, self._references = batch_size, references
+
+    async def start(self) -> None:
+        if self._references is not None:
+            await asyncio.to_thread(self._references.start)
+
+    async def take(self, step: int) -> Batch:
+        draws = [self._stream.next() for _ in range(self._batch_size)]
+        return await asyncio.to_thread(self._make_batch, draws)
+
+
+def offline_source(
+    objective: Objective, stream: TaskStream, rules: RowRules, references: References, score: ScoreFn, batch_size: int
+) -> Preferences:
+    """The source of a preference objective that reads a data set. `score` is the trainer's."""
+    assert objective.lesson is not None, "a preference stage trains a lesson"
+    if objective.lesson.name == "nash_md":
+        raise UserError(
+            "nash_md compares fresh rollouts, and the training data brings pairs of its own. Train on prompts with a "
+            "[[reward]], or use an objective for pairs, e.g. dpo"
+        )
+    is_labelled = objective.lesson.name == "kto"
+    # A reference that moves is asked at every step.
+    is_cached = "reference" in objective.needs and objective.reference is None
+
+    def make_batch(draws: Sequence[Draw]) -> Batch:
+        if is_labelled:
+            return labelled_batch(draws, rules, references if is_cached else References(score), score)
+        return pair_batch(draws, rules, references if is_cached else None)
+
+    return Preferences(stream, make_batch, batch_size=batch_size, references=references)
+
+
+def heldout_rewards(
+    lesson: Lesson, tasks: Sequence[Task], rules: RowRules, references: References, score: ScoreFn
+) -> tuple[list[float], list[float]]:
+    """Implicit rewards of the chosen and of the rejected side of held-out pairs, by the policy of now."""
+    rows = [row for task in tasks for row in pair_rows(rules, task)]
+    policy = _sums(score(rows, "policy")).view(-1, 2)
+    reference = _sums(_references(references.fill(rows))).view(-1, 2) if "reference" in lesson.needs else None
+    lengths = torch.tensor([row.num_actions for row in rows]).view(-1, 2)
+    pairs = Pairs(
+        chosen_logprobs=policy[:, 0],
+        rejected_logprobs=policy[:, 1],
+        chosen_lengths=lengths[:, 0],
+        rejected_lengths=lengths[:, 1],
+        weights=torch.zeros(len(tasks)),
+        reference_chosen_logprobs=None if reference is None else reference[:, 0],
+        reference_rejected_logprobs=None if reference is None else reference[:, 1],
+    )
+    chosen, rejected = implicit_rewards(lesson, pairs)
+    return chosen.tolist(), rejected.tolist()
+
+
+Choose = Literal["extremes", "random"]
+
+
+def pairs_of(taken: Taken, *, version: int, updates: int = 1, choose: Choose = "extremes", seed: int = 0) -> Batch:
+    """Credit for a Roller: of each group the best and the worst member, or two drawn at random, as one pair.
+
+    Groups without a pair, because all rewards or both texts are equal, are dropped with the reason. `version` is that
+    of the weights that will be trained.
+    """
+    kept, dropped = [], list(taken.dropped)
+    for group in sorted(taken.groups, key=lambda group: group.draw):
+        pair = _extremes(group) if choose == "extremes" else _two_at_random(group, seed)
+        reason = _why_no_pair(pair)
+        if pair is None or reason is not None:
+            dropped.append((group, reason or "no pair"))
+            continue
+        sides = zip(pair, (1.0, 0.0), strict=True)
+        kept.append((group, [replace(row, reward=reward) for side, reward in sides for row in rows_of(side)]))
+    return _rolled(kept, dropped, version, _updates([(rows, 1) for _, rows in kept], updates))
+
+
+def wins_of(taken: Taken, *, version: int, updates: int = 1) -> Batch:
+    """Credit for a Roller under nash_md: all members, each with the share of the others it beats; ties count half."""
+    kept, dropped = [], list(taken.dropped)
+    for group in sorted(taken.groups, key=lambda group: group.draw):
+        rewards = group.rewards
+        if len(rewards) < 2:
+            dropped.append((group, "fewer than two scored members"))
+            continue
+        rows = []
+        for member, own in zip(group.trainable, rewards, strict=True):
+            beaten = sum((own > other) + 0.5 * (own == other) for other in rewards) - 0.5  # less the tie with itself
+            wins = beaten / (len(rewards) - 1)
+            rows += [replace(row, advantages=_on_drawn(row, wins)) for row in rows_of(member)]
+        kept.append((group, rows))
+    return _rolled(kept, dropped, version, _updates([(rows, len(group.trainable)) for group, rows in kept], updates))
+
+
+def _extremes(group: Group) -> tuple[Trajectory, Trajectory] | None:
+    """The first of the best and the first of the worst."""
+    members = list(zip(group.trainable, group.rewards, strict=True))
+    if len(members) < 2:
+        return None
+    return max(members, key=lambda pair: pair[1])[0], min(members, key=lambda pair: pair[1])[0]
+
+
+def _two_at_random(group: Group, seed: int) -> tuple[Trajectory, Trajectory] | None:
+    """Two members, the better one first; the same after a resume."""
+    members = list(zip(group.trainable, group.rewards, strict=True))
+    if len(members) < 2:
+        return None
+    two = random.Random(f"{seed}/{group.id}").sample(members, 2)
+    better, worse = sorted(two, key=lambda pair: -pair[1])
+    return better[0], worse[0]
+
+
+def _why_no_pair(pair: tuple[Trajectory, Trajectory] | None) -> str | None:
+    if pair is None:
+        return "fewer than two scored members"
+    better, worse = (side.score.value for side in pair)
+    assert better is not None, "only scored members are compared"
+    assert worse is not None, "only scored members are compared"
+    if better - worse <= 1e-8 * max(1.0, abs(better), abs(worse)):
+        return "equal rewards"
+    drawn = [[turn.completion.token_ids for turn in side.turns] for side in pair]
+    return "both sides say the same" if drawn[0] == drawn[1] else None
+
+
+def _updates(shares: Sequence[tuple[list[Sample], int]], updates: int) -> tuple[tuple[Sample, ...], ...]:
+    """Optimiser steps of consecutive groups, each a batch with its own denominator: the sum of its groups' counts."""
+    parts: list[list[tuple[list[Sample], int]]] = [[] for _ in range(updates)]
+    for place, share in enumerate(shares):
+        parts[place * updates // len(shares)].append(share)
+    weights = [1 / max(1, sum(count for _, count in part)) for part in parts]
+    return tuple(
+        tuple(replace(row, weights=_on_drawn(row, weight)) for rows, _ in part for row in rows)
+        for part, weight in zip(parts, weights, strict=True)
+        if part
+    )
+
+
+def _rolled(
+    kept: Sequence[tuple[Group, list[Sample]]],
+    dropped: Sequence[tuple[Group, str]],
+    version: int,
+    updates: tuple[tuple[Sample, ...], ...],
+) -> Batch:
+    groups = tuple(group for group, _ in kept)
+    return Batch(
+        updates=updates, groups=groups, dropped=tuple(dropped), metrics=measure_groups(groups, dropped, version)
+    )

@@ -1,0 +1,58 @@
+"""The hidden states that score drawn tokens.
+
+Owns: which hidden state scores which token. Refuses: what is read from them (forward.py, scores.py, divergence.py).
+Shapes: _T packed tokens, _A drawn tokens, _D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from temper.models.attention import Attend
+from temper.models.decoder import numerics_of
+from temper.models.load import hidden_states
+from temper.trainer.attention import ExactPackedAttention, PackedAttention
+from temper.trainer.routers import hidden_and_router_logits
+from temper.trainer.rows import take_rows
+from temper.types import Microbatch
+
+MakeAttention = Callable[[Sequence[int], torch.device], Attend]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnStates:
+    """What the decoder says where tokens were drawn."""
+
+    hidden_AD: Tensor
+    token_ids_A: Tensor
+    drawn_A: Tensor
+    """Places of the drawn tokens among all of the microbatch."""
+    router_logits: tuple[Tensor, ...]
+    """[T, experts] by layer; empty unless asked for."""
+
+
+def attention_of(model: nn.Module) -> MakeAttention:
+    return ExactPackedAttention if numerics_of(model) == "exact" else PackedAttention
+
+
+def drawn_states(
+    model: nn.Module, microbatch: Microbatch, *, routers: bool = False, make_attention: MakeAttention | None = None
+) -> DrawnStates:
+    """The hidden states that score the drawn tokens of a microbatch, on the model's device."""
+    device = next(model.parameters()).device
+    drawn_A = microbatch.loss_mask.nonzero()[:, 0]
+    # The state before a row's first token belongs to another row; scoring it would train on a neighbour's text.
+    assert bool((microbatch.positions[drawn_A] > 0).all()), "the first token of a row cannot be a drawn one"
+    attend = (make_attention or attention_of(model))(microbatch.lengths, device)
+    token_ids_T, positions_T = microbatch.token_ids.to(device), microbatch.positions.to(device)
+    drawn_A = drawn_A.to(device)
+    logits: tuple[Tensor, ...] = ()
+    if routers:
+        hidden_TD, logits = hidden_and_router_logits(model, token_ids_T, positions_T, attend)
+    else:
+        hidden_TD = hidden_states(model, token_ids_T, positions_T, attend)
+    return DrawnStates(take_rows(hidden_TD, drawn_A - 1), token_ids_T[drawn_A], drawn_A, logits)

@@ -1,0 +1,372 @@
+"""Preference rows compare completions and nothing else; references are asked once; groups become pairs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from temper.batching.pack import pack
+from temper.errors import UserError
+from temper.objectives.named.preferences import DPO, KTO, NASH_MD, SIMPO
+from temper.objectives.reference_rules import REFERENCE_RULES
+from temper.rollout.buffer import Taken
+from temper.stages.preference import (
+    Preferences,
+    RowRules,
+    heldout_rewards,
+    labelled_batch,
+    labelled_rows,
+    offline_source,
+    pair_batch,
+    pair_rows,
+    pairs_of,
+    wins_of,
+)
+from temper.stages.reference_cache import References
+from temper.tasks.dataset import FileSource, Stream
+from temper.types import (
+    Completion,
+    Finish,
+    Group,
+    Message,
+    Sample,
+    Scalar,
+    Score,
+    Status,
+    Task,
+    Trajectory,
+    Turn,
+)
+
+
+class Letters:
+    def prompt_messages(self, task: Task) -> tuple[Message, ...]:
+        return task.messages
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return tuple(ord(c) for m in messages for c in m.content)
+
+    def completion_ids(self, text: str) -> list[int]:
+        return [*map(ord, text), 0]
+
+
+RULES = RowRules(Letters(), 16)
+
+
+class Scorer:
+    """A trainer's score: each drawn token has a log-probability by what stands before it; counts rows by model."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, tuple[int, ...]]] = []
+
+    def __call__(self, samples: Sequence[Sample], who: str) -> list[list[float]]:
+        self.rows += [(who, tuple(sample.token_ids)) for sample in samples]
+        shift = 0.25 if who == "policy" else 0.0
+        return [
+            [(shift - (sum(s.token_ids[: place + 1]) % 7) / 8) * is_drawn for place, is_drawn in enumerate(s.loss_mask)]
+            for s in samples
+        ]
+
+    def asked(self, who: str) -> int:
+        return sum(name == who for name, _ in self.rows)
+
+
+def pair(name: str = "t", answer: str | None = "yes", **extra: Scalar) -> Task:
+    columns: dict[str, Scalar] = {"rejected": "no", **extra}
+    return Task(id=name, messages=(Message(role="user", content="ab"),), answer=answer, extra=columns)
+
+
+def labelled(name: str, answer: str, label: bool, prompt: str = "ab") -> Task:
+    return Task(id=name, messages=(Message(role="user", content=prompt),), answer=answer, extra={"label": label})
+
+
+PAIRS = tuple(
+    Task(
+        id=f"p{number}",
+        messages=(Message(role="user", content="abcde"[: 1 + number]),),
+        answer="x" * (1 + number),
+        extra={"rejected": "y" * (5 - number)},
+    )
+    for number in range(5)
+)
+
+
+def stream() -> Stream:
+    return Stream([FileSource("pairs", PAIRS)], [1.0], seed=3)
+
+
+def take(source: Preferences, step: int) -> tuple[Sample, ...]:
+    (samples,) = asyncio.run(source.take(step)).updates
+    return samples
+
+
+# --- rows ---
+
+
+def test_both_sides_follow_the_prompt_and_only_they_and_their_ends_are_compared() -> None:
+    chosen, rejected = pair_rows(RULES, pair())
+    assert chosen.token_ids == [97, 98, *map(ord, "yes"), 0]
+    assert chosen.loss_mask == [0, 0, 1, 1, 1, 1]
+    assert rejected.loss_mask == [0, 0, 1, 1, 1]
+    assert (chosen.index, chosen.reward, rejected.index, rejected.reward) == (0, 1.0, 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (pair(rejected="yes"), "task t: chosen and rejected are equal"),
+        (pair(answer=""), "task t: the chosen completion is empty"),
+        (pair(rejected=" \n"), "task t: the rejected completion is empty"),
+        (pair(answer=None), "task t is no pair.*no answer"),
+        (Task(id="t", messages=(), answer="yes", extra={"label": True}), "task t is no pair.*columns label"),
+        (pair(rejected="n" * 14), r"task t: .*rejected completion have 2 \+ 15 tokens.*context of 16"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_pairs_that_cannot_be_trained_are_named(task: Task, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        pair_rows(RULES, task)
+
+
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_who_sampled_which_side_is_kept_for_xpo(is_chosen: bool) -> None:
+    chosen, rejected = pair_rows(RULES, pair(is_chosen_from_policy=is_chosen))
+    assert (chosen.versions[-1], rejected.versions[-1]) == ((0, -1) if is_chosen else (-1, 0))
+    assert chosen.versions[0] == rejected.versions[0] == -1
+
+
+def test_weights_are_one_over_the_pairs_and_a_task_drawn_twice_is_two_pairs() -> None:
+    (rows,) = pair_batch([(0, pair()), (1, pair()), (2, pair("u"))], RULES, None).updates
+    assert {w for row in rows for w, m in zip(row.weights, row.loss_mask, strict=True) if m} == {1 / 3}
+    assert {w for row in rows for w, m in zip(row.weights, row.loss_mask, strict=True) if not m} == {0.0}
+    assert [row.group_id for row in rows] == ["t#0", "t#0", "t#1", "t#1", "u#2", "u#2"]
+    assert {row.reference_logprobs is None for row in rows} == {True}
+    assert all(len(m.lengths) == 2 for m in pack(rows, 1, together="group"))
+
+
+def test_labels_come_from_their_column_or_from_a_pair() -> None:
+    (row,) = labelled_rows(RULES, labelled("t", "yes", False))
+    assert row.reward == 0.0
+    assert [row.reward for row in labelled_rows(RULES, pair())] == [1.0, 0.0]
+    for bad in (pair(rejected="no", label=True), labelled("t", "yes", True)):
+        labelled_rows(RULES, bad)
+    without = Task(id="t", messages=(), answer="yes", extra={"label": 1})
+    with pytest.raises(UserError, match="true or false"):
+        labelled_rows(RULES, without)
+
+
+# --- KTO's baseline ---
+
+
+def test_the_baseline_is_of_each_prompt_with_the_completion_before_it_in_the_batch() -> None:
+    score = Scorer()
+    draws = [(0, labelled("s", "one", True, "p")), (1, labelled("t", "two", True, "qq")),
+             (2, labelled("u", "six", False, "rrr"))]  # fmt: skip
+    batch = labelled_batch(draws, RULES, References(score), score)
+    expected = ["psix\0", "qqone\0", "rrrtwo\0"]
+    assert [ids for who, ids in score.rows if who == "policy"] == [tuple(map(ord, text)) for text in expected]
+    (rows,) = batch.updates
+    # The policy is 0.25 above the reference at each of the 4 tokens.
+    assert {a for row in rows for a, m in zip(row.advantages, row.loss_mask, strict=True) if m} == {1.0}
+    assert [row.reward for row in rows] == [1.0, 1.0, 0.0]
+    assert {w for row in rows for w, m in zip(row.weights, row.loss_mask, strict=True) if m} == {1 / 3}
+
+
+def test_no_prompt_of_a_pair_taken_apart_meets_its_own_other_answer() -> None:
+    score = Scorer()
+    labelled_batch([(0, PAIRS[0]), (1, PAIRS[1])], RULES, References(score), score)
+    strangers = [ids for who, ids in score.rows if who == "policy"]
+    own = {tuple(row.token_ids) for task in PAIRS[:2] for row in pair_rows(RULES, task)}
+    assert len(strangers) == 4
+    assert not own & set(strangers)
+    with pytest.raises(UserError, match="2 or more"):
+        labelled_batch([(0, PAIRS[0])], RULES, References(score), score)
+
+
+def test_a_strange_completion_is_cut_where_the_context_ends() -> None:
+    score = Scorer()
+    draws = [(0, labelled("s", "x" * 12, True, "p")), (1, labelled("t", "y", True, "q" * 13))]
+    labelled_batch(draws, RULES, References(score), score)
+    assert max(len(ids) for _, ids in score.rows) == 16
+
+
+# --- the source ---
+
+
+def source(score: Scorer, path: Path | None = None, **changes: Any) -> Preferences:
+    objective = dataclasses.replace(DPO, **changes)
+    return offline_source(objective, stream(), RULES, References(score, path), score, 3)
+
+
+def test_the_reference_is_asked_once_for_every_row_of_a_run() -> None:
+    score = Scorer()
+    given = source(score)
+    rows = [row for step in range(1, 12) for row in take(given, step)]
+    assert len(rows) == 66
+    assert score.asked("reference") == 10
+    fresh = Scorer()(rows, "reference")
+    assert [row.reference_logprobs for row in rows] == fresh
+
+
+@pytest.mark.parametrize("changes", [{"lesson": SIMPO.lesson}, {"reference": REFERENCE_RULES["soft_update"]()}])
+def test_without_a_frozen_reference_nothing_is_cached(changes: dict[str, Any]) -> None:
+    """The mutation: a cache under a moving reference would hold what it said at the start."""
+    score = Scorer()
+    rows = take(source(score, **changes), 1)
+    assert score.rows == []
+    assert {row.reference_logprobs is None for row in rows} == {True}
+
+
+@pytest.mark.parametrize("objective", [DPO, KTO])
+def test_a_resumed_source_gives_the_same_rows_and_scores_nothing_twice(objective: Any, tmp_path: Path) -> None:
+    def make(score: Scorer, path: Path) -> Preferences:
+        return offline_source(objective, stream(), RULES, References(score, path), score, 3)
+
+    whole = make(Scorer(), tmp_path / "whole.bin")
+    expected = [take(whole, step) for step in range(1, 7)]
+    before = make(Scorer(), tmp_path / "cut" / "references.bin")
+    for step in range(1, 4):
+        take(before, step)
+    score = Scorer()
+    after = make(score, tmp_path / "cut" / "references.bin")
+    asyncio.run(after.start())
+    after.load_state(before.state())
+    assert [take(after, step) for step in range(4, 7)] == expected[3:]
+    if objective is DPO:
+        assert score.asked("reference") == 0  # nine draws of five pairs have met them all
+
+
+@pytest.mark.parametrize("lost", [1, 9, 60])
+def test_a_block_that_was_cut_is_scored_again_as_a_whole(lost: int, tmp_path: Path) -> None:
+    path, rows = tmp_path / "references.bin", [row for task in PAIRS for row in pair_rows(RULES, task)]
+    first = References(Scorer(), path)
+    first.fill(rows[:4])
+    size = path.stat().st_size
+    expected = first.fill(rows)
+    path.write_bytes(path.read_bytes()[:-lost])
+    score = Scorer()
+    second = References(score, path)
+    second.start()
+    assert len(second) == 4
+    assert path.stat().st_size == size
+    assert second.fill(rows) == expected
+    assert score.asked("reference") == 6
+    third = References(Scorer(), path)
+    third.start()
+    assert len(third) == 10
+
+
+def test_what_another_reference_said_is_not_believed(tmp_path: Path) -> None:
+    path, rows = tmp_path / "references.bin", list(pair_rows(RULES, pair()))
+    References(Scorer(), path, "model A").fill(rows)
+    for identity, known in (("model A", 2), ("model B", 0)):
+        cache = References(Scorer(), path, identity)
+        cache.start()
+        assert len(cache) == known
+
+
+def test_held_out_pairs_are_scored_by_policy_and_reference() -> None:
+    score = Scorer()
+    references = References(score)
+    assert DPO.lesson is not None
+    chosen, rejected = heldout_rewards(DPO.lesson, PAIRS, RULES, references, score)
+    heldout_rewards(DPO.lesson, PAIRS, RULES, references, score)
+    assert (score.asked("policy"), score.asked("reference")) == (20, 10)
+    # The policy is 0.25 above the reference at each token, end included; beta is 0.1.
+    assert chosen == pytest.approx([0.1 * 0.25 * (2 + number) for number in range(5)])
+    assert rejected == pytest.approx([0.1 * 0.25 * (6 - number) for number in range(5)])
+
+
+def test_nash_md_on_a_data_set_is_refused() -> None:
+    with pytest.raises(UserError, match="fresh rollouts"):
+        source(Scorer(), lesson=NASH_MD.lesson)
+
+
+def test_kto_asks_a_moving_reference_at_every_step() -> None:
+    score = Scorer()
+    given = source(score, lesson=KTO.lesson, reference=REFERENCE_RULES["soft_update"]())
+    for step in range(1, 5):
+        take(given, step)
+    assert max(Counter(row for row in score.rows if row[0] == "reference").values()) > 1
+
+
+# --- pairs from rollouts ---
+
+
+def member(group: str, index: int, text: str, score: Score) -> Trajectory:
+    ids = list(map(ord, text))
+    completion = Completion(
+        prompt_ids=(1, 2), token_ids=ids, logprobs=[-1.0] * len(ids), versions=[4] * len(ids), finish=Finish.STOP
+    )
+    turn = Turn(completion=completion, message=Message(role="assistant", content=text))
+    return Trajectory(
+        task_id="t", group_id=group, index=index, turns=(turn,), status=Status.COMPLETED, score=score
+    )  # fmt: skip
+
+
+def group(draw: int, *members: tuple[str, float | None]) -> Group:
+    name = f"t#{draw}"
+    scored = [
+        member(name, index, text, Score.error("judge is away") if value is None else Score.of(value))
+        for index, (text, value) in enumerate(members)
+    ]
+    return Group(id=name, draw=draw, task=pair(), trajectories=tuple(scored))
+
+
+def taken(*groups: Group) -> Taken:
+    return Taken(groups=groups, dropped=())
+
+
+def test_the_best_and_the_worst_of_a_group_are_a_pair() -> None:
+    first = group(1, ("aa", 0.3), ("b", 0.9), ("ccc", 0.1), ("d", None), ("eee", 0.1), ("f", 0.9))
+    batch = pairs_of(taken(group(2, ("g", 1.0), ("h", 0.0)), first), version=5)
+    (rows,) = batch.updates
+    assert [(row.group_id, row.index, row.reward, bytes(row.token_ids[2:])) for row in rows] == [
+        ("t#1", 1, 1.0, b"b"), ("t#1", 2, 0.0, b"ccc"), ("t#2", 0, 1.0, b"g"), ("t#2", 1, 0.0, b"h"),
+    ]  # fmt: skip
+    assert {row.weights[-1] for row in rows} == {0.5}
+    assert batch.metrics["stale/max"] == 1.0
+    assert [g.draw for g in batch.groups] == [1, 2]
+
+
+def test_groups_without_a_pair_are_dropped_with_the_reason() -> None:
+    groups = [group(0, ("a", 0.5), ("b", 0.5)), group(1, ("a", 1.0), ("b", None)), group(2, ("a", 1.0), ("a", 0.0)),
+              group(3, ("a", 0.1), ("b", 0.1 + 1e-12))]  # fmt: skip
+    batch = pairs_of(taken(*groups), version=4)
+    assert batch.updates == ()
+    assert [reason for _, reason in batch.dropped] == [
+        "equal rewards", "fewer than two scored members", "both sides say the same", "equal rewards",
+    ]  # fmt: skip
+
+
+def test_two_members_at_random_are_the_same_after_a_resume_and_not_always_the_extremes() -> None:
+    groups = [group(draw, ("a", 0.1), ("bb", 0.4), ("ccc", 0.7), ("dddd", 0.9)) for draw in range(20)]
+    first, again = (pairs_of(taken(*groups), version=4, choose="random", seed=1) for _ in range(2))
+    assert first.updates == again.updates
+    (rows,) = first.updates
+    chosen = [row.index for row in rows if row.reward == 1.0]
+    rejected = [row.index for row in rows if row.reward == 0.0]
+    assert all(better > worse for better, worse in zip(chosen, rejected, strict=True))
+    assert len(set(zip(chosen, rejected, strict=True))) > 3
+    assert pairs_of(taken(*groups), version=4, choose="random", seed=2).updates != first.updates
+
+
+def test_updates_are_batches_of_their_own() -> None:
+    groups = [group(draw, ("a", 0.0), ("b", 1.0)) for draw in range(3)]
+    updates = pairs_of(taken(*groups), version=4, updates=2).updates
+    assert [len(update) for update in updates] == [4, 2]
+    assert [update[0].weights[-1] for update in updates] == [0.5, 1.0]
+
+
+def test_wins_are_against_the_others_of_the_group() -> None:
+    batch = wins_of(taken(group(0, ("a", 0.2), ("bb", 0.9), ("c", 0.2)), group(1, ("d", 1.0), ("e", None))), version=4)
+    (rows,) = batch.updates
+    assert [row.advantages[-1] for row in rows] == [0.25, 1.0, 0.25]
+    assert {row.weights[-1] for row in rows} == {1 / 3}
+    assert [reason for _, reason in batch.dropped] == ["fewer than two scored members"]
