@@ -64,13 +64,17 @@ def run(
     async def go() -> Notes:
         stage = build_stage(config, 0, model)
         notes = Notes(plant(stage) or (lambda step: None))
-        honest = stage.data.rubric.score
+        score_turns = stage.data.rubric.score_turns
+
+        async def honest(task: Task, trajectory: Trajectory) -> tuple[Score, dict[str, Score]]:
+            return (await score_turns(task, trajectory))[:2]
+
         if reward is not None:
 
-            async def paid(task: Task, trajectory: Trajectory) -> tuple[Score, dict[str, Score]]:
-                return reward(task, trajectory), {}
+            async def paid(task: Task, trajectory: Trajectory) -> tuple[Score, dict[str, Score], list[float]]:
+                return reward(task, trajectory), {}, []
 
-            stage.data.rubric.score = paid  # type: ignore[method-assign]
+            stage.data.rubric.score_turns = paid  # type: ignore[method-assign]
         plan = make_plan(stage, first_step=1, recorders=(notes,), checkpoint=lambda step: None)
         plan = dataclasses.replace(plan, evaluate=lambda step, metrics: judged(stage, honest, step))
         try:
