@@ -32,6 +32,9 @@ sampling = { max_new_tokens = 4 }
 model = { new = { layers = 1, width = 32, heads = 2, kv_heads = 1, mlp_width = 64, context = 32 } }
 heldout = { generator = "spell_backward", seed = 2, size = 8, options = { min_letters = 1, max_letters = 2 } }
 
+[alarms]
+readiness = "off"
+
 [[train]]
 generator = "spell_backward"
 seed = 1
