@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import math
 import os
 import time
 from collections.abc import Callable
@@ -212,20 +213,33 @@ def grow(model: Any, options: argparse.Namespace) -> None:
     engine = make_engine(model, "fast", 16, length + 40)
     for repeat in range(2):
         apart = time_engine(engine, make_prompts(16, length, vocabulary, repeat), 1, f"apart {repeat}")
-    rows["group"].append((16.5, 1000 * apart))
+    show_growth(rows, 1000 * apart, length, Path(options.grow))
+
+
+def show_growth(rows: dict[str, list[tuple[float, float]]], apart: float, length: int, path: Path) -> None:
+    """Table and chart. `apart`: milliseconds of 16 different prompts of that length, beside groups of one."""
     table = Table("", "against", "milliseconds")
     units = {"context": "tokens of context, a decode step of 16", "batch": "sequences, a step", "group": "in the group"}
     for name, points in rows.items():
         for x, y in points:
-            label = f"16 prompts of {length} apart" if x == 16.5 else f"{x:,.0f} {units[name]}"
-            table.add_row(name, label, f"{y:,.2f}")
+            table.add_row(name, f"{x:,.0f} {units[name]}", f"{y:,.2f}")
+    table.add_row("group", f"16 prompts of {length:,} apart", f"{apart:,.2f}")
     Console(width=110).print(table)
+    members = f"members of one group, {length:,} tokens"
+    labels = {"context": "tokens of context", "batch": "sequences together", "group": members}
     panels = []
-    for name, label in (("context", "tokens of context"), ("batch", "sequences together")):
-        xs, ys = zip(*rows[name], strict=True)
-        line = Line(label="a decode step", xs=xs, ys=ys)
-        panels.append(Panel(title=name, lines=[line], x_label=label, y_label="milliseconds"))
-    Path(options.grow).write_text(chart(panels))
+    for name, points in rows.items():
+        # By powers of four: sizes of a batch and of a group are far apart.
+        is_log = name != "context"
+        places = [math.log(x, 4) if is_log else x for x, _ in points]
+        lines = [Line(label="a decode step" if name != "group" else "one group", xs=places, ys=[y for _, y in points])]
+        if name == "group":
+            lines.append(Line(label="16 prompts apart", xs=[0, places[-1]], ys=[apart, apart], is_dashed=True))
+        top = 1.1 * max(y for line in lines for y in line.ys)
+        names = {place: f"{x:,.0f}" for place, (x, _) in zip(places, points, strict=True)} if is_log else {}
+        scale: dict[str, Any] = {"y_label": "milliseconds", "y_range": (0.0, top), "x_names": names}
+        panels.append(Panel(title=name, lines=lines, x_label=labels[name], **scale))
+    path.write_text(chart(panels, legend="each"))
 
 
 def main() -> None:

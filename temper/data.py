@@ -6,7 +6,7 @@ Owns: turning the data part of a configuration into objects, and every check tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -111,13 +111,13 @@ def open_data(config: RunConfig, model_folder: Path) -> StageData:
     sources = [_source(part) for part in config.train]
     stream = _open_stream(config, sources, heldout)
     probe = _peek(_open_stream(config, sources, heldout), PROBE_TASKS)
-    _require_scorable(rubric, heldout)
-    _require_scorable(verifier, heldout)
+    rubric.require_scorable(heldout)
+    verifier.require_scorable(heldout)
     answers = config.stage in ("rl", "rejection", "distill") or (config.stage == "preference" and not _has_pairs(probe))
     if answers and config.reward:
         # Every row of a file, not only the probed ones: an answer that cannot be parsed must not end day two.
         rows = (take_all(source) for source in sources if source.size is not None)
-        _require_scorable(rubric, chain(probe, *rows))
+        rubric.require_scorable(chain(probe, *rows))
     asked = (*(probe if answers else ()), *(heldout if config.stage != "reward_model" else ()))
     longest = max((len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in asked), default=0)
     if asked and longest + config.longest_completion > shape.max_context:
@@ -183,12 +183,6 @@ def _known(sources: Sequence[TaskSource], probe: Sequence[Task], heldout: Sequen
     listed = (source.task(index) for source in sources if source.size is not None for index in range(source.size))
     first = {fingerprint(task): task for task in islice(chain(probe, listed), KNOWN_TASKS)}
     return tuple(task for name, task in first.items() if name not in excluded)
-
-
-def _require_scorable(rubric: Rubric, tasks: Iterable[Task]) -> None:
-    for task in tasks:
-        if (reason := rubric.check(task)) is not None:
-            raise UserError(reason)
 
 
 def _open_stream(config: RunConfig, sources: Sequence[TaskSource], heldout: Sequence[Task]) -> Stream:

@@ -190,9 +190,7 @@ async def _evaluate(
     """The score of the constant answer, and what was drawn."""
     rubric = open_rubric(suite)
     try:
-        for task in tasks:
-            if (reason := rubric.check(task)) is not None:
-                raise UserError(reason)
+        rubric.require_scorable(tasks)
         await rubric.start()
         setup, at_once = open_setup(suite, tasks, asked, folder, rubric, note)
         try:

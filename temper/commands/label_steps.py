@@ -16,7 +16,6 @@ from temper.commands.scale import require_single_turn
 from temper.errors import UserError
 from temper.evals.suites import Suite
 from temper.models.load import end_ids, load_tokenizer
-from temper.rewards.rubric import Rubric
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.stages.step_labels import LabelledSteps, Labelling, label_solutions, spoken, write_rows
 from temper.tasks.render import Renderer
@@ -52,7 +51,8 @@ async def _label(
 ) -> list[LabelledSteps]:
     rubric = open_rubric(suite)
     try:
-        await _require_ready(rubric, tasks)
+        rubric.require_scorable(tasks)
+        await rubric.start()
         setup, _ = open_setup(suite, tasks, asked, folder, rubric, note)
         try:
             solutions = await _solutions(suite, tasks, setup, folder)
@@ -64,13 +64,6 @@ async def _label(
     for reason, count in reasons.most_common():
         note(f"not labelled, {count} of {len(solutions)}: {reason}")
     return labelled
-
-
-async def _require_ready(rubric: Rubric, tasks: Sequence[Task]) -> None:
-    for task in tasks:
-        if (reason := rubric.check(task)) is not None:
-            raise UserError(reason)
-    await rubric.start()
 
 
 async def _solutions(

@@ -182,9 +182,7 @@ def require_single_turn(suite: Suite, tasks: Sequence[Task]) -> None:
 async def _run(suite: Suite, tasks: Sequence[Task], asked: Asked, ways: Ways, folder: Path, note: Note) -> list[Point]:
     rubric = open_rubric(suite)
     try:
-        for task in tasks:
-            if (reason := rubric.check(task)) is not None:
-                raise UserError(reason)
+        rubric.require_scorable(tasks)
         await rubric.start()
         setup = _open(suite, tasks, asked, ways, folder, rubric, note)
         try:

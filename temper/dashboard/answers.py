@@ -6,9 +6,10 @@ Owns: who may ask (GET, from this machine's own names), and what the browser may
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from temper.runs.encode import finite
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -33,15 +34,7 @@ def to_json(value: Any) -> bytes:
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
-        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":")).encode()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return json.dumps(finite(value), allow_nan=False, separators=(",", ":")).encode()
 
 
 async def refuse(send: Send, status: int, text: str) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from temper import listening
 from temper.dashboard import pages
 from temper.dashboard.answers import LOOPBACK_NAMES, Guard, to_json
 from temper.dashboard.database import OutOfTime
@@ -21,7 +22,6 @@ from temper.dashboard.registry import Registry, UnknownRun, summary
 from temper.dashboard.stream import Streams
 from temper.dashboard.tokens import Tokenizers
 from temper.errors import BackendError, UserError
-from temper.listening import is_public
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -75,7 +75,7 @@ def make_app(registry: Registry, host: str) -> tuple[Guard, Streams]:
     _add_rollout_routes(app, registry, answer)
     _add_run_routes(app, registry, answer)
     _add_static(app, static_files())
-    hosts = None if is_public(host) else LOOPBACK_NAMES | {host.lower()}
+    hosts = None if listening.is_public(host) else LOOPBACK_NAMES | {host.lower()}
     return Guard(app, hosts), streams
 
 
@@ -215,19 +215,6 @@ def _add_static(app: FastAPI, files: Mapping[str, Path]) -> None:
 
 def make_server(app: Guard, streams: Streams) -> Any:
     """A uvicorn server that is not started. Its streams end when it is told to."""
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise UserError(f"temper watch needs uvicorn: {INSTALL}") from error
-    config = uvicorn.Config(
-        app,
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=5,
-        ws="none",
-    )
-    server = uvicorn.Server(config)
+    server = listening.make_server(app, shutdown_seconds=5, missing=f"temper watch needs uvicorn: {INSTALL}")
     streams.is_closing = lambda: bool(server.should_exit)
     return server

@@ -103,15 +103,16 @@ class DiscriminatorReward:
             raise TaskError(f"the discriminator did not learn from group {group.id} in time") from error
 
     def _pairs(self, group: Group) -> Pairs | None:
+        """None: nothing to compare. Files are checked when they are read; a generator may still say too much."""
         students = []
         try:
-            teacher = self._encode([*group.task.messages, Message(role="assistant", content=str(group.task.answer))])
+            teacher = self._encode(_taught(group.task))
         except TooLong:
             return None
         for member in group.trainable:
             try:
                 students.append(self._encode(conversation_of(group.task, member)))
-            except TooLong:
+            except TooLong:  # scored in warm-up, when nobody reads it; afterwards such a member is unscorable
                 continue
         return Pairs(teacher, students) if students else None
 
@@ -143,7 +144,13 @@ class DiscriminatorReward:
         return Learned(loss=loss.item(), accuracy=(scores[0] > scores[1:]).double().mean().item())
 
     def check(self, task: Task) -> str | None:
-        return None if (task.answer or "").strip() else "it has no answer, which is the teacher's text"
+        if not (task.answer or "").strip():
+            return "it has no answer, which is the teacher's text"
+        try:
+            self._encode(_taught(task))
+        except TooLong as error:
+            return f"the teacher's text does not fit: {error}"
+        return None
 
     def state(self) -> dict[str, Scalar | list[Scalar]]:
         return {"groups_seen": self._groups_seen}
@@ -204,6 +211,11 @@ def score_of(model: Any, row: Row) -> Tensor:
 
 def shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _taught(task: Task) -> list[Message]:
+    """The conversation as the teacher ended it."""
+    return [*task.messages, Message(role="assistant", content=str(task.answer))]
 
 
 def _load(path: str, device: str, where: str) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,6 +154,12 @@ class Rubric:
             if (reason := part.check(task)) is not None:
                 return f'reward "{name}" cannot score task {task.id}: {reason}'
         return None
+
+    def require_scorable(self, tasks: Iterable[Task], advice: str = "") -> None:
+        """Raises UserError for the first task that some part can never score."""
+        for task in tasks:
+            if (reason := self.check(task)) is not None:
+                raise UserError(f"{reason}{advice}")
 
     async def close(self) -> None:
         await asyncio.gather(*(part.close() for part in self._parts.values()))

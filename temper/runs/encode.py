@@ -26,6 +26,15 @@ def number(value: float) -> float | None:
     return None if math.isnan(value) else float(value)
 
 
+def finite(value: Any) -> Any:
+    """Tables and lists with null for numbers that are not finite: JSON has no other way to say it."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def step_row(report: StepReport, batch: Batch) -> Row:
     drawn = sum(group.tokens_drawn for group, _ in outcomes(batch))
     trained = sum(sample.num_actions for update in batch.updates for sample in update)

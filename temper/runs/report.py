@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from temper.runs.encode import TRAINED
+from temper.runs.encode import TRAINED, finite
 from temper.runs.reader import LedgerEntry, Point, RunReader, StepRecord
 from temper.runs.sparkline import sparkline
 from temper.runs.stage_table import Kept, stage_lines
@@ -235,21 +235,13 @@ def as_json(report: Report) -> str:
     value = dataclasses.asdict(report)
     for change, made in _pairs(report, value):
         made["gain"] = change.gain
-    return json.dumps(_finite(value), indent=2, ensure_ascii=False)
+    return json.dumps(finite(value), indent=2, ensure_ascii=False)
 
 
 def _pairs(report: Report, value: dict[str, Any]) -> Iterable[tuple[ScoreChange, dict[str, Any]]]:
     yield from zip(report.scores, value["scores"], strict=True)
     for stage, made in zip(report.stages, value["stages"], strict=True):
         yield from zip(stage.scores, made["scores"], strict=True)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def render(report: Report) -> str:

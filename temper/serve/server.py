@@ -11,7 +11,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from temper.errors import UserError
+from temper import listening
 from temper.serve.app import App
 
 INSTALL = 'pip install "temper-rl[serve]"'
@@ -19,20 +19,9 @@ INSTALL = 'pip install "temper-rl[serve]"'
 
 def make_server(app: App, shutdown_seconds: float) -> Any:
     """A uvicorn server that is not started. Requests in flight have `shutdown_seconds` once it is told to end."""
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise UserError(f"temper serve needs uvicorn: {INSTALL}") from error
-    config = uvicorn.Config(
-        app,
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=max(1, round(shutdown_seconds)),
-        ws="none",
+    return listening.make_server(
+        app, shutdown_seconds=shutdown_seconds, missing=f"temper serve needs uvicorn: {INSTALL}"
     )
-    return uvicorn.Server(config)
 
 
 async def serve(server: Any, bound: socket.socket, close: Callable[[], Awaitable[None]]) -> None:

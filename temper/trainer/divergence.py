@@ -19,7 +19,7 @@ from temper.errors import UserError
 from temper.models.load import Head
 from temper.objectives import Lesson
 from temper.objectives.divergence_lessons import Compared
-from temper.trainer.logprobs import CHUNK_BYTES
+from temper.trainer.logprobs import CHUNK_BYTES, add_product
 from temper.trainer.offload import on_device
 from temper.trainer.rows import place_rows, take_rows
 from temper.trainer.states import DrawnStates, drawn_states
@@ -161,7 +161,7 @@ class _Divergence(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = (grad_CV @ head.weight).to(hidden_AD.dtype)
             if grad_weight is not None:
-                _add_product(grad_weight[:size], grad_CV.t(), hidden_AD[rows].to(weight.dtype))
+                add_product(grad_weight[:size], grad_CV.t(), hidden_AD[rows].to(weight.dtype))
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias, None
 
 
@@ -188,14 +188,6 @@ def _rows(microbatch: Microbatch, rows: Tensor, is_taken_T: Tensor) -> Microbatc
     columns: dict[str, Any] = {name: getattr(microbatch, name)[is_taken_T] for name in required}
     lengths = tuple(microbatch.lengths[row] for row in rows.tolist())
     return Microbatch(**columns, lengths=lengths, keep_ids=keep_ids, keep_counts=keep_counts)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, summed in the dtype of the total."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += torch.mm(left, right, out_dtype=total.dtype)
 
 
 def _wide(head: Head) -> torch.dtype:

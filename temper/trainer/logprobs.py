@@ -158,7 +158,7 @@ class _DrawnLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = (grad_CV @ weight).to(hidden_AD.dtype)
             if grad_weight is not None:
-                _add_product(grad_weight, grad_CV.t(), hidden_AD[rows].to(weight.dtype))
+                add_product(grad_weight, grad_CV.t(), hidden_AD[rows].to(weight.dtype))
         return (
             grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias,
             None, None, None, None,
@@ -267,7 +267,7 @@ def _normalizer(logits_CV: Tensor, ids_C: Tensor, logprobs_C: Tensor, temperatur
     return logits_CV.gather(1, ids_C[:, None])[:, 0] / temperature - logprobs_C
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, summed in the dtype of the total."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)

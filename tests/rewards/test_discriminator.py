@@ -171,6 +171,7 @@ def test_a_task_without_the_teachers_text_is_refused(folder: Path) -> None:
     reward = make(folder)
     assert reward.check(TASK) is None
     assert "teacher's text" in str(reward.check(dataclasses.replace(TASK, answer=None)))
+    assert "does not fit" in str(reward.check(dataclasses.replace(TASK, answer="a" * 1000)))
 
 
 def test_a_step_that_takes_too_long_is_an_error_of_the_step(folder: Path, say: Say) -> None:

@@ -147,6 +147,25 @@ def test_a_mask_that_is_wrong_by_one_token_is_seen(tmp_path: Path, schema: str, 
     assert abs(reference(rows, faulty)[0] - gradient(prepare(tiny_model()), rows)[0]) > 1e-6
 
 
+@pytest.mark.parametrize("schema", ROWS)
+def test_a_changed_token_changes_the_loss_where_it_is_said_or_asked_for_and_nowhere_else(
+    tmp_path: Path, schema: str
+) -> None:
+    model = prepare(tiny_model())
+    with torch.no_grad():  # no token sees another: it matters as what is predicted, and as what predicts the next
+        for layer in model.model.layers:  # type: ignore[operator, union-attr]
+            layer.self_attn.o_proj.weight.zero_()
+    (rows,) = batch_of(tasks_of(tmp_path, schema)).updates
+    for row in rows:
+        before = gradient(model, (row,))[0]
+        for place, token in enumerate(row.token_ids):
+            changed = [*row.token_ids]
+            changed[place] = (token + 1) % len(TOKENIZER)
+            is_seen = gradient(model, (replace(row, token_ids=changed),))[0] != before
+            said = [is_spoken(row.token_ids, at) for at in (place, place + 1) if 0 < at < len(row.token_ids)]
+            assert is_seen == any(said), (schema, place)
+
+
 def test_what_follows_the_last_trained_token_changes_nothing() -> None:
     said = tuple(Message(role=m["role"], content=m["content"]) for m in CHAT[:4])
     task = Task(id="t", messages=said, answer="rs", extra={"trained_turns": "all"})
