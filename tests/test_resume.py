@@ -214,6 +214,7 @@ def test_a_chain_of_all_stages_killed_again_and_again_ends_like_one_that_was_lef
     assert actual["records"] == expected["records"]
 
 
+@pytest.mark.slow
 def test_a_run_killed_ten_times_ends_like_one_that_was_left_alone(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     tiny_recipe["checkpoint"] = {"every": 1, "keep": 2}
     tiny_recipe["evaluation"] = {"samples": 2, "temperature": 0.7, "reward": [{"kind": "exact"}]}

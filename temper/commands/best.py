@@ -110,7 +110,7 @@ async def _draw(
 ) -> tuple[PromptResult, ...]:
     rubric = open_rubric(suite)
     try:
-        rubric.require_scorable(tasks, advice=" With a file, --answer-field names the column of gold answers.")
+        rubric.require_scorable(tasks, advice="With a file, --answer-field names the column of gold answers.")
         await rubric.start()
         setup, at_once = open_setup(suite, tasks, asked, folder, rubric, note)
         try:

@@ -159,7 +159,7 @@ class Rubric:
         """Raises UserError for the first task that some part can never score."""
         for task in tasks:
             if (reason := self.check(task)) is not None:
-                raise UserError(f"{reason}{advice}")
+                raise UserError(f"{reason.rstrip('.')}. {advice}" if advice else reason)
 
     async def close(self) -> None:
         await asyncio.gather(*(part.close() for part in self._parts.values()))
