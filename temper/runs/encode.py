@@ -6,12 +6,12 @@ Supervised rows are not copied: they are in the user's data and nothing was draw
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from temper.runs.nulls import number
 from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
 from temper.types import Batch, EvaluationResult, Group, Message, Sample, Score, StepReport, Trace, Trajectory
 
@@ -19,20 +19,6 @@ Row = tuple[Any, ...]
 TRAINED = "trained"
 # One encoder for all: json.dumps with options makes a new one per call, a tenth of the cost of a rollout.
 to_json = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
-
-
-def number(value: float) -> float | None:
-    """NaN is stored as NULL: explicitly, because SQLite would do it silently and some drivers refuse."""
-    return None if math.isnan(value) else float(value)
-
-
-def finite(value: Any) -> Any:
-    """Tables and lists with null for numbers that are not finite: JSON has no other way to say it."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def step_row(report: StepReport, batch: Batch) -> Row:

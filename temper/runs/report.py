@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from temper.runs.encode import TRAINED, finite
+from temper.runs.encode import TRAINED
+from temper.runs.nulls import finite
 from temper.runs.reader import LedgerEntry, Point, RunReader, StepRecord
 from temper.runs.sparkline import sparkline
 from temper.runs.stage_table import Kept, stage_lines
