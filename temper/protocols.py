@@ -153,6 +153,27 @@ class PreparedReward(Protocol):
         ...
 
 
+class LabelledCases(Protocol):
+    async def measure(self) -> Mapping[str, float]:
+        """How far the reward agrees with people now, and by how much less than when the run began. {}: nothing was
+        measured then."""
+        ...
+
+    def state(self) -> dict[str, Scalar]:
+        """The agreement when the run began, for a checkpoint."""
+        ...
+
+    def load_state(self, state: Mapping[str, Scalar]) -> None: ...
+
+
+@runtime_checkable
+class LabelledReward(Protocol):
+    """A reward whose agreement with people is measured before the run and again during it."""
+
+    @property
+    def labels(self) -> LabelledCases: ...
+
+
 class VerdictLog(Protocol):
     def take(self) -> list[dict[str, Scalar]]:
         """One record per verdict since the last call."""

@@ -104,6 +104,8 @@ def every_stage(recipe: dict[str, Any]) -> dict[str, Any]:
         {"kind": "rl", "reward": learned},
         {"kind": "rl", "reward": rival},
         {"kind": "distill", "model": {"path": "stage:sft", "teacher": "stage:rl"}, "seed": 1},
+        {"kind": "preference", "objective": {"preset": "xpo"}},
+        {"kind": "preference", "objective": {"preset": "nash_md"}},
     ]
     return {
         **recipe,

@@ -22,6 +22,9 @@ _Columns = dict[str, list[Any]]
 
 def rows_of_groups(groups: Iterable[Group]) -> list[Sample]:
     """Rows of all trainable members, in order of group and member, without credit."""
+    groups = list(groups)
+    # Their log-probabilities are of another distribution: as the behaviour policy's they would make any ratio wrong.
+    assert not any(t.is_opponents for group in groups for t in group.trajectories), "opponents get no policy gradient"
     return [
         dataclasses.replace(row, teacher=domain_of(group.task))
         for group in groups

@@ -16,6 +16,7 @@ import torch
 from temper import loop
 from temper.build.stage import Stage
 from temper.evals import contamination, readiness
+from temper.rewards.rubric import Rubric
 from temper.rollout.budgets import Budget, budget_of
 from temper.rollout.diagnosis import Agreement
 from temper.rollout.gate import Canary, Sides, canary_prompts, open_gate, require_agreement, stale_tensors
@@ -54,7 +55,7 @@ def make_plan(
         checkpoint=checkpoint,
         checkpoint_every=config.checkpoint.every,
         gate=partial(_gate, stage, first_step),
-        canary=partial(_canary, stage),
+        canary=partial(_look_again, stage),
         verify=partial(_verify, stage),
         measure_system=partial(_measure_system, stage),
         watch=watch,
@@ -126,9 +127,14 @@ async def _require_ready(stage: Stage) -> None:
     readiness.require_ready(found, is_forced=rule.level in ("note", "warn"))
 
 
-async def _canary(stage: Stage) -> None:
+async def _look_again(stage: Stage) -> None:
+    """After a publication: the canary; and as often as held-out tasks, before the step is reported, the judges."""
+    step, every = stage.trainer.version, stage.config.evaluation.every  # a version is a step
     if stage.canary is not None:
-        await stage.canary.check(stage.trainer.version)
+        await stage.canary.check(step)
+    if step == stage.config.steps or (every and step % every == 0):
+        for judging in _judging(stage).values():
+            await judging.measure_again()
 
 
 def _verify(stage: Stage, step: int, result: TrainResult) -> None:
@@ -161,13 +167,28 @@ def _measure_system(stage: Stage, batch: Batch, seconds: Mapping[str, float]) ->
         "sys/preemptions": stats["preemptions"],
         **time_metrics(seconds, stats),
         **mfu(_model_size(stage), lengths, training_seconds, _peak(stage)),
-        **stage.data.rubric.metrics(),
+        **_judge_metrics(stage),
     }
     if isinstance(stage.source, Roller | Rejection):
         system["sys/queue_groups"] = float(stage.source.num_queued)
     if "rollout" in seconds:
         system["sys/rollout_tok_s"] = drawn / max(seconds["rollout"], 1e-9)
     return system
+
+
+def _judging(stage: Stage) -> dict[str, Rubric]:
+    """What may ask judges: the reward, and the held-out verifier where it is another; by prefix of their parts."""
+    data = stage.data
+    return {"": data.rubric} if data.verifier is data.rubric else {"": data.rubric, "heldout/": data.verifier}
+
+
+def _judge_metrics(stage: Stage) -> dict[str, float]:
+    """What judges said, how far they agree with people now, and for the alarm the worst fall of that."""
+    found = dict[str, float]()
+    for prefix, rubric in _judging(stage).items():
+        found |= rubric.metrics(prefix)
+    falls = [value for name, value in found.items() if name.startswith("judge/kappa_fall/")]
+    return {**found, "judge/kappa_fall": max(falls)} if falls else found
 
 
 def _model_size(stage: Stage) -> ModelSize:

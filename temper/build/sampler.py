@@ -15,12 +15,14 @@ import torch
 from temper.config import RunConfig
 from temper.data import StageData
 from temper.engine.local.engine import EngineSettings, LocalEngine
+from temper.engine.local.mixture import Opponent
 from temper.engine.none import NoSampler
 from temper.errors import UserError
 from temper.models.adapters import has_adapter, with_own_weights
 from temper.models.decoder import lay_end_to_end
 from temper.models.materialize import whole
 from temper.objectives import Objective
+from temper.objectives.pair_lessons import opponent_share
 from temper.protocols import Sampler
 
 BLOCK_SIZE = 16
@@ -52,6 +54,48 @@ def make_sampler(
     lay_end_to_end(held)
     decode = data.renderer.decode if config.sampling.stop else None
     return LocalEngine(held, _engine_settings(config, data), decode=decode), held
+
+
+def make_opponent(
+    config: RunConfig, objective: Objective, data: StageData, reference: torch.nn.Module | None, held: Any
+) -> Opponent | None:
+    """Whom a stage that samples compares its policy with; None: nobody. `held`: the weights of the policy's sampler."""
+    share = opponent_share(objective.lesson)
+    if share is None:
+        return None
+    require_opponent(config, objective)
+    assert reference is not None, "an objective with opponents needs a reference"
+    # Used while the trainer uses it, or on the CPU between passes: then the opponent needs one of its own.
+    is_shared = config.rollout.max_staleness == 0 and not config.model.offload
+    own = reference
+    if not is_shared:
+        own = copy.deepcopy(reference).to(next(held.parameters()).device)
+        lay_end_to_end(own)
+    return Opponent(
+        held,
+        own,
+        _engine_settings(config, data),
+        share=share,
+        decode=data.renderer.decode if config.sampling.stop else None,
+        follows=None if is_shared or objective.reference is None else reference,
+    )
+
+
+def require_opponent(config: RunConfig, objective: Objective) -> None:
+    """Refuses opponents that cannot be drawn."""
+    if opponent_share(objective.lesson) is None:
+        return
+    if config.engine.kind != "local":
+        raise UserError(
+            f"objective {objective.name} samples opponents from the reference's weights, which only the engine of this "
+            f'process holds, and engine.kind = "{config.engine.kind}". Use engine.kind = "local", or '
+            f'objective.preset = "online_dpo", which needs no opponent'
+        )
+    if (size := config.rollout.group_size) < 2 or size % 2:
+        raise UserError(
+            f"objective {objective.name} draws one half of each group from the policy and one half from its opponent, "
+            f"and rollout.group_size = {size}. Use an even number, e.g. {max(2, size + size % 2)}"
+        )
 
 
 def _held(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from temper.batching.samples import CreditRules, make_batch
+from temper.build.sampler import require_opponent
 from temper.config import RunConfig
 from temper.data import StageData
 from temper.errors import UserError
 from temper.evals.suites import ANSWERS
 from temper.objectives import Objective
-from temper.protocols import BatchSource
+from temper.objectives.pair_lessons import opponent_share
+from temper.protocols import BatchSource, Sampler
 from temper.rollout.buffer import Buffer, Taken
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.group import Extras
@@ -25,7 +27,7 @@ from temper.rollout.roller import Roller, RollSettings
 from temper.rollout.selection import Selection, read_selection
 from temper.rollout.steps import StepSplit
 from temper.stages.distill import NoReward, distill_source, share_of_samples, unrewarded
-from temper.stages.preference import RowRules, offline_source, pairs_of, wins_of
+from temper.stages.preference import Choose, RowRules, offline_source, pairs_of, wins_of
 from temper.stages.reference_cache import References
 from temper.stages.rejection import KeepRules, Ledger, Rejection, keep_of
 from temper.stages.reward_model import PairRows, RowMaker, ScoredExamples, StepRows
@@ -47,6 +49,8 @@ class Parts:
     data: StageData
     trainer: LocalTrainer
     setup: EpisodeSetup
+    opponent: Sampler | None = None
+    """Who plays one half of every group; None: the policy plays all."""
     folder: Path | None
     """Where caches that outlive a process are kept; None: nowhere."""
     origin: Path
@@ -119,6 +123,7 @@ def require_comparable(config: RunConfig, objective: Objective) -> None:
             "and there is no [[reward]] to compare samples by. Add either"
         )
     lesson = objective.lesson
+    require_opponent(config, objective)
     if config.rollout.group_size < 2:
         raise UserError("rollout.group_size = 1 leaves no two answers to compare. Use 2 or more")
     if lesson is not None and lesson.name in _NEEDS_DATA:
@@ -140,7 +145,11 @@ def _preferences(parts: Parts) -> BatchSource:
     updates, lesson = config.trainer.updates_per_batch, parts.objective.lesson
     if lesson is not None and lesson.name == "nash_md":
         return _roller(parts, lambda taken: wins_of(taken, version=trainer.version, updates=updates))
-    return _roller(parts, lambda taken: pairs_of(taken, version=trainer.version, updates=updates, seed=config.seed))
+    choose: Choose = "extremes" if opponent_share(lesson) is None else "sides"
+    return _roller(
+        parts,
+        lambda taken: pairs_of(taken, version=trainer.version, updates=updates, choose=choose, seed=config.seed),
+    )
 
 
 def keep_rule(config: RunConfig) -> Selection:
@@ -195,6 +204,7 @@ def _roller(parts: Parts, credit: Credit) -> Roller:
             greedy="greedy" in objective.needs,
             steps=_step_split(objective) if "step_values" in objective.needs else None,
             retries=rollout.retries,
+            opponent=None if parts.opponent is None else replace(parts.setup, sampler=parts.opponent),
         ),
     )
     return Roller(parts.setup, parts.data.stream, buffer, settings, credit)
@@ -222,11 +232,8 @@ def max_length(config: RunConfig, data: StageData) -> int:
     return min(config.trainer.max_length or context, context)
 
 
-_NEEDS_DATA = {
-    "kto": "its baseline comes from mismatched completions",
-    "xpo": "one side of each pair is the reference's",
-}
-"""Lessons of preferences that samples of the policy alone cannot feed, and why."""
+_NEEDS_DATA = {"kto": "its baseline comes from mismatched completions"}
+"""Lessons of preferences that samples cannot feed, and why."""
 
 _MAKERS: dict[str, Callable[[Parts], BatchSource]] = {
     "sft": _examples,

@@ -18,10 +18,11 @@ from temper.batching.pack import pack, shard
 from temper.build.heldout import Audit, Measure, calibration_writer, make_measure
 from temper.build.models import Models, load_models, optimizer_settings
 from temper.build.objective import require_turn_credit, resolve_objective
-from temper.build.sampler import make_sampler
+from temper.build.sampler import make_opponent, make_sampler
 from temper.build.sources import Parts, is_rolling, keep_rule, make_source
 from temper.config import RunConfig
 from temper.data import StageData, open_data, require_judge
+from temper.engine.local.mixture import WithOpponent
 from temper.envs.env import find_env
 from temper.models.adapters import settings_of
 from temper.objectives import Objective
@@ -116,6 +117,7 @@ def build_stage(
     if checkpoint is not None:
         trainer.load(checkpoint)
     sampler, held = make_sampler(config, objective, data, models.policy, model_folder)
+    opponent = make_opponent(config, objective, data, models.others.reference, held) if rolls else None
     setup = _episode_setup(config, objective, data, sampler)
     parts = Parts(
         config=config,
@@ -124,6 +126,7 @@ def build_stage(
         data=data,
         trainer=trainer,
         setup=setup,
+        opponent=opponent,
         folder=caches,
         origin=model_folder,
     )
@@ -140,7 +143,7 @@ def build_stage(
         data=data,
         model=models.policy,
         trainer=trainer,
-        sampler=sampler,
+        sampler=sampler if opponent is None else WithOpponent(sampler, opponent),
         held=held,
         source=source,
         setup=setup,

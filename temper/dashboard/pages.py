@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 from temper.dashboard import queries
 from temper.dashboard.database import Database, reading
 from temper.dashboard.series import Point, by_stage, together
+from temper.dashboard.suites import suites
 from temper.dashboard.tokens import Tokenizers
 from temper.runs.metrics import describe
 
@@ -37,8 +36,6 @@ NUM_PROMPTS = 20
 NUM_FAMILIES = 12
 FLOAT_ARRAYS = ("behavior_logprobs", "policy_logprobs", "entropies", "advantages", "weights")
 ARRAY_TYPES = {"token_ids": "<i4", "loss_mask": "u1", "versions": "<i4", **dict.fromkeys(FLOAT_ARRAYS, "<f4")}
-SUITES = "evaluations"
-"""Folder of a run with the results of `temper eval`."""
 
 
 class Missing(Exception):
@@ -244,6 +241,7 @@ def _staleness(rows: Sequence[tuple[int, bytes, bytes]]) -> dict[str, list[int]]
     ages: Counter[int] = Counter()
     for version, mask, versions in rows:
         drawn = np.frombuffer(versions, "<i4")[np.frombuffer(mask, "u1") == 1]
+        drawn = drawn[drawn >= 0]  # the rest is no version's: a data set's or an opponent's
         if len(drawn):
             ages[version - 1 - int(drawn.min())] += 1  # a step trains on the weights before its own version
     return {"ages": sorted(ages), "counts": [ages[age] for age in sorted(ages)]}
@@ -271,37 +269,8 @@ def _idle(database: Database, names: Sequence[str]) -> dict[str, float | None]:
 def evaluations(folder: Path) -> dict[str, Any]:
     with reading(folder) as database:
         held_out, audits = queries.evaluations(database), queries.audits(database)
-    return {"evaluations": held_out, "audits": audits, "suites": suites(folder)}
-
-
-def suites(folder: Path) -> list[dict[str, Any]]:
-    """Results of `temper eval` kept with the run, oldest first. A file that is no result is left out."""
-    found = []
-    for path in sorted((folder / SUITES).glob("*.json")):
-        try:
-            facts = path.stat()
-            found.append(_suite(path, facts.st_mtime_ns, facts.st_size))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return sorted(found, key=lambda result: result["created"])
-
-
-@lru_cache(maxsize=64)
-def _suite(path: Path, changed: int, size: int) -> dict[str, Any]:
-    """One result without what the model said. Kept as long as the file stays as it is: it may have megabytes."""
-    result = json.loads(path.read_text(encoding="utf-8"))
-    keys = ("suite", "checkpoint", "weights_sha256", "created", "budget", "constant_score", "metrics")
-    prompts = [
-        {"task_id": prompt["task_id"], "scores": [sample["score"] for sample in prompt["samples"]]}
-        for prompt in result["prompts"]
-    ]
-    curves: dict[str, list[dict[str, Any]]] = {}
-    for name, values in result["metrics"].items():
-        kind, _, k = name.replace("^", "^@").partition("@")
-        if k.isdecimal():
-            curves.setdefault(kind, []).append({"k": int(k), **values})
-    curves = {kind: sorted(points, key=lambda point: int(point["k"])) for kind, points in curves.items()}
-    return {"file": path.name, **{key: result[key] for key in keys}, "curves": curves, "prompts": prompts}
+    results, unreadable = suites(folder)
+    return {"evaluations": held_out, "audits": audits, "suites": results, "unreadable": unreadable}
 
 
 def config(folder: Path) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _layer(
 
 def _attention(module: Any, ops: Ops, normed_TD: Tensor, rotation: tuple[Tensor, Tensor], attend: Any) -> Tensor:
     joined = _project(ops, normed_TD, (module.q_proj, module.k_proj, module.v_proj))
-    heads = joined.view(len(joined), -1, module.head_dim)
+    heads = joined.reshape(len(joined), -1, module.head_dim)
     num_kv_heads = heads.shape[1] // (module.num_key_value_groups + 2)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)

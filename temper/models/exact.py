@@ -16,7 +16,8 @@ from torch.nn import functional
 
 ROWS_PER_TILE = 32
 """Of a matrix product with weights."""
-QUERIES_PER_TILE = 16
+QUERIES_PER_TILE = 8
+"""Few: a decode step has only the heads that share keys, and pads them to a tile."""
 KEYS_PER_TILE = 64
 
 
@@ -49,11 +50,14 @@ class _TiledLinear(torch.autograd.Function):
 def _tiled(hidden_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     count = len(hidden_TD)
     padded = functional.pad(_wide(hidden_TD), (0, 0, 0, -count % ROWS_PER_TILE))
-    wide, wide_bias = _wide(weight), None if bias is None else _wide(bias)
+    wide = _wide(weight)
     output = padded.new_empty(len(padded), len(weight))
     for start in range(0, len(padded), ROWS_PER_TILE):
         tile = slice(start, start + ROWS_PER_TILE)
-        output[tile] = functional.linear(padded[tile], wide, wide_bias)
+        # Weights on the left: libraries repack what stands on the right, which a tile of few rows would not repay.
+        output[tile] = torch.mm(wide, padded[tile].t()).t()
+    if bias is not None:
+        output += _wide(bias)
     return output[:count].to(hidden_TD.dtype)
 
 
@@ -72,9 +76,9 @@ def exact_attention(
     # [N, K, Q * G, D]: query-major, so that late keys can skip early queries.
     folded = query.view(num_rows, num_queries, num_kv_heads, per_kv, head_dim).transpose(1, 2).flatten(2, 3).to(wide)
     folded = functional.pad(folded, (0, 0, 0, -folded.shape[2] % QUERIES_PER_TILE)) * scaling
-    places = functional.pad(
-        positions_NQ.repeat_interleave(per_kv, 1), (0, folded.shape[2] - num_queries * per_kv), value=-1
-    )
+    # Padded queries sit where the last one does: a tile that all others see in full needs no mask for them either.
+    asking = torch.arange(folded.shape[2]).clamp(max=num_queries * per_kv - 1) // per_kv
+    places = positions_NQ[:, asking]
     keys, values = (
         functional.pad(t.transpose(1, 2).to(wide), (0, 0, 0, -t.shape[1] % KEYS_PER_TILE)) for t in (key, value)
     )
@@ -90,7 +94,9 @@ def exact_attention(
         tile = slice(start, start + KEYS_PER_TILE)
         behind = places[:, None, first:, None] - torch.arange(start, start + KEYS_PER_TILE)
         seen = (behind >= 0) if sliding_window is None else (behind >= 0) & (behind < sliding_window)
-        scores = _tile_products(folded[:, :, first:], keys[:, :, tile].transpose(2, 3)).masked_fill(~seen, -torch.inf)
+        scores = _scores(folded[:, :, first:], keys[:, :, tile])
+        if not seen.all():
+            scores = scores.masked_fill(~seen, -torch.inf)
         before = maximum[:, :, first:]
         now = torch.maximum(before, scores.amax(-1, keepdim=True))
         finite = torch.where(now == -torch.inf, 0.0, now)  # nothing seen yet: exp(-inf - 0) = 0
@@ -98,19 +104,31 @@ def exact_attention(
         fade = torch.exp(before - finite)
         maximum[:, :, first:] = now
         total[:, :, first:] = total[:, :, first:] * fade + shares.sum(-1, keepdim=True)
-        output[:, :, first:] = output[:, :, first:] * fade + _tile_products(shares, values[:, :, tile])
+        output[:, :, first:] = output[:, :, first:] * fade + _weighted(shares, values[:, :, tile])
     output = (output / torch.where(total == 0, 1.0, total))[:, :, : num_queries * per_kv]
     output = output.view(num_rows, num_kv_heads, num_queries, per_kv, head_dim).transpose(1, 2)
     return output.reshape(query.shape).to(query.dtype)
 
 
-def _tile_products(left: Tensor, right: Tensor) -> Tensor:
-    """left [N, K, rows, D] @ right [N, K, D, columns], QUERIES_PER_TILE rows at a time."""
-    num_rows, num_kv_heads, rows, depth = left.shape
-    tiles = rows // QUERIES_PER_TILE
-    lefts = left.reshape(-1, QUERIES_PER_TILE, depth)
-    rights = right.unsqueeze(2).expand(-1, -1, tiles, -1, -1).reshape(-1, depth, right.shape[-1])
-    return torch.bmm(lefts, rights).view(num_rows, num_kv_heads, rows, right.shape[-1])
+def _scores(queries: Tensor, keys: Tensor) -> Tensor:
+    """queries [N, K, rows, D] times keys [N, K, columns, D] -> [N, K, rows, columns], by tiles of queries."""
+    tiles = queries.reshape(-1, QUERIES_PER_TILE, queries.shape[-1])
+    # Keys on the left: transposing the few queries costs less, and some CPUs multiply transposed keys very slowly.
+    products = torch.bmm(_per_tile(keys, queries), tiles.transpose(1, 2))
+    # Laid out anew, always: the order of a sum depends on how its terms lie in memory.
+    return products.transpose(1, 2).contiguous().view(*queries.shape[:3], keys.shape[2])
+
+
+def _weighted(shares: Tensor, values: Tensor) -> Tensor:
+    """shares [N, K, rows, columns] times values [N, K, columns, D] -> [N, K, rows, D], by tiles of queries."""
+    tiles = shares.reshape(-1, QUERIES_PER_TILE, shares.shape[-1])
+    return torch.bmm(tiles, _per_tile(values, shares)).view(*shares.shape[:3], values.shape[3])
+
+
+def _per_tile(tensor: Tensor, queries: Tensor) -> Tensor:
+    """Keys or values [N, K, columns, D], once for each tile of queries; a view where there is one tile."""
+    tiles = queries.shape[2] // QUERIES_PER_TILE
+    return tensor.unsqueeze(2).expand(-1, -1, tiles, -1, -1).reshape(-1, *tensor.shape[2:])
 
 
 def _wide(tensor: Tensor) -> Tensor:

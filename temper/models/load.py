@@ -22,6 +22,7 @@ from temper.errors import UserError
 from temper.models.attention import ATTENTION_NAME
 from temper.models.decoder import FAMILIES, Numerics, can_walk, lay_end_to_end, numerics_of, set_numerics, walk
 from temper.models.exact import tiled_linear
+from temper.models.ops import cpu_linear
 
 transformers_logging.disable_progress_bar()  # its bars would tear the live panel
 
@@ -223,7 +224,8 @@ class Head:
             logits_TV = tiled_linear(hidden_TD.to(self.weight.dtype), self.weight, self.bias)
         else:
             wide = torch.promote_types(self.weight.dtype, torch.float32)
-            logits_TV = nn.functional.linear(hidden_TD.to(wide), self.weight.to(wide), self.bias)
+            linear = nn.functional.linear if self.weight.is_cuda else cpu_linear
+            logits_TV = linear(hidden_TD.to(wide), self.weight.to(wide), self.bias)
         if self.softcap is not None:
             logits_TV = self.softcap * torch.tanh(logits_TV / self.softcap)
         return logits_TV

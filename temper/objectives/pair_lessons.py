@@ -154,7 +154,8 @@ def dpo_shift(
 def xpo(beta: float = 0.1, alpha: float = 1e-5, loss: str = "dpo") -> Callable[[Tokens], Taught]:
     """DPO or IPO on (policy sample, reference sample) + alpha log pi(reference sample): optimism.
 
-    Rows with a version are the policy's, rows with version -1 the reference's. Xie et al. 2024 (arXiv 2405.21046); TRL.
+    Rows with a version are the policy's, rows with version -1 the reference's: a stage samples both, or the data says
+    which is which. Xie et al. 2024 (arXiv 2405.21046); TRL.
     Specification 3.1.
     """
     rule = preferences.xpo(beta, alpha, loss)
@@ -166,7 +167,8 @@ def xpo(beta: float = 0.1, alpha: float = 1e-5, loss: str = "dpo") -> Callable[[
         if bool((is_chosen_P == is_policy_S[sides.rejected_P]).any()):
             raise UserError(
                 "xpo compares a completion of the policy with one of the reference, and a pair of this batch has both "
-                'from one side. Give pairs with "is_chosen_from_policy", or use the objective online_dpo'
+                'from one side. Give pairs with "is_chosen_from_policy", or prompts and a [[reward]]: both sides are '
+                "then sampled"
             )
         return _taught(rule, tokens, replace(sides.pairs(tokens), is_chosen_from_policy=is_chosen_P))
 
@@ -255,13 +257,14 @@ def kto(*args: float, **kwargs: float) -> Lesson:
 
 
 @factor(needs=("reference",), min_group=2)
-def nash_md(beta: float = 0.1) -> Callable[[Tokens], Taught]:
+def nash_md(beta: float = 0.1, mixture: float = 0.5) -> Callable[[Tokens], Taught]:
     """-(P(win) - 0.5) sum_t log pi_t + beta sum_t sg[log pi_t - log ref_t] log pi_t.
 
-    P(win) is against the other members of the group, i.e. against the policy itself, where the paper's opponent is a
-    geometric mixture with the reference. Munos et al. 2023 (arXiv 2312.00886); TRL. Specification 3.1.
+    P(win) is against opponents drawn from pi^(1 - mixture) ref^mixture, token by token: the share of those of its group
+    that a completion beats, ties half. Munos et al. 2023 (arXiv 2312.00886); TRL. Specification 3.1.
     """
     require(beta >= 0, f"nash_md: beta={beta} must not be negative, e.g. 0.1")
+    require(0 <= mixture <= 1, f"nash_md: mixture={mixture} must lie between 0 (the policy) and 1 (the reference)")
 
     def lesson(tokens: Tokens) -> Taught:
         assert tokens.reference_logprobs is not None, "nash_md needs the reference's log-probabilities"
@@ -276,6 +279,13 @@ def nash_md(beta: float = 0.1) -> Callable[[Tokens], Taught]:
         return loss, metrics.merge(mean_sums(watched)).merge(_entropy(tokens))
 
     return lesson
+
+
+def opponent_share(lesson: Lesson | None) -> float | None:
+    """How much of a lesson's opponent is the reference: 1 all of it, 0 nothing but the policy. None: it has none."""
+    if lesson is None or lesson.name not in ("xpo", "nash_md"):
+        return None
+    return 1.0 if lesson.name == "xpo" else float(lesson.argument("mixture"))
 
 
 def implicit_rewards(lesson: Lesson, pairs: Pairs) -> tuple[Tensor, Tensor]:

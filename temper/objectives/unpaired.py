@@ -101,7 +101,7 @@ def nash_md_losses(
 
 
 def geometric_mixture(policy_logits: Tensor, reference_logits: Tensor, share: float = 0.5) -> Tensor:
-    """[..., V] log-probabilities of the opponent of Nash-MD: proportional to pi^(1 - share) ref^share."""
+    """[..., V] log-probabilities of Nash-MD's opponent: proportional to pi^(1 - share) ref^share."""
     require(0 <= share <= 1, f"geometric_mixture: share={share} must lie between 0 and 1, e.g. 0.5")
     mixed = (1 - share) * policy_logits.log_softmax(-1) + share * reference_logits.log_softmax(-1)
     return mixed.log_softmax(-1)

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from temper.errors import BackendError, UserError
+from temper.rewards.agreement import LABELLED
 from temper.rewards.endpoint import Endpoint, EndpointFailed
-from temper.rewards.judge import Judge, Option, RecordLog, read_judge_options, require_agreement
+from temper.rewards.judge import Judge, Option, RecordLog, labelled_set, read_judge_options
 from temper.rewards.judge_prompts import Unparsable, proposal_prompt
 from temper.rewards.rubrics import Item, ItemJudge, RubricSource
 from temper.types import Group, Scalar, Score, Task, Trajectory
@@ -141,6 +142,7 @@ class EvolvingRubricReward:
         self._source = RubricSource(self.name, items, weights)
         self._endpoint = Endpoint(self.options)
         self._judge = ItemJudge(self.options, self._endpoint, self.log)
+        self.labels = labelled_set(self, self.options)
         self._proposer = Judge(proposal_prompt(max_proposals), self.options, self._endpoint, self.log)
         self._rubrics: dict[str, TaskRubric] = {}
         self._open: OrderedDict[str, _OpenGroup] = OrderedDict()
@@ -154,7 +156,7 @@ class EvolvingRubricReward:
 
     async def start(self) -> dict[str, float]:
         """As of JudgeReward."""
-        return await require_agreement(self, self.options)
+        return await self.labels.start()
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         if (reason := self.check(task)) is not None:
@@ -198,7 +200,10 @@ class EvolvingRubricReward:
         if group_id not in self._open:
             rubric = self.rubric(task.id)
             items = effective_items(self._source.items(task), rubric, self._growth.max_share)
-            self._open[group_id] = _OpenGroup(items=items, version=rubric.version, scores={})
+            group = _OpenGroup(items=items, version=rubric.version, scores={})
+            if group_id == LABELLED:
+                return group  # cases of many tasks, never learned from; kept, they would push out groups of the run
+            self._open[group_id] = group
             if len(self._open) > MAX_OPEN_GROUPS:
                 self._open.popitem(last=False)
         return self._open[group_id]

@@ -1,7 +1,8 @@
 """A language model as judge: of one response, or of a response against a reference.
 
-Owns: kinds "judge" and "pairwise", their records, and their agreement with people. Refuses: HTTP (endpoint.py); prompts
-and parsing (judge_prompts.py). An endpoint that fails is an error, an unreadable verdict unscorable; neither is ever 0.
+Owns: kinds "judge" and "pairwise" and their records. Refuses: HTTP (endpoint.py); prompts and parsing
+(judge_prompts.py); agreement with people (agreement.py). An endpoint that fails is an error, an unreadable verdict
+unscorable; neither is ever 0.
 """
 
 from __future__ import annotations
@@ -9,26 +10,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 import re
 from collections import Counter, deque
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from temper.errors import BackendError, UserError
+from temper.errors import UserError
 from temper.named import require_options
 from temper.protocols import RewardFn
+from temper.rewards.agreement import LabelledSet
 from temper.rewards.endpoint import Endpoint, EndpointFailed, EndpointOptions
 from temper.rewards.judge_prompts import PAIRWISE, POINTWISE, Prompt, Unparsable, frame, pairwise_prompt, score_prompt
-from temper.types import Completion, Finish, Message, Scalar, Score, ScoreKind, Status, Task, Trajectory, Turn
+from temper.types import Scalar, Score, ScoreKind, Task, Trajectory
 
 MAX_RECORDS = 100_000
 """Kept until someone takes them; older ones are forgotten."""
 ROLE = re.compile(r"\[\s*(?:system|user|assistant|tool)\s*\]", re.IGNORECASE)
-UNSCORABLE = math.inf
-"""The category of a judge that would not answer: it agrees with no label."""
 
 Option = Scalar | list[Scalar]
 Record = Mapping[str, Scalar]
@@ -54,7 +52,8 @@ class JudgeOptions(EndpointOptions):
     """k of score - k (n - length_reference), n in characters."""
     length_reference: int = 0
     labelled: str = ""
-    """JSON lines with prompt, response, label in [0, 1], and answer where needed: the judge is measured on them."""
+    """JSON lines with prompt, response, label in [0, 1], and answer where needed: the judge is measured on them before
+    the run and again at every evaluation."""
     kappa_floor: float = 0.0
     """Least Cohen's kappa on the labelled set; below it the run does not start."""
 
@@ -138,6 +137,10 @@ class Judge:
         return reply.text
 
 
+def labelled_set(judge: RewardFn, options: JudgeOptions) -> LabelledSet:
+    return LabelledSet(judge, path=options.labelled, floor=options.kappa_floor, model=options.model)
+
+
 def decoding_of(options: JudgeOptions) -> dict[str, float]:
     return {"temperature": options.temperature, "max_tokens": options.max_tokens}
 
@@ -198,10 +201,11 @@ class JudgeReward:
         prompt = score_prompt(self.options.instructions or POINTWISE, self.options.scale)
         self._judge = Judge(prompt, self.options, self._endpoint, self.log)
         self.fingerprint = self._judge.fingerprint
+        self.labels = labelled_set(self, self.options)
 
     async def start(self) -> dict[str, float]:
         """Measures the judge on its labelled set. Raises UserError when it agrees too little to train by."""
-        return await require_agreement(self, self.options)
+        return await self.labels.start()
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         texts = shown_texts(task, trajectory, self.options)
@@ -232,6 +236,7 @@ class PairwiseReward:
         prompt = pairwise_prompt(self.options.instructions or PAIRWISE)
         self._judge = Judge(prompt, self.options, self._endpoint, self.log)
         self.fingerprint = self._judge.fingerprint
+        self.labels = labelled_set(self, self.options)
 
     @property
     def inconsistency(self) -> float:
@@ -241,7 +246,7 @@ class PairwiseReward:
 
     async def start(self) -> dict[str, float]:
         """As of JudgeReward."""
-        return await require_agreement(self, self.options)
+        return await self.labels.start()
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         if (reference := reference_of(task)) is None:
@@ -277,116 +282,6 @@ class PairwiseReward:
 def reference_of(task: Task) -> str | None:
     reference = task.extra.get("reference", task.answer)
     return None if reference is None else str(reference)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Labelled:
-    """A response and what a person says it is worth."""
-
-    task: Task
-    response: str
-    label: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """How far a judge and people say the same. The interval is Wilson's of the agreement, 95%, put on kappa's scale."""
-
-    agreement: float
-    kappa: float
-    low: float
-    high: float
-    num_labelled: int
-    num_unscorable: int
-    """Counted as disagreement."""
-
-
-def cohens_kappa(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float, float]:
-    """(agreement, kappa, low, high) of two raters' categories: (p_o - p_e) / (1 - p_e)."""
-    size = len(pairs)
-    left, right = Counter(a for a, _ in pairs), Counter(b for _, b in pairs)
-    observed = sum(a == b for a, b in pairs) / size
-    expected = sum(left[category] * right[category] for category in left) / size**2
-    if len(left) < 2:
-        raise UserError("the labels are all the same, so agreement with them shows nothing. Label good and bad cases.")
-    z = 1.959964
-    centre = (observed + z * z / (2 * size)) / (1 + z * z / size)
-    half = z / (1 + z * z / size) * math.sqrt(observed * (1 - observed) / size + z * z / (4 * size * size))
-    kappa, low, high = ((share - expected) / (1 - expected) for share in (observed, centre - half, centre + half))
-    return observed, kappa, low, high
-
-
-async def measure_agreement(judge: RewardFn, labelled: Sequence[Labelled]) -> Agreement:
-    """The judge's scores, each taken to the nearest label in use, against the labels."""
-    if not labelled:
-        raise UserError("the labelled set is empty.")
-    categories = sorted({case.label for case in labelled})
-    scores = await asyncio.gather(*(judge.score(case.task, _said(case, i)) for i, case in enumerate(labelled)))
-    for case, score in zip(labelled, scores, strict=True):
-        if score.kind is ScoreKind.ERROR:
-            raise BackendError(f'judge "{judge.name}" failed on labelled case {case.task.id}: {score.reason}')
-    verdicts = [_category(score, categories) for score in scores]
-    pairs = [(case.label, verdict) for case, verdict in zip(labelled, verdicts, strict=True)]
-    agreement, kappa, low, high = cohens_kappa(pairs)
-    return Agreement(
-        agreement=agreement, kappa=kappa, low=low, high=high,
-        num_labelled=len(pairs), num_unscorable=verdicts.count(UNSCORABLE),
-    )  # fmt: skip
-
-
-def _category(score: Score, categories: Sequence[float]) -> float:
-    value = score.value
-    return UNSCORABLE if value is None else min(categories, key=lambda label: abs(label - value))
-
-
-async def require_agreement(judge: RewardFn, options: JudgeOptions) -> dict[str, float]:
-    """Metrics of the agreement, {} without a labelled set; a judge below the floor is refused."""
-    if not options.labelled:
-        return {}
-    found = await measure_agreement(judge, read_labelled(Path(options.labelled)))
-    if found.kappa < options.kappa_floor:
-        raise UserError(
-            f'judge "{judge.name}" (model {options.model}) agrees with {options.labelled} at kappa {found.kappa:.3f} '
-            f"[{found.low:.3f}, {found.high:.3f}], below kappa_floor={options.kappa_floor}. Use a better judge or "
-            "better instructions; lowering the floor trains on its mistakes."
-        )
-    named = {"agreement": found.agreement, "kappa": found.kappa, "kappa_low": found.low, "kappa_high": found.high}
-    return {f"{judge.name}/{key}": value for key, value in named.items()}
-
-
-def read_labelled(path: Path) -> list[Labelled]:
-    """One case per line: {"prompt": ..., "response": ..., "label": ..., "answer": ...}."""
-    try:
-        lines = path.expanduser().read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f'labelled="{path}" cannot be read ({error}).') from error
-    return [_labelled(f"{path.name}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
-
-
-def _labelled(place: str, line: str) -> Labelled:
-    try:
-        row = json.loads(line)
-        task = Task(
-            id=place,
-            messages=(Message(role="user", content=str(row["prompt"])),),
-            answer=None if row.get("answer") is None else str(row["answer"]),
-            extra={"rubric": row["rubric"]} if isinstance(row.get("rubric"), str) else {},
-        )
-        case = Labelled(task=task, response=str(row["response"]), label=float(row["label"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{place}: a row must have prompt, response and a number as label ({error!r}).") from error
-    if not 0 <= case.label <= 1:
-        raise UserError(f"{place}: label={case.label} must lie in [0, 1].")
-    return case
-
-
-def _said(case: Labelled, index: int) -> Trajectory:
-    completion = Completion(prompt_ids=(), token_ids=[], logprobs=[], versions=[], finish=Finish.STOP)
-    turn = Turn(completion=completion, message=Message(role="assistant", content=case.response))
-    unscored = Score.unscorable("not scored yet")
-    return Trajectory(
-        task_id=case.task.id, group_id="labelled", index=index, turns=(turn,), status=Status.COMPLETED, score=unscored
-    )
 
 
 def length_slope(lengths: Sequence[int], scores: Sequence[float]) -> float:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from temper.errors import UserError
 from temper.protocols import (
     FrozenReward,
+    LabelledReward,
     LearningReward,
     LoggedReward,
     PreparedReward,
@@ -21,7 +22,7 @@ from temper.protocols import (
     SavedReward,
     TurnReward,
 )
-from temper.rewards.score import Rule, combine, finite, pay_turns, weigh
+from temper.rewards.score import Rule, combine, finite, pay_turns, weigh, wrong_payment
 from temper.types import Group, Scalar, Score, Task, Trajectory
 
 
@@ -44,6 +45,7 @@ class Rubric:
     def __init__(self, parts: Sequence[Part | tuple[RewardFn, float]]) -> None:
         self._parts: dict[str, RewardFn] = {}
         self._rules: dict[str, Rule] = {}
+        self._agreement: dict[str, Mapping[str, float]] = {}
         for part in parts:
             reward, weight, is_gate, clip = Part(*part)
             copies = sum(other.name == reward.name for other in self._parts.values())
@@ -77,7 +79,10 @@ class Rubric:
             return total, parts, []
         paid = {name: turns for name, (_, turns) in zip(self._parts, found, strict=True) if turns is not None}
         given = [turn.reward for turn in trajectory.turns]
-        return total, parts, pay_turns(total.value, given, paid, parts, self._rules)
+        earned = pay_turns(total.value, given, paid, parts, self._rules)
+        if not all(map(math.isfinite, earned)):
+            return Score.error(f"the turns earn {earned}: not all of it is a finite number"), parts, []
+        return total, parts, earned
 
     def weighted(self, parts: Mapping[str, Score]) -> dict[str, Score]:
         """What each part added to the total: the same parts after bounds, weight and gates."""
@@ -91,6 +96,13 @@ class Rubric:
                 measured |= {f"{name}/{key}": value for key, value in (await part.start()).items()}
         return measured
 
+    async def measure_again(self) -> None:
+        """Asks the judges that start() measured for their labelled sets once more; metrics() then tells what was found.
+        An endpoint may serve another model under the same name."""
+        for name, part in self._parts.items():
+            if isinstance(part, LabelledReward):
+                self._agreement[name] = await part.labels.measure()
+
     async def evolve(self, groups: Sequence[Group]) -> None:
         """Lets the parts that learn see trained groups, in draw order."""
         for part in self._parts.values():
@@ -98,12 +110,16 @@ class Rubric:
                 for group in groups:
                     await part.evolve(group)
 
-    def metrics(self) -> dict[str, float]:
-        """Verdicts by outcome since the start, of the parts that keep a log; how often a judge contradicted itself."""
-        found: dict[str, float] = {}
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Verdicts by outcome since the start, of the parts that keep a log; how often a judge contradicted itself; and
+        once, what measure_again() found. `prefix` stands before the names of parts."""
+        measured, self._agreement = self._agreement, {}
+        found = {
+            f"judge/{what}/{prefix}{name}": value for name, values in measured.items() for what, value in values.items()
+        }
         for name, part in self._parts.items():
             if isinstance(part, LoggedReward):
-                found |= {f"judge/{name}_{what}": times for what, times in part.log.metrics().items()}
+                found |= {f"judge/{prefix}{name}_{what}": times for what, times in part.log.metrics().items()}
         return found
 
     def records(self) -> dict[str, list[dict[str, Scalar]]]:
@@ -116,9 +132,11 @@ class Rubric:
         return any(isinstance(part, LearningReward) for part in self._parts.values())
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs: what parts have learned, and which question each judge is asked."""
+        """What a checkpoint needs: what parts have learned, which question each judge is asked, and how far it agreed
+        with people when the run began."""
         learned = {name: part.state() for name, part in self._parts.items() if isinstance(part, LearningReward)}
-        return {"learned": learned, "fingerprints": self._fingerprints()}
+        agreed = {name: part.labels.state() for name, part in self._parts.items() if isinstance(part, LabelledReward)}
+        return {"learned": learned, "fingerprints": self._fingerprints(), "agreement": agreed}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Refuses a judge that is asked otherwise than before: its scores could not be compared."""
@@ -132,6 +150,8 @@ class Rubric:
         for name, part in self._parts.items():
             if isinstance(part, LearningReward):
                 part.load_state(state["learned"][name])
+            if isinstance(part, LabelledReward):
+                part.labels.load_state(state.get("agreement", {}).get(name, {}))  # older checkpoints have none
 
     def save(self, folder: Path) -> None:
         """Files of the parts that keep some, below rewards/NAME."""
@@ -199,11 +219,9 @@ async def _guarded(part: RewardFn, task: Task, trajectory: Trajectory) -> tuple[
         if not (isinstance(part, TurnReward) and part.pays_turns):
             return finite(await part.score(task, trajectory)), None
         score, turns = await part.score_turns(task, trajectory)
+        if not score.is_value:
+            return score, None
+        wrong = wrong_payment(turns, len(trajectory.turns))
     except Exception as error:
         return Score.error(f"{type(error).__name__}: {error}"), None
-    if not score.is_value:
-        return score, None
-    if len(turns) != len(trajectory.turns):
-        return Score.error(f"{len(turns)} turns are paid of {len(trajectory.turns)}"), None
-    wrong = [reward for reward in turns if reward is not None and not math.isfinite(reward)]
-    return (Score.error(f"a turn is paid {wrong[0]}"), None) if wrong else (finite(score), turns)
+    return (Score.error(wrong), None) if wrong else (finite(score), turns)

@@ -22,8 +22,8 @@ from temper.rewards.judge import (
     RecordLog,
     control_length,
     identity_of,
+    labelled_set,
     read_judge_options,
-    require_agreement,
     settle,
     shown_texts,
 )
@@ -139,6 +139,7 @@ class RubricReward:
         self._source = RubricSource(self.name, items, weights)
         self._endpoint = Endpoint(self.options)
         self._judge = ItemJudge(self.options, self._endpoint, self.log)
+        self.labels = labelled_set(self, self.options)
 
     @property
     def fingerprint(self) -> str:
@@ -146,7 +147,7 @@ class RubricReward:
 
     async def start(self) -> dict[str, float]:
         """As of JudgeReward."""
-        return await require_agreement(self, self.options)
+        return await self.labels.start()
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         if (reason := self.check(task)) is not None:

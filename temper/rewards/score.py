@@ -94,6 +94,14 @@ def pay_turns(
     return earned
 
 
+def wrong_payment(turns: Sequence[float | None], num_turns: int) -> str | None:
+    """What is wrong with payments, or None: one for each turn that there is, None for nothing, else a finite number."""
+    if len(turns) != num_turns:
+        return f"{len(turns)} payments for {num_turns} turns: pay each turn that there is, None for nothing"
+    paid = ((turn, payment) for turn, payment in enumerate(turns) if payment is not None)
+    return next((f"turn {turn} is paid {payment}" for turn, payment in paid if not math.isfinite(payment)), None)
+
+
 def _weighted(value: float, rule: Rule) -> float:
     if not rule.adds:
         return 0.0

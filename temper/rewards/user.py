@@ -1,11 +1,14 @@
 """Rewards of the user's own: a function named "package.module:function", run in killable workers like every verifier.
 
-Owns: its contract (prompt, response, answer) -> float | None. Refuses: guessing at anything else it returns.
+Owns: its contract, (prompt, response, answer) -> float | None, and by turn (prompt, turns, answer) -> list of these.
+Refuses: guessing at anything else it returns.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from typing import Any
 
 from temper.errors import UserError
 from temper.named import load_function
@@ -14,24 +17,48 @@ from temper.types import Score, Task, Trajectory
 
 
 class UserReward:
-    """Calls the function with the last user message, the response and the gold answer. None is unscorable."""
+    """Calls the function with the last user message, the response and the gold answer. None is unscorable.
 
-    def __init__(self, target: str, *, workers: int = 2, deadline_seconds: float = 10.0) -> None:
-        require_reward_function(target)
+    by_turn: it is shown all turns in place of the response (shown_turns) and pays each of them, None for nothing.
+    """
+
+    def __init__(self, target: str, *, by_turn: bool = False, workers: int = 2, deadline_seconds: float = 10.0) -> None:
+        require_reward_function(target, "turns" if by_turn else "response")
         self.name = target.partition(":")[2]
+        self.pays_turns = by_turn
         self._pool = WorkerPool(target, size=workers, deadline_seconds=deadline_seconds)
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        if self.pays_turns:
+            return (await self.score_turns(task, trajectory))[0]
+        value = await self._ask(task, trajectory.text)
+        if isinstance(value, Score):
+            return value
+        if not _is_number(value):
+            hint = ". To pay turns, set options.by_turn = true" if isinstance(value, list) else ""
+            return Score.error(f"the function returned {value!r:.80}, not a number or None{hint}")
+        return Score.of(value)
+
+    async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, Sequence[float | None]]:
+        """As of protocols.TurnReward. The score is the sum of the payments; rubric.py checks their number."""
+        paid = await self._ask(task, shown_turns(trajectory))
+        if isinstance(paid, Score):
+            return paid, []
+        if not isinstance(paid, list):
+            return Score.error(f"the function returned {paid!r:.80}, not a list with a payment for each turn"), []
+        for turn, payment in enumerate(paid):
+            if not (payment is None or _is_number(payment)):
+                return Score.error(f"the function pays turn {turn} {payment!r:.80}, not a number or None"), []
+        return Score.of(sum(payment or 0.0 for payment in paid)), paid
+
+    async def _ask(self, task: Task, said: str | list[dict[str, Any]]) -> Any:
+        """What the function returned, or a Score when it returned nothing or failed."""
         prompt = next((m.content for m in reversed(task.messages) if m.role == "user"), "")
         try:
-            value = await self._pool.call(prompt, trajectory.text, task.answer)
+            value = await self._pool.call(prompt, said, task.answer)
         except WorkerFailed as error:
             return Score.error(str(error))
-        if value is None:
-            return Score.unscorable("the function returned None")
-        if not isinstance(value, (int, float)):
-            return Score.error(f"the function returned {value!r:.80}, not a number or None")
-        return Score.of(value)
+        return Score.unscorable("the function returned None") if value is None else value
 
     def check(self, task: Task) -> str | None:
         return None
@@ -40,11 +67,27 @@ class UserReward:
         self._pool.close()
 
 
-def require_reward_function(target: str) -> None:
+def shown_turns(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """What a function that pays turns is shown of each: what the policy said, what the environment replied and paid."""
+    return [
+        {
+            "response": turn.message.content,
+            "replies": [reply.as_dict() for reply in turn.replies],
+            "reward": turn.reward,
+        }
+        for turn in trajectory.turns
+    ]
+
+
+def require_reward_function(target: str, shown: str = "response") -> None:
     """Fails now, with the user's own words, rather than at the first score of a run."""
     where = f'reward "{target}"'
     function = load_function(target, where=where)
     try:
-        inspect.signature(function).bind("prompt", "response", None)
+        inspect.signature(function).bind("prompt", shown, None)
     except TypeError as error:
-        raise UserError(f"{where}: must take (prompt, response, answer), got {inspect.signature(function)}") from error
+        raise UserError(f"{where}: must take (prompt, {shown}, answer), got {inspect.signature(function)}") from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)

@@ -87,10 +87,12 @@ class Canary:
             return None
         name, sides = f"{self._name}/{version}", self._sides
         rows = _rows(await _draw(sides, self._prompts, name), name)
-        if 0 < sides.budget.mean_gap < measure(rows, await _score(sides, rows), version=version).mean_gap:
+        agreement = measure(rows, await _score(sides, rows), version=version)
+        if 0 < sides.budget.mean_gap < agreement.mean_gap:
             # One unlucky token among a few tips their mean; a broken publication is as far off on many.
             rows = _rows(await _draw(sides, self._prompts * SECOND_LOOK, f"{name}/again"), name)
-        return await _compare(sides, rows, version=version, name=name)
+            agreement = measure(rows, await _score(sides, rows), version=version)
+        return await _judge(sides, rows, agreement, version=version, name=name)
 
 
 def canary_prompts(rows: Sequence[Sample], count: int = 4) -> list[tuple[int, ...]]:
@@ -120,7 +122,8 @@ async def open_gate(
     for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
         _require_echo(turn.completion, setup.params)
     rows = [row for trajectory in trajectories if trajectory.num_tokens for row in rows_of(trajectory)]
-    return await _compare(sides, rows, version=version, name=name), rows
+    agreement = measure(rows, await _score(sides, rows), version=version)
+    return await _judge(sides, rows, agreement, version=version, name=name), rows
 
 
 def require_agreement(agreement: Agreement, *, budget: Budget, when: str) -> None:
@@ -152,9 +155,8 @@ def _is_same(published: Tensor, held: Tensor) -> bool:
     return published.dtype == held.dtype and torch.equal(published, held.to(published.device))
 
 
-async def _compare(sides: Sides, rows: Sequence[Sample], *, version: int, name: str) -> Agreement:
-    """Measures, and looks for the cause only when the budget is not kept: a check that passes costs one forward."""
-    agreement = measure(rows, await _score(sides, rows), version=version)
+async def _judge(sides: Sides, rows: Sequence[Sample], agreement: Agreement, *, version: int, name: str) -> Agreement:
+    """Looks for the cause only when the budget is not kept: a check that passes costs one forward."""
     stale = None if sides.find_stale is None else tuple(await asyncio.to_thread(sides.find_stale))
     agreement = dataclasses.replace(agreement, stale=stale)
     is_within = agreement.mean_gap <= sides.budget.mean_gap and agreement.max_gap <= sides.budget.max_gap

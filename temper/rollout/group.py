@@ -1,6 +1,7 @@
 """All attempts at one draw of one task.
 
-Owns: running the members and their baseline side by side, and whether the group carries a learning signal.
+Owns: running the members, their opponents and their baseline side by side, and whether the group carries a learning
+signal.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Extras:
     """How answers are cut into steps whose values are estimated; None: not at all."""
     retries: int = 0
     """How often a member whose environment failed is played anew."""
+    opponent: EpisodeSetup | None = None
+    """Who plays the second half of the members. None: the policy plays them all."""
 
 
 NOTHING = Extras()
@@ -42,15 +45,23 @@ async def run_group(
 ) -> Group:
     """Plays `group_size` episodes at once, and a greedy one if asked. Equal prompts are prefilled once by the engine.
 
-    Values of a member's reasoning steps are estimated as soon as it is scored.
+    Values of a member's reasoning steps are estimated as soon as it is scored. With an opponent the first half is the
+    policy's and the second half the opponent's, which nobody else draws the same numbers as.
     """
+    assert extras.opponent is None or group_size % 2 == 0, "each side plays one half"
+    num_own = group_size if extras.opponent is None else group_size // 2
     group_id = f"{task.id}#{draw}"
     name = f"{prefix}/{group_id}"
     async with asyncio.TaskGroup() as members:
         running = [
             members.create_task(_member(setup, task, group_id, index, f"{name}/{index}", extras))
-            for index in range(group_size)
+            for index in range(num_own)
         ]
+        if extras.opponent is not None:
+            running += [
+                members.create_task(_opponent(extras, task, group_id, index, f"{name}/opponent {index}"))
+                for index in range(num_own, group_size)
+            ]
         baselines = [members.create_task(_greedy(setup, task, group_id, f"{name}/greedy"))] if extras.greedy else []
     return Group(
         id=group_id,
@@ -63,7 +74,8 @@ async def run_group(
 
 def reason_to_drop(group: Group, *, min_members: int, drop_degenerate: bool) -> str | None:
     """Why a finished group is not trained, or None. The reason goes to the ledger."""
-    if len(group.trainable) < min_members:
+    # A group of opponents alone has enough scores and nothing to train.
+    if len(group.trainable) < min_members or all(member.is_opponents for member in group.trainable):
         reasons = [str(t.score.reason) for t in group.trajectories if not t.score.is_value]
         return f"too few scored members: {reasons[0]}" if reasons else "too few scored members"
     if group.greedy is not None and not group.greedy.score.is_value:
@@ -76,16 +88,31 @@ def reason_to_drop(group: Group, *, min_members: int, drop_degenerate: bool) -> 
 async def _member(
     setup: EpisodeSetup, task: Task, group_id: str, index: int, request_id: str, extras: Extras
 ) -> Trajectory:
-    """One attempt; played anew when the environment failed, as often as allowed. What failed is never trained."""
+    trajectory = await _attempt(setup, task, group_id, index, request_id, extras.retries)
+    if extras.steps is None:
+        return trajectory
+    return await estimate_steps(setup, task, trajectory, extras.steps, request_id)
+
+
+async def _opponent(extras: Extras, task: Task, group_id: str, index: int, request_id: str) -> Trajectory:
+    """An attempt that must not pass for one of the policy."""
+    assert extras.opponent is not None, "somebody has to play"
+    trajectory = await _attempt(extras.opponent, task, group_id, index, request_id, extras.retries)
+    assert trajectory.is_opponents or not trajectory.num_tokens, "what an opponent draws has no version of the policy"
+    return trajectory
+
+
+async def _attempt(
+    setup: EpisodeSetup, task: Task, group_id: str, index: int, request_id: str, retries: int
+) -> Trajectory:
+    """Played anew when the environment failed, as often as allowed. What failed is never trained."""
     trajectory = await run_episode(setup, task, group_id=group_id, index=index, request_id=request_id)
-    for retry in range(1, extras.retries + 1):
+    for retry in range(1, retries + 1):
         if trajectory.status in TRAINABLE_STATUSES:
             break
         again = f"{request_id}/retry {retry}"
         trajectory = await run_episode(setup, task, group_id=group_id, index=index, request_id=again)
-    if extras.steps is None:
-        return trajectory
-    return await estimate_steps(setup, task, trajectory, extras.steps, request_id)
+    return trajectory
 
 
 async def _greedy(setup: EpisodeSetup, task: Task, group_id: str, request_id: str) -> Trajectory:

@@ -177,6 +177,12 @@ def scores_are_missing(rows: Rows, given: Given) -> Sight:
     return Sight(share > given["limit"], {"value": share})
 
 
+def judge_changed(rows: Rows, given: Given) -> Sight:
+    """Kappa is below where it began by more than chance explains: the interval was taken where it was measured."""
+    fall = rows["judge/kappa_fall"][..., -1]
+    return Sight(fall > given["min_fall"], {"value": fall})
+
+
 def throughput_fell(rows: Rows, given: Given) -> Sight:
     """And steps take longer: shorter answers also give fewer tokens a second, and are no fault."""
     seconds = rows["seconds/total"]

@@ -35,6 +35,7 @@ UPDATES = "updates of the step"
 STEP = "the step"
 PAIRS = "pairs of the step"
 LABELLED = "labelled steps of the batch"
+CASES = "labelled cases that were answered"
 
 MEAN, SHARE, COUNT, MIN, MAX, STD = "mean", "share", "count", "minimum", "maximum", "population deviation"
 P95 = "value at rank ceil(0.95 n)"
@@ -117,7 +118,19 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("critic/explained_var", "share", TOKENS, ONCE, "1 - Var(R - V)/Var(R): 1 is perfect, 0 a constant"),
         Metric("critic/*", "", TOKENS, MEAN, "The value model: its predictions, its bound, its gradient"),
         Metric("control/*", "", STEP, ONCE, "What a controller remembers, e.g. the factor on a coefficient"),
-        Metric("judge/*", "verdicts", "since the start", COUNT, "What a judge said: values, unscorable, errors"),
+        Metric("judge/*", "verdicts", "since the start", COUNT,
+               "What a judge said: values, unscorable, errors; heldout/ stands before parts of the held-out verifier"),
+        Metric("judge/agreement/*", "share", CASES, SHARE,
+               "Verdicts that equal the label. Measured at every evaluation, for judges with a labelled set"),
+        Metric("judge/kappa/*", "kappa", CASES, "(p_o - p_e) / (1 - p_e)",
+               "Cohen's kappa with the labels: 1 is perfect, 0 chance"),
+        Metric("judge/kappa_low/*", "kappa", CASES, "95% interval", "Its lower end, by Wilson"),
+        Metric("judge/kappa_high/*", "kappa", CASES, "95% interval", "Its upper end"),
+        Metric("judge/kappa_fall/*", "kappa", CASES, "95% interval",
+               "Lower end of kappa at the start minus kappa now. Above 0 the judge has changed"),
+        Metric("judge/kappa_fall", "kappa", CASES, MAX, "The same of the judge that fell furthest"),
+        Metric("judge/labelled_errors/*", "cases", "labelled cases", COUNT,
+               "The judge failed; left out of the agreement, never counted as disagreement"),
         Metric("loss/policy", "loss", TOKENS, "weighted sum", "The policy term; its size says little, only its slope"),
         Metric("loss/*", "loss", TOKENS, "weighted sum", "One more term of the loss, with its coefficient"),
     ),
@@ -211,6 +224,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("preference/chosen_logprob", "nats", PAIRS, MEAN, "Summed over the completion, by the policy"),
         Metric("preference/rejected_logprob", "nats", PAIRS, MEAN, "The same of the rejected side"),
         Metric("preference/log_ratio", "nats", "completions", MEAN, "log pi - log ref; a KL on the policy's own only"),
+        Metric("preference/win_rate", "share", GENERATED, MEAN, "Comparisons with its opponent that the policy wins"),
         Metric("preference/length_difference", "tokens", PAIRS, MEAN, "Chosen minus rejected"),
         Metric("preference/reward_length_correlation", "", "completions", "Pearson correlation",
                "Of implicit reward and length; near 1, longer is learned as better"),

@@ -159,6 +159,13 @@ RULES: tuple[Rule, ...] = (
         advice="Run \"temper report\" for the reasons; give the verifier more time; mend the tasks it fails on.",
     ),
     Rule(
+        name="judge_changed", level="warn", window=1, least=1, calm=1, condition=conditions.judge_changed,
+        needs=("judge/kappa_fall",), thresholds={"min_fall": 0},
+        saw="a judge agrees less with its labelled set than at the start: kappa fell by at least {value:.3f}",
+        meaning="The endpoint serves another model under the same name: what is rewarded now is something else.",
+        advice="Look at judge/kappa/* and the verdicts of group \"labelled\"; restore the judge; resume from before.",
+    ),
+    Rule(
         name="tool_errors", level="warn", window=5, least=5,
         condition=conditions.rate_is_high("gen/tool_error_rate", "gen/tool_timeout_rate"),
         needs=("gen/tool_error_rate", "gen/tool_timeout_rate"), thresholds={"recent": 5, "limit": 0.25},

@@ -1,6 +1,6 @@
 """Preferences as a source of batches: pairs and labelled completions from files, or pairs made from rollouts.
 
-Owns: rows of a pair, KTO's baseline, which two members of a group are compared. Refuses: the losses
+Owns: rows of a pair, KTO's baseline, which members of a group are compared, wins over opponents. Refuses: the losses
 (objectives/pair_lessons.py); the loop, the trainer and the roller are those of RL.
 """
 
@@ -104,7 +104,7 @@ def pair_rows(rules: RowRules, task: Task) -> tuple[Sample, Sample]:
 
 
 def _by_policy(row: Sample) -> Sample:
-    """Rows with a version are the policy's own, which only xpo asks."""
+    """Rows with a version are the policy's own, as among rollouts; only xpo asks."""
     return replace(row, versions=[is_drawn - 1 for is_drawn in row.loss_mask])
 
 
@@ -204,8 +204,8 @@ def offline_source(
     assert objective.lesson is not None, "a preference stage trains a lesson"
     if objective.lesson.name == "nash_md":
         raise UserError(
-            "nash_md compares fresh rollouts, and the training data brings pairs of its own. Train on prompts with a "
-            "[[reward]], or use an objective for pairs, e.g. dpo"
+            "nash_md compares fresh rollouts of policy and opponent, and the training data brings pairs of its own. "
+            "Train on prompts with a [[reward]], or use an objective for pairs, e.g. dpo"
         )
     is_labelled = objective.lesson.name == "kto"
     # A reference that moves is asked at every step.
@@ -240,21 +240,23 @@ def heldout_rewards(
     return chosen.tolist(), rejected.tolist()
 
 
-Choose = Literal["extremes", "random"]
+Choose = Literal["extremes", "random", "sides"]
+Scored = tuple[Trajectory, float]
 
 
 def pairs_of(taken: Taken, *, version: int, updates: int = 1, choose: Choose = "extremes", seed: int = 0) -> Batch:
-    """Credit for a Roller: of each group the best and the worst member, or two drawn at random, as one pair.
+    """Credit for a Roller: of each group the best and the worst member, or two drawn at random, as one pair; or, from
+    both sides of groups with opponents, the two whose rewards differ most.
 
     Groups without a pair, because all rewards or both texts are equal, are dropped with the reason. `version` is that
     of the weights that will be trained.
     """
     kept, dropped = [], list(taken.dropped)
     for group in sorted(taken.groups, key=lambda group: group.draw):
-        pair = _extremes(group) if choose == "extremes" else _two_at_random(group, seed)
+        pair = _CHOICES[choose](group, seed)
         reason = _why_no_pair(pair)
         if pair is None or reason is not None:
-            dropped.append((group, reason or "no pair"))
+            dropped.append((group, _ONE_SIDED if pair is None and choose == "sides" else reason or "no pair"))
             continue
         sides = zip(pair, (1.0, 0.0), strict=True)
         kept.append((group, [replace(row, reward=reward) for side, reward in sides for row in rows_of(side)]))
@@ -262,28 +264,64 @@ def pairs_of(taken: Taken, *, version: int, updates: int = 1, choose: Choose = "
 
 
 def wins_of(taken: Taken, *, version: int, updates: int = 1) -> Batch:
-    """Credit for a Roller under nash_md: all members, each with the share of the others it beats; ties count half."""
-    kept, dropped = [], list(taken.dropped)
+    """Credit for a Roller under nash_md: the policy's members, each with the share of its opponents that it beats, ties
+    half. Opponents are not trained: a policy gradient on what another distribution drew would be biased."""
+    kept, shares, dropped = [], [], list(taken.dropped)
     for group in sorted(taken.groups, key=lambda group: group.draw):
-        rewards = group.rewards
-        if len(rewards) < 2:
-            dropped.append((group, "fewer than two scored members"))
+        wins = _wins(group)
+        if not wins:
+            dropped.append((group, _ONE_SIDED))
             continue
-        rows = []
-        for member, own in zip(group.trainable, rewards, strict=True):
-            beaten = sum((own > other) + 0.5 * (own == other) for other in rewards) - 0.5  # less the tie with itself
-            wins = beaten / (len(rewards) - 1)
-            rows += [replace(row, advantages=_on_drawn(row, wins)) for row in rows_of(member)]
+        rows = [replace(row, advantages=_on_drawn(row, win)) for member, win in wins for row in rows_of(member)]
         kept.append((group, rows))
-    return _rolled(kept, dropped, version, _updates([(rows, len(group.trainable)) for group, rows in kept], updates))
+        shares.append((rows, len(wins)))
+    return _rolled(kept, dropped, version, _updates(shares, updates))
 
 
-def _extremes(group: Group) -> tuple[Trajectory, Trajectory] | None:
+_ONE_SIDED = "no scored member of the policy, or none of its opponent"
+
+
+def _sides(group: Group) -> tuple[list[Scored], list[Scored]]:
+    """Scored members of the policy, and of its opponent."""
+    members = list(zip(group.trainable, group.rewards, strict=True))
+    return [m for m in members if not m[0].is_opponents], [m for m in members if m[0].is_opponents]
+
+
+def _wins(group: Group) -> list[Scored]:
+    """The policy's members, each with the share of opponents it beats; none without an opponent."""
+    own, opponents = _sides(group)
+    if not opponents:
+        return []
+    rivals = [reward for _, reward in opponents]
+    return [
+        (member, statistics.fmean((reward > rival) + 0.5 * (reward == rival) for rival in rivals))
+        for member, reward in own
+    ]
+
+
+def _best(members: Iterable[Scored]) -> Scored:
+    """The first of them, as below."""
+    return max(members, key=lambda member: member[1])
+
+
+def _worst(members: Iterable[Scored]) -> Scored:
+    return min(members, key=lambda member: member[1])
+
+
+def _extremes(group: Group, seed: int) -> tuple[Trajectory, Trajectory] | None:
     """The first of the best and the first of the worst."""
     members = list(zip(group.trainable, group.rewards, strict=True))
-    if len(members) < 2:
+    return (_best(members)[0], _worst(members)[0]) if len(members) > 1 else None
+
+
+def _across(group: Group, seed: int) -> tuple[Trajectory, Trajectory] | None:
+    """One of the policy and one of its opponent, the better one first: those whose rewards differ most."""
+    own, opponents = _sides(group)
+    if not own or not opponents:
         return None
-    return max(members, key=lambda pair: pair[1])[0], min(members, key=lambda pair: pair[1])[0]
+    pairs = (_best(own), _worst(opponents)), (_best(opponents), _worst(own))
+    better, worse = max(pairs, key=lambda pair: pair[0][1] - pair[1][1])
+    return better[0], worse[0]
 
 
 def _two_at_random(group: Group, seed: int) -> tuple[Trajectory, Trajectory] | None:
@@ -294,6 +332,13 @@ def _two_at_random(group: Group, seed: int) -> tuple[Trajectory, Trajectory] | N
     two = random.Random(f"{seed}/{group.id}").sample(members, 2)
     better, worse = sorted(two, key=lambda pair: -pair[1])
     return better[0], worse[0]
+
+
+_CHOICES: dict[Choose, Callable[[Group, int], tuple[Trajectory, Trajectory] | None]] = {
+    "extremes": _extremes,
+    "random": _two_at_random,
+    "sides": _across,
+}
 
 
 def _why_no_pair(pair: tuple[Trajectory, Trajectory] | None) -> str | None:
@@ -328,6 +373,21 @@ def _rolled(
     updates: tuple[tuple[Sample, ...], ...],
 ) -> Batch:
     groups = tuple(group for group, _ in kept)
-    return Batch(
-        updates=updates, groups=groups, dropped=tuple(dropped), metrics=measure_groups(groups, dropped, version)
-    )
+    return Batch(updates=updates, groups=groups, dropped=tuple(dropped), metrics=_measured(groups, dropped, version))
+
+
+def _measured(groups: Sequence[Group], dropped: Sequence[tuple[Group, str]], version: int) -> dict[str, float]:
+    """data/... is of whole groups, whose members are compared. All else is of the policy's members: an opponent's
+    rewards, lengths and age say nothing about it."""
+    whole = measure_groups(groups, dropped, version)
+    generated = [*groups, *(group for group, _ in dropped)]
+    if not any(member.is_opponents for group in generated for member in group.trajectories):
+        return whole
+    own = measure_groups([_own(group) for group in groups], [(_own(group), why) for group, why in dropped], version)
+    wins = [win for group in generated for _, win in _wins(group)]
+    compared = {"preference/win_rate": statistics.fmean(wins)} if wins else {}
+    return own | {name: value for name, value in whole.items() if name.startswith("data/")} | compared
+
+
+def _own(group: Group) -> Group:
+    return replace(group, trajectories=tuple(t for t in group.trajectories if not t.is_opponents))

@@ -53,8 +53,9 @@ class Renderer:
         own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
         self.stop_ids = tuple(dict.fromkeys((*own, *(int(eos) for eos in eos_ids))))
         """Every id that ends a completion: the tokenizer's own, and those of generation_config.json."""
+        # The members of a group ask for the same prompt: it is written once and encoded once.
+        self._text_of = lru_cache(PROMPTS_KEPT)(lambda messages: self.render(messages, for_generation=True))
         self._prompt_of = lru_cache(PROMPTS_KEPT)(lambda text: tuple(self.encode(text)))
-        """Of a rendered prompt: the members of a group ask for the same one."""
         if not self.stop_ids:
             raise UserError("the tokenizer has no end-of-sequence token, so no completion could end. Set eos_token.")
 
@@ -75,7 +76,8 @@ class Renderer:
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The ids up to where the model begins to speak. `tools` are JSON schemas that the template shows."""
-        return self._prompt_of(self.render(messages, for_generation=True, tools=tools))
+        text = self.render(messages, for_generation=True, tools=tools) if tools else self._text_of(tuple(messages))
+        return self._prompt_of(text)
 
     def completion_ids(self, text: str) -> list[int]:
         """The ids a model should draw to say this text: the text and the end of its turn."""

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from temper.models.exact import exact_attention
+from temper.models.ops import lacks_products
 from temper.trainer.rows import place_rows, take_rows
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -105,6 +106,9 @@ def _attend_exactly(query: Tensor, key: Tensor, value: Tensor, *, scaling: float
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """[S, H, L, D]. None as mask: causal."""
+    if lacks_products(query):
+        wide = query.float(), key.float(), value.float()
+        return _attend(*wide, mask, scaling).to(query.dtype)
     queries_per_key = query.shape[1] // key.shape[1]
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     if query.is_cuda and queries_per_key > 1 and not (is_half and mask is None):

@@ -8,7 +8,7 @@ master that the parameter is rounded from. Parameters in float32 or float64 are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from temper.errors import UserError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+BATCH_ELEMENTS = 1 << 25
+"""Weights that are looked at together: enough to launch seldom, few enough to need little memory for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,18 +126,31 @@ class MasterAdamW:
         changes, befores = [], []
         for group in self._adamw.param_groups:
             decay = group["weight_decay"]
-            for master in (p for p in group["params"] if p in self._adamw.state):
-                state = self._adamw.state[master]
-                first, second = (1 - b ** state["step"].double() for b in (self._settings.beta1, self._settings.beta2))
-                size = state["exp_avg_sq"].sqrt().div_(second.sqrt()).add_(self._settings.epsilon)
-                push, weights = state["exp_avg"].div(size).div_(first).flatten(), master.flatten()
-                pp, pw, ww = push.dot(push), push.dot(weights), weights.dot(weights)
-                kept = (1 - learning_rate * decay) ** 2
-                changes.append(learning_rate**2 * (pp + 2 * decay * pw + decay**2 * ww) / kept)
-                befores.append((ww + 2 * learning_rate * pw + learning_rate**2 * pp) / kept)
+            kept = 1 - learning_rate * decay
+            for masters in _batches([p for p in group["params"] if p in self._adamw.state]):
+                pushes = self._pushes(masters)
+                pulled = torch._foreach_add(pushes, masters, alpha=decay)
+                moved = torch._foreach_add(masters, pushes, alpha=learning_rate)
+                changes.append(torch.stack(torch._foreach_norm(pulled)) * (learning_rate / kept))
+                befores.append(torch.stack(torch._foreach_norm(moved)) / kept)
         if not changes:
             return torch.zeros(())
-        return (torch.stack(changes).sum() / torch.stack(befores).sum().clamp(min=1e-30)).clamp(min=0).sqrt()
+        return torch.cat(changes).norm() / torch.cat(befores).norm().clamp(min=1e-30)
+
+    def _pushes(self, masters: list[Tensor]) -> tuple[Tensor, ...]:
+        """What the optimiser moved each of them by, per unit of learning rate and without decay."""
+        states = [self._adamw.state[master] for master in masters]
+        # All took the same steps, as gradients() leaves none out; one look at the count saves thousands of launches.
+        steps = states[0]["step"].double()
+        first, second = (
+            (1 - beta**steps).to(masters[0].dtype) for beta in (self._settings.beta1, self._settings.beta2)
+        )
+        sizes = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+        torch._foreach_div_(sizes, second.sqrt())
+        torch._foreach_add_(sizes, self._settings.epsilon)
+        pushes = torch._foreach_div([state["exp_avg"] for state in states], sizes)
+        torch._foreach_div_(pushes, first)
+        return pushes
 
     def reset(self) -> None:
         """Forgets the moments, as if training began here."""
@@ -172,9 +188,20 @@ class MasterAdamW:
 
     def _round_parameters(self) -> None:
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                if self._masters[name] is not parameter:
-                    parameter.copy_(self._masters[name])
+            wide = {name: master for name, master in self._masters.items() if master is not self._parameters[name]}
+            if wide:
+                torch._foreach_copy_([self._parameters[name] for name in wide], list(wide.values()))
+
+
+def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    batch: list[Tensor] = []
+    for tensor in tensors:
+        if batch and sum(map(torch.numel, batch)) + tensor.numel() > BATCH_ELEMENTS:
+            yield batch
+            batch = []
+        batch.append(tensor)
+    if batch:
+        yield batch
 
 
 def require_same_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> None:

@@ -281,6 +281,12 @@ class Trajectory:
         return min((min(t.completion.versions) for t in self.turns if t.completion.versions), default=-1)
 
     @property
+    def is_opponents(self) -> bool:
+        """Drawn by an opponent of the policy: its tokens have no version."""
+        versions = [version for turn in self.turns for version in turn.completion.versions]
+        return bool(versions) and max(versions) < 0
+
+    @property
     def is_truncated(self) -> bool:
         return self.status in (Status.TRUNCATED_LENGTH, Status.TRUNCATED_TURNS)
 
@@ -318,7 +324,8 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        return min((t.oldest_version for t in self.trajectories if t.turns), default=-1)
+        """Of the policy's members; those of an opponent have none."""
+        return min((t.oldest_version for t in self.trajectories if t.turns and not t.is_opponents), default=-1)
 
     @property
     def is_degenerate(self) -> bool:

@@ -18,13 +18,14 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from temper.dashboard import pages, queries
+from temper.dashboard import pages, queries, suites
 from temper.dashboard.database import OutOfTime, connect, reading
 from temper.dashboard.registry import Registry, find_runs
 from temper.dashboard.series import by_stage, thin, together
 from temper.dashboard.server import static_files
 from temper.dashboard.tokens import REPLACEMENT, Pieces, Tokenizers
 from temper.errors import UserError
+from temper.runs import results
 from temper.runs.reader import RunReader, TrajectoryRecord
 from temper.runs.records import AlarmRecord, AuditRecord
 from temper.runs.results import PromptResult, SampleResult, SuiteResult, save
@@ -312,6 +313,7 @@ def test_evaluations_audits_alarms_and_suites_are_shown(trained: Path, tmp_path:
     (planted,) = [one for one in told["audits"] if one["task_id"] == "t"]
     assert planted == {**dataclasses.asdict(audit), "prompt": [asked[0].as_dict()], "heldout": None}
     (suite,) = told["suites"]
+    assert [one["file"] for one in told["unreadable"]] == ["other.json"]
     assert suite["suite"] == "sums"
     assert suite["prompts"] == [{"task_id": "t", "scores": [1.0, None]}]
     assert suite["curves"]["pass"] == [{"k": 1, "score": 0.5, "low": 0.1, "high": 0.9},
@@ -336,6 +338,61 @@ def suite_result() -> SuiteResult:
         metrics={"pass@4": score(0.9, 0.7, 1.0), "pass@1": score(0.5, 0.1, 0.9), "pass^4": score(0.2, 0.1, 0.3)},
         prompts=(PromptResult(task_id="t", prompt="1 + 1?", gold="2", samples=samples),),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda whole: b"", "it is not JSON (Expecting value"),
+        (lambda whole: whole[: len(whole) // 2], "it is not JSON ("),
+        (lambda whole: b"\xff" + whole, "it is not JSON ("),
+        (lambda whole: b"[" * 100_000, "it is not JSON ("),
+        (lambda whole: b"[1, 2]", "it is not a result of temper eval in format 1 (found None)"),
+        (lambda whole: whole.replace(b'"format": 1', b'"format": 2'), "it is not a result of temper eval in format 1"),
+        (lambda whole: whole.replace(b'"prompts"', b'"prompt"'), "(KeyError: 'prompts')"),
+        (lambda whole: whole.replace(b'"created": 1.0', b'"created": "noon"'), "it is a damaged result of temper eval"),
+        (lambda whole: whole.replace(b'"samples": [', b'"samples": 3, "more": ['), "it is a damaged result"),
+    ],
+    ids=["empty", "cut", "bytes", "nested", "a list", "format", "key", "time", "type"],
+)
+def test_a_result_that_cannot_be_read_is_named_with_its_reason(
+    trained: Path, tmp_path: Path, serve: Serve, damage: Callable[[bytes], bytes], reason: str
+) -> None:
+    run = copy_of(trained, tmp_path / "run")
+    save(suite_result(), run / "evaluations" / "whole.json")
+    whole = (run / "evaluations" / "whole.json").read_bytes()
+    assert damage(whole) != whole
+    (run / "evaluations" / "hurt.json").write_bytes(damage(whole))
+    server = serve(run)
+    told = server.get(f"{server.run()}/evaluations")
+    assert [suite["file"] for suite in told["suites"]] == ["whole.json"], "the others are shown all the same"
+    (hurt,) = told["unreadable"]
+    assert hurt["file"] == "hurt.json"
+    assert reason in hurt["reason"]
+
+
+def test_results_that_cannot_be_opened_are_named_and_a_mended_one_is_shown(
+    trained: Path, tmp_path: Path, serve: Serve
+) -> None:
+    run = copy_of(trained, tmp_path / "run")
+    (run / "evaluations" / "folder.json").mkdir(parents=True)
+    (run / "evaluations" / "gone.json").symlink_to(tmp_path / "nowhere.json")
+    (run / "evaluations" / "sums.json").write_text("{")
+    server = serve(run)
+    told = server.get(f"{server.run()}/evaluations")
+    assert told["suites"] == []
+    reasons = {one["file"]: one["reason"] for one in told["unreadable"]}
+    assert reasons["folder.json"] == "it cannot be opened (Is a directory)"
+    assert reasons["gone.json"] == "it cannot be opened (No such file or directory)"
+    assert "not JSON" in reasons["sums.json"]
+    save(suite_result(), run / "evaluations" / "sums.json")
+    told = server.get(f"{server.run()}/evaluations")
+    assert [suite["file"] for suite in told["suites"]] == ["sums.json"]
+    assert "sums.json" not in {one["file"] for one in told["unreadable"]}
+
+
+def test_the_dashboard_knows_the_format_that_is_written() -> None:
+    assert suites.FORMAT == results.FORMAT
 
 
 def test_configurations_are_shown_and_compared_key_by_key(trained: Path, tmp_path: Path, serve: Serve) -> None:

@@ -81,6 +81,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plant(folder: Path) -> None:
     """Attacks in every text that a policy, a task or a rule can write, in a run that is not finished."""
+    (folder / "evaluations").mkdir()
+    (folder / "evaluations" / "<img src=x onerror=window.hacked=4>.json").write_text("{")
     tokenizer = folder / "model" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"a"', '"<img src=x onerror=window.hacked=3>"'))
     with sqlite3.connect(folder / "run.db") as connection:
@@ -226,6 +228,18 @@ def test_every_page_loads_without_a_complaint_of_the_console(browser: Browser, r
     assert browser.count(".failure") == 0
     assert len(browser.text("#page")) > 40  # a run that has just begun says what would appear
     assert browser.problems() == []
+
+
+def test_a_result_that_cannot_be_read_stands_at_the_top_with_its_reason(browser: Browser) -> None:
+    browser.open("planted", "evaluations")
+    browser.wait("document.querySelector('.unreadable')", "the files that cannot be read")
+    shown = browser.text(".unreadable")
+    assert "<img src=x onerror=window.hacked=4>.json" in shown, "its name is text"
+    assert "it is not JSON (" in shown
+    assert "No suite was run" not in browser.text("#page"), "a missing result is no missing evaluation"
+    assert not browser.is_hacked()
+    browser.open("plain", "evaluations")
+    assert browser.count(".unreadable") == 0
 
 
 def test_a_complaint_would_be_noticed(browser: Browser) -> None:

@@ -17,7 +17,14 @@ from temper.errors import UserError
 from temper.objectives import MetricSums, Objective, Tokens, join, measure_batch, objective_loss, resolve
 from temper.objectives.named.preferences import BETA_DPO, PRESETS
 from temper.objectives.objective import Lesson, control
-from temper.objectives.pair_lessons import PAIR_LESSONS, Rollouts, Sides, implicit_rewards, margin_memory
+from temper.objectives.pair_lessons import (
+    PAIR_LESSONS,
+    Rollouts,
+    Sides,
+    implicit_rewards,
+    margin_memory,
+    opponent_share,
+)
 from temper.objectives.preferences import correlated
 
 
@@ -107,6 +114,17 @@ def test_nash_md_by_hand() -> None:
     expected = 0.5 * ((5.0 - 0.2) + (-7.0 + 0.35))
     tokens = tokens_of(rows, 0.5)
     assert taught(PAIR_LESSONS["nash_md"](beta=0.1), tokens) == pytest.approx(expected)
+
+
+def test_the_opponent_of_a_lesson_is_the_reference_a_mixture_or_nobody() -> None:
+    assert opponent_share(PAIR_LESSONS["xpo"]()) == 1.0
+    assert opponent_share(PAIR_LESSONS["nash_md"]()) == 0.5
+    assert opponent_share(PAIR_LESSONS["nash_md"](mixture=0.125)) == 0.125
+    assert all(opponent_share(PAIR_LESSONS[name]()) is None for name in PAIR_LESSONS.keys() - {"xpo", "nash_md"})
+    assert opponent_share(None) is None
+    for mixture in (-0.1, 1.5):
+        with pytest.raises(UserError, match=f"mixture={mixture} must lie between 0"):
+            PAIR_LESSONS["nash_md"](mixture=mixture)
 
 
 def test_the_schedule_of_dpo_shift_follows_the_version() -> None:

@@ -21,7 +21,7 @@ ROWS = """
 
 UNVERIFIED = """
     rgpo lambda_grpo mgpo entropy_advantage prorl dppo_topk scalerl reinforce_pp_baseline deepseek_v32 rspo vapo
-    grpo_r1 vineppo nash_md opd_top_k
+    grpo_r1 vineppo opd_top_k
 """
 """Rows with a form or a constant that specification 8.1 lists, or that is pieced together."""
 

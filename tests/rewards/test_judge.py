@@ -14,16 +14,8 @@ from hypothesis import strategies as st
 
 from temper.errors import BackendError, UserError
 from temper.rewards import judge_prompts
-from temper.rewards.judge import (
-    JudgeReward,
-    Labelled,
-    PairwiseReward,
-    cohens_kappa,
-    episode_text,
-    length_slope,
-    measure_agreement,
-    read_labelled,
-)
+from temper.rewards.agreement import Labelled, cohens_kappa, measure_agreement, read_labelled
+from temper.rewards.judge import JudgeReward, PairwiseReward, episode_text, length_slope
 from temper.rewards.judge_prompts import (
     Unparsable,
     clean,

@@ -1,10 +1,13 @@
-"""A process reward by turn, through the real loop: turns of one episode get the credit that their steps earned."""
+"""Rewards by turn, through the real loop: turns of one episode get the credit that they earned, whoever pays them."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import re
 import sys
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +18,7 @@ from temper import loop
 from temper.build import build_stage, first_model, make_plan
 from temper.commands.preflight import dry_run
 from temper.config import RunConfig, resolve, to_toml
-from temper.errors import UserError
+from temper.errors import BackendError, UserError
 from temper.rewards.rubric import Rubric
 from temper.types import Batch, EvaluationResult, Group, Score, StepReport, Task, Trajectory
 
@@ -34,11 +37,22 @@ class TwoTurns:
 
     async def step(self, message):
         self.heard += 1
-        return EnvReply(messages=(Message(role="user", content="more"),), is_done=self.heard == 2)
+        return EnvReply(messages=(self.reply(message.content.strip()),), is_done=self.heard == 2)
+
+    def reply(self, said):
+        return Message(role="user", content="more")
 
     async def close(self):
         pass
+
+class Tool(TwoTurns):
+    'A call works when its first letter has an even place; silence is no call.'
+    def reply(self, said):
+        if not said:
+            return super().reply(said)
+        return Message(role="tool", content="error" if ord(said[0]) % 2 else "ok")
 """
+DOCS = Path(__file__).parent.parent.parent / "docs" / "rewards.md"
 
 
 class Batches:
@@ -52,19 +66,32 @@ class Batches:
         pass
 
 
+Make = Callable[..., RunConfig]
+
+
 @pytest.fixture
-def config(tiny_recipe: dict[str, Any], server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+def make_config(tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Two turns in an environment of that name, paid by that part beside an outcome."""
     (tmp_path / "two_turns_world.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("two_turns_world", None)
+
+    def make(env: str, paying: dict[str, Any], **objective: Any) -> RunConfig:
+        table = {key: copy.deepcopy(tiny_recipe[key]) for key in ("model", "train", "sampling")}
+        table |= {"steps": 2, "env": {"name": f"two_turns_world:{env}"}, "reward": [{"kind": "edit"}, paying]}
+        table["sampling"]["stop"] = list("abcdefghijklm")  # an untrained model seldom ends by itself
+        table["rollout"] = {"groups_per_step": 4, "group_size": 4, "max_turns": 2}
+        table["objective"] = objective
+        return resolve(table, [], where="test")[0]
+
+    return make
+
+
+@pytest.fixture
+def config(make_config: Make, server: Any) -> RunConfig:
     server.answer = lambda texts: {"score": grade(texts["step"])}
     process = {"kind": "process", "weight": WEIGHT, "options": server.options(per_turn=True, by_turn=True)}
-    table = {key: copy.deepcopy(tiny_recipe[key]) for key in ("model", "train", "sampling")}
-    table |= {"steps": 2, "env": {"name": "two_turns_world:TwoTurns"}, "reward": [{"kind": "edit"}, process]}
-    table["sampling"]["stop"] = list("abcdefghijklm")  # an untrained model seldom ends by itself
-    table["rollout"] = {"groups_per_step": 4, "group_size": 4, "max_turns": 2}
-    table["objective"] = {"preset": "dr_grpo", "advantage": "turn_returns"}
-    return resolve(table, [], where="test")[0]
+    return make_config("TwoTurns", process, preset="dr_grpo", advantage="turn_returns")
 
 
 def grade(text: str) -> int:
@@ -85,22 +112,30 @@ def train(config: RunConfig, folder: Path) -> list[Batch]:
     return batches.taken
 
 
-def returns_of(member: Trajectory) -> list[float]:
-    """By hand: what each turn and all later ones earned."""
+Pay = Callable[[Trajectory], list[float]]
+
+
+def process_pays(member: Trajectory) -> list[float]:
+    """By hand: what each turn is paid for its steps, weighted."""
     said = [turn.message.content.strip() for turn in member.turns]
     graded = [grade(text) / 10 if text else 0.0 for text in said]
     scale = min(1.0, 0.5 / sum(graded)) if sum(graded) else 0.0
-    earned = [WEIGHT * scale * share for share in graded]
+    return [WEIGHT * scale * share for share in graded]
+
+
+def returns_of(member: Trajectory, pay: Pay) -> list[float]:
+    """What each turn and all later ones earned."""
+    earned = pay(member)
     earned[-1] += member.score.value or 0.0
     return [sum(earned[turn:]) for turn in range(len(earned))]
 
 
-def require_credit_by_turn(batch: Batch) -> int:
+def require_credit_by_turn(batch: Batch, pay: Pay = process_pays) -> int:
     """Asserts the advantage of every token of a batch; returns how many members have turns with different ones."""
     rows = {(row.group_id, row.index): row for update in batch.updates for row in update}
     different = 0
     for group in batch.groups:
-        expected = advantages_of(group)
+        expected = advantages_of(group, pay)
         for member, by_turn in zip(group.trainable, expected, strict=True):
             row = rows[member.group_id, member.index]
             drawn = [a for a, is_drawn in zip(row.advantages, row.loss_mask, strict=True) if is_drawn]
@@ -111,8 +146,8 @@ def require_credit_by_turn(batch: Batch) -> int:
     return different
 
 
-def advantages_of(group: Group) -> list[list[float]]:
-    returns = [returns_of(member) for member in group.trainable]
+def advantages_of(group: Group, pay: Pay) -> list[list[float]]:
+    returns = [returns_of(member, pay) for member in group.trainable]
     reached = [[own[turn] for own in returns if len(own) > turn] for turn in range(2)]
     return [[value - fmean(reached[turn]) for turn, value in enumerate(own)] for own in returns]
 
@@ -167,3 +202,66 @@ def test_payments_that_no_credit_sees_are_refused_before_anything_is_trained(con
     recipe.write_text(to_toml([wrong]))
     with pytest.raises(UserError, match="what it pays would be lost"):
         dry_run(recipe)
+
+
+def from_docs(language: str) -> str:
+    """The example of docs/rewards.md."""
+    (text,) = re.findall(rf"```{language}\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    return str(text)
+
+
+@pytest.fixture
+def own(make_config: Make, tmp_path: Path) -> RunConfig:
+    """The recipe of the page, with its function in a file."""
+    (tmp_path / "own_rewards.py").write_text(from_docs("python"))
+    sys.modules.pop("own_rewards", None)
+    recipe = tomllib.loads(from_docs("toml"))
+    return make_config("Tool", recipe["reward"][1], **recipe["objective"])
+
+
+def test_the_reward_of_the_page_pays_turns_and_credit_sees_it(own: RunConfig, tmp_path: Path) -> None:
+    def pays(member: Trajectory) -> list[float]:
+        # A turn that was cut got no reply.
+        heard = [turn.message.content.strip() if turn.replies else "" for turn in member.turns]
+        return [0.5 * (-0.1 if ord(text[0]) % 2 else 0.1) if text else 0.0 for text in heard]
+
+    batches = train(own, tmp_path / "run")
+    assert sum(require_credit_by_turn(batch, pays) for batch in batches) > 8
+    members = [member for batch in batches for group in batch.groups for member in group.trajectories]
+    assert all(member.score == member.score_parts["edit"] for member in members), "turns are paid beside the outcome"
+    for member in members:
+        assert (member.score_parts["working_calls"].value or 0) == pytest.approx(2 * sum(pays(member)))
+    with pytest.raises(AssertionError):  # the mutation: what turns are paid must matter
+        sum(require_credit_by_turn(batch, lambda member: [0.0] * len(member.turns)) for batch in batches)
+
+
+def test_the_reward_of_the_page_is_refused_where_credit_would_lose_it(own: RunConfig, tmp_path: Path) -> None:
+    wrong = own.model_copy(update={"objective": own.objective.model_copy(update={"advantage": None})})
+    with pytest.raises(UserError, match="what it pays would be lost"):
+        train(wrong, tmp_path / "run")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml([wrong]))
+    with pytest.raises(UserError, match="what it pays would be lost"):
+        dry_run(recipe)
+
+
+def test_a_function_that_pays_other_turns_than_there_are_leaves_its_episodes_untrained(
+    own: RunConfig, tmp_path: Path
+) -> None:
+    whole = from_docs("python").rstrip()
+    (tmp_path / "own_rewards.py").write_text(f"{whole} + [0.1] * (turns[0]['response'] < 'e')\n")
+    with pytest.raises(BackendError, match=r"episodes failed, .* payments for . turns"):
+        train(own, tmp_path / "strict")
+    patient = own.model_copy(update={"rollout": own.rollout.model_copy(update={"error_limit": 1.0})})
+    members = [
+        member
+        for batch in train(patient, tmp_path / "run")
+        for group in (*batch.groups, *(group for group, _ in batch.dropped))
+        for member in group.trajectories
+    ]
+    wrong = [member for member in members if member.turns[0].message.content < "e"]
+    assert 0 < len(wrong) < len(members)
+    for member in wrong:
+        count = len(member.turns)
+        assert f"working_calls: {count + 1} payments for {count} turns" in str(member.score.reason)
+    assert all(not member.is_trainable and member.turn_rewards == () for member in wrong)

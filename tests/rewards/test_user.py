@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from temper.errors import UserError
+from temper.rewards.rubric import Rubric
+from temper.rewards.text import TextReward
 from temper.rewards.user import UserReward
-from temper.types import Message, Score, Task, Trajectory
+from temper.types import Message, Score, ScoreKind, Task, Trajectory
 
 Say = Callable[[str], Trajectory]
+TASK = Task(id="t", messages=(Message(role="user", content="q"),), answer="1")
 
 
 def test_the_function_gets_prompt_response_and_answer(
@@ -49,3 +53,101 @@ def test_mistakes_in_the_name_are_found_at_once(misbehaving: str) -> None:
         UserReward(f"{misbehaving}:rewards")
     with pytest.raises(UserError, match=r"must take \(prompt, response, answer\)"):
         UserReward(f"{misbehaving}:two_arguments")
+
+
+def two_turns(say: Say) -> Trajectory:
+    (turn,) = say("first").turns
+    replies = (Message(role="tool", content="found", name="search"),)
+    last = dataclasses.replace(turn, message=Message(role="assistant", content="second"))
+    return dataclasses.replace(say(""), turns=(dataclasses.replace(turn, replies=replies, reward=0.25), last))
+
+
+def paid_by(function: str, folder: Path, say: Say) -> tuple[Score, Score, list[float]]:
+    """Total, the part itself, and what turns earned, of a function with that body beside an outcome of 0."""
+    name = f"paying_{abs(hash(function))}"
+    (folder / f"{name}.py").write_text(f"def pay(prompt, turns, answer): {function}")
+    reward = UserReward(f"{name}:pay", by_turn=True, workers=1)
+    rubric = Rubric([(TextReward("exact"), 1.0), (reward, 0.5)])
+
+    async def go() -> tuple[Score, Score, list[float]]:
+        total, parts, earned = await rubric.score_turns(TASK, two_turns(say))
+        await rubric.close()
+        return total, parts["pay"], earned
+
+    return asyncio.run(go())
+
+
+def test_by_turn_the_function_is_shown_every_turn_and_pays_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shown = [
+        {"response": "first", "replies": [{"role": "tool", "content": "found", "name": "search"}], "reward": 0.25},
+        {"response": "second", "replies": [], "reward": None},
+    ]
+    body = f"return [0.5, None] if (prompt, turns, answer) == ('q', {shown!r}, '1') else [7.0, 7.0]"
+    # 0.25 and 0.5 x 0.5 for the first; what is left of the outcome, 0 - 0.25, for the last.
+    assert paid_by(body, tmp_path, say) == (Score.of(0.0), Score.of(0.5), [0.5, -0.25])
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("return [0.1]", "1 payments for 2 turns"),
+        ("return [0.1] * 3", "3 payments for 2 turns"),
+        ("return []", "0 payments for 2 turns"),
+        ("return [0.1, float('nan')]", "turn 1 is paid nan"),
+        ("return [float('-inf'), 0.1]", "turn 0 is paid -inf"),
+        ("return [1e308, 1e308]", "the reward is inf"),
+        ("return [0, 10 ** 400]", "OverflowError"),
+        ("return [0.1, '0.2']", "the function pays turn 1 '0.2', not a number or None"),
+        ("return 0.5", "the function returned 0.5, not a list with a payment for each turn"),
+        ("return {0: 0.1, 1: 0.1}", "not a list with a payment for each turn"),
+        ("raise KeyError('gone')", "KeyError: 'gone'"),
+    ],
+)
+def test_payments_that_do_not_fit_are_errors_and_never_numbers(
+    body: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    total, part, earned = paid_by(body, tmp_path, say)
+    assert (total.kind, part.kind, earned) == (ScoreKind.ERROR, ScoreKind.ERROR, [])
+    assert reason in str(part.reason)
+
+
+def test_payments_that_overflow_with_the_outcome_are_an_error(say: Say) -> None:
+    turn = dataclasses.replace(two_turns(say).turns[0], reward=float("inf"))
+
+    class Paying(TextReward):
+        pays_turns = True
+
+        async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, list[float]]:
+            return Score.of(0.0), [0.0]
+
+    rubric = Rubric([(TextReward("exact"), 1.0), (Paying("edit"), 1.0)])
+    total, _, earned = asyncio.run(rubric.score_turns(TASK, dataclasses.replace(say(""), turns=(turn,))))
+    assert (total.kind, earned) == (ScoreKind.ERROR, [])
+    assert "not all of it is a finite number" in str(total.reason)
+
+
+def test_no_list_at_all_is_unscorable_and_leaves_the_whole_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    total, part, earned = paid_by("return None", tmp_path, say)
+    assert part == Score.unscorable("the function returned None")
+    assert (total.kind, earned) == (ScoreKind.UNSCORABLE, [])
+
+
+def test_a_list_without_by_turn_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "listing_reward.py").write_text("def f(prompt, response, answer): return [0.1]")
+    reward = UserReward("listing_reward:f", workers=1)
+
+    async def go() -> Score:
+        score = await reward.score(TASK, say("r"))
+        await reward.close()
+        return score
+
+    assert not reward.pays_turns
+    assert "set options.by_turn = true" in str(asyncio.run(go()).reason)

@@ -161,6 +161,19 @@ def test_a_sound_pair_agrees_and_costs_no_experiment() -> None:
     assert agreement.evidence is None
 
 
+def test_a_check_that_passes_costs_the_trainer_one_pass() -> None:
+    model = make_model()
+    trainer = make_trainer(model)
+    passes: list[int] = []
+
+    def counted(samples: Sequence[Sample], who: Any) -> list[list[float]]:
+        passes.append(len(samples))
+        return trainer.score(samples, who)
+
+    check(make_engine(model), counted)
+    assert passes == [4]
+
+
 @pytest.mark.parametrize(("sampled", "trained"), [(1.3, 1.0), (1.0, 0.7), (0.7, 0.5)])
 def test_a_wrong_temperature_on_either_side_is_named_with_both_candidates(sampled: float, trained: float) -> None:
     model = make_model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
@@ -158,6 +159,52 @@ def flaky(failures: int) -> Callable[[str], Env]:
         return Flaky()
 
     return make
+
+
+class NobodysSampler(FakeSampler):
+    """What it draws has no version."""
+
+    def __init__(self, script: Callable[[Request], list[int]], version: int = -1) -> None:
+        super().__init__(script)
+        self._version = version
+
+
+def play_against(opponent: FakeSampler, policy: FakeSampler, verdict: Verdict = by_index, retries: int = 0) -> Group:
+    setup = EpisodeSetup(
+        sampler=policy, renderer=Letters(), scorer=Judge(verdict), make_env=make_env,
+        params=SamplingParams(max_new_tokens=8, stop_ids=(STOP,)), max_turns=1, episode_seconds=5.0, seed=0,
+    )  # fmt: skip
+    extras = Extras(opponent=dataclasses.replace(setup, sampler=opponent), retries=retries)
+    return asyncio.run(run_group(setup, TASK, draw=4, group_size=4, prefix="stage 1", extras=extras))
+
+
+def test_the_second_half_of_a_group_is_the_opponents() -> None:
+    policy, opponent = FakeSampler(script), NobodysSampler(lambda _: [ord("o"), STOP])
+    group = play_against(opponent, policy)
+    assert [request.id for request in policy.requests] == ["stage 1/t#4/0/0", "stage 1/t#4/1/0"]
+    assert [request.id for request in opponent.requests] == ["stage 1/t#4/opponent 2/0", "stage 1/t#4/opponent 3/0"]
+    assert [(t.index, t.text, t.is_opponents) for t in group.trajectories] == [
+        (0, "x", False), (1, "x", False), (2, "o", True), (3, "o", True),
+    ]  # fmt: skip
+    assert group.rewards == [0.0, 1.0, 2.0, 3.0], "judged alike"
+    assert group.oldest_version == 0
+    assert group.tokens_drawn == 8
+
+
+def test_an_opponent_that_passes_for_the_policy_is_refused() -> None:
+    with pytest.raises(BaseExceptionGroup) as caught:
+        play_against(NobodysSampler(script, version=3), FakeSampler(script))
+    assert "has no version of the policy" in str(caught.value.exceptions[0])
+
+
+def test_a_group_of_which_only_opponents_have_a_score_is_dropped() -> None:
+    """Whatever its scores: nothing in it is the policy's, and its age would be that of no version."""
+    group = play_against(
+        NobodysSampler(script),
+        FakeSampler(script),
+        lambda t: Score.of(1.0) if t.index >= 2 else Score.error("judge is away"),
+    )
+    assert reason_to_drop(group, min_members=2, drop_degenerate=False) == "too few scored members: judge is away"
 
 
 @pytest.mark.parametrize(("retries", "is_scored"), [(0, False), (1, False), (2, True), (5, True)])

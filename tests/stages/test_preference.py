@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from temper.batching.pack import pack
+from temper.batching.rows import rows_of_groups
 from temper.errors import UserError
 from temper.objectives.named.preferences import DPO, KTO, NASH_MD, SIMPO
 from temper.objectives.reference_rules import REFERENCE_RULES
@@ -31,6 +33,7 @@ from temper.stages.preference import (
 from temper.stages.reference_cache import References
 from temper.tasks.dataset import FileSource, Stream
 from temper.types import (
+    Batch,
     Completion,
     Finish,
     Group,
@@ -299,10 +302,10 @@ def test_kto_asks_a_moving_reference_at_every_step() -> None:
 # --- pairs from rollouts ---
 
 
-def member(group: str, index: int, text: str, score: Score) -> Trajectory:
+def member(group: str, index: int, text: str, score: Score, version: int = 4) -> Trajectory:
     ids = list(map(ord, text))
     completion = Completion(
-        prompt_ids=(1, 2), token_ids=ids, logprobs=[-1.0] * len(ids), versions=[4] * len(ids), finish=Finish.STOP
+        prompt_ids=(1, 2), token_ids=ids, logprobs=[-1.0] * len(ids), versions=[version] * len(ids), finish=Finish.STOP
     )
     turn = Turn(completion=completion, message=Message(role="assistant", content=text))
     return Trajectory(
@@ -310,10 +313,17 @@ def member(group: str, index: int, text: str, score: Score) -> Trajectory:
     )  # fmt: skip
 
 
-def group(draw: int, *members: tuple[str, float | None]) -> Group:
-    name = f"t#{draw}"
+def group(draw: int, *members: tuple[str, float | None], opponents: int = 0) -> Group:
+    """The last `opponents` of the members are not the policy's."""
+    name, num_own = f"t#{draw}", len(members) - opponents
     scored = [
-        member(name, index, text, Score.error("judge is away") if value is None else Score.of(value))
+        member(
+            name,
+            index,
+            text,
+            Score.error("judge is away") if value is None else Score.of(value),
+            version=4 if index < num_own else -1,
+        )
         for index, (text, value) in enumerate(members)
     ]
     return Group(id=name, draw=draw, task=pair(), trajectories=tuple(scored))
@@ -364,9 +374,60 @@ def test_updates_are_batches_of_their_own() -> None:
     assert [update[0].weights[-1] for update in updates] == [0.5, 1.0]
 
 
-def test_wins_are_against_the_others_of_the_group() -> None:
-    batch = wins_of(taken(group(0, ("a", 0.2), ("bb", 0.9), ("c", 0.2)), group(1, ("d", 1.0), ("e", None))), version=4)
+DUEL = group(0, ("a", 0.2), ("bb", 0.9), ("cccc", 0.2), ("dddd", 0.5), opponents=2)
+
+
+def test_wins_are_against_opponents_and_only_the_policys_members_are_trained() -> None:
+    others = [
+        group(1, ("e", 1.0), ("f", None), ("g", 1.0), ("h", 0.0), opponents=2),
+        group(2, ("i", 1.0), ("j", 0.0), ("k", None), ("l", None), opponents=2),
+        group(3, ("m", None), ("n", 1.0), opponents=1),
+        group(4, ("o", 0.0), ("p", 1.0)),
+    ]
+    batch = wins_of(taken(DUEL, *others), version=6)
     (rows,) = batch.updates
-    assert [row.advantages[-1] for row in rows] == [0.25, 1.0, 0.25]
+    assert [(row.group_id, row.index, row.advantages[-1]) for row in rows] == [
+        ("t#0", 0, 0.25), ("t#0", 1, 1.0), ("t#1", 0, 0.75),
+    ]  # fmt: skip
+    assert {row.versions[-1] for row in rows} == {4}
     assert {row.weights[-1] for row in rows} == {1 / 3}
-    assert [reason for _, reason in batch.dropped] == ["fewer than two scored members"]
+    assert {reason for _, reason in batch.dropped} == {"no scored member of the policy, or none of its opponent"}
+    assert [g.draw for g, _ in batch.dropped] == [2, 3, 4]
+
+
+def test_a_pair_across_the_sides_is_the_one_whose_rewards_differ_most() -> None:
+    groups = [
+        DUEL,  # 0.9 of the policy against 0.2
+        group(1, ("a", 0.4), ("b", 0.5), ("c", 0.6), ("d", 1.0), opponents=2),  # 1.0 of the opponent against 0.4
+        group(2, ("a", 0.0), ("b", 1.0), ("c", 1.0), ("d", 0.0), opponents=2),  # never two of one side
+        group(3, ("a", 1.0), ("b", None), opponents=1),
+        group(4, ("a", 0.5), ("b", 0.5), opponents=1),
+    ]
+    batch = pairs_of(taken(*groups), version=4, choose="sides")
+    (rows,) = batch.updates
+    assert [(row.group_id, row.index, row.reward, row.versions[-1]) for row in rows] == [
+        ("t#0", 1, 1.0, 4), ("t#0", 2, 0.0, -1), ("t#1", 3, 1.0, -1), ("t#1", 0, 0.0, 4),
+        ("t#2", 1, 1.0, 4), ("t#2", 3, 0.0, -1),
+    ]  # fmt: skip
+    assert [reason for _, reason in batch.dropped] == [
+        "no scored member of the policy, or none of its opponent", "equal rewards",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("credit", [wins_of, partial(pairs_of, choose="sides")], ids=["wins", "pairs"])
+def test_opponents_are_in_no_figure_about_the_policy(credit: Callable[..., Batch]) -> None:
+    """Its rewards, lengths and age are those of its own members; groups are compared whole."""
+    metrics = credit(taken(DUEL), version=6).metrics
+    assert metrics["reward/mean"] == pytest.approx(0.55)
+    assert (metrics["gen/len_max"], metrics["gen/len_mean"]) == (2.0, 1.5)
+    assert (metrics["stale/max"], metrics["stale/token_hist/02"]) == (2.0, 1.0)
+    assert metrics["preference/win_rate"] == pytest.approx((0.25 + 1.0) / 2)
+    assert not any(name.startswith("mismatch/") for name in metrics)
+    alone = credit(taken(group(0, ("a", 0.5), ("b", 0.1), opponents=1)), version=4).metrics
+    assert alone["data/degenerate"] == 0.0, "a member and an opponent are two to compare"
+    assert DUEL.oldest_version == 4, "the buffer's bound on age is for the policy's members"
+
+
+def test_a_policy_gradient_refuses_opponents() -> None:
+    with pytest.raises(AssertionError, match="opponents get no policy gradient"):
+        rows_of_groups([DUEL])

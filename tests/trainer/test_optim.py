@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from temper.errors import UserError
+from temper.trainer import optim
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at
 
 
@@ -142,3 +143,24 @@ def test_the_norm_of_the_update_is_that_of_the_masters_where_bfloat16_would_not_
     for gradient in optimizer.gradients().values():
         gradient.fill_(1.0)
     assert optimizer.step(1e-6, torch.tensor(2.0**0.5)).tolist()[1] == pytest.approx(1e-6, rel=1e-4)
+
+
+@pytest.mark.parametrize("elements", [1, 40, 1 << 25])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_size_of_an_update_is_that_of_the_masters_change(
+    dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many tensors are looked at together."""
+    monkeypatch.setattr(optim, "BATCH_ELEMENTS", elements)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(dtype)
+    optimizer = MasterAdamW(model, OptimizerSettings(learning_rate=0.1, weight_decay=0.3))
+    masters = list(optimizer._masters.values())
+    for rate in (0.1, 0.02):
+        before = torch.cat([master.detach().flatten().clone() for master in masters])
+        model(torch.randn(4, 5, dtype=dtype)).square().sum().backward()
+        optimizer.collect()
+        norm = nn.utils.get_total_norm(list(optimizer.gradients().values()))
+        _, ratio = optimizer.step(rate, norm)
+        after = torch.cat([master.detach().flatten() for master in masters])
+        assert float(ratio) == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-5)

@@ -19,7 +19,7 @@ from torch import Tensor
 from temper.batching.pack import pack
 from temper.models.tiny import character_tokenizer
 from temper.objectives import Objective
-from temper.objectives.named.preferences import BETA_DPO, DPO, KTO, NASH_MD, PRESETS
+from temper.objectives.named.preferences import BETA_DPO, DPO, KTO, NASH_MD, PRESETS, XPO
 from temper.objectives.preferences import PREFERENCES, Pairs, preference_loss
 from temper.rollout.buffer import Taken
 from temper.stages.preference import RowRules, offline_source, pair_batch, pair_rows, pairs_of, wins_of
@@ -232,6 +232,7 @@ def test_dpo_separates_pairs_and_its_implicit_rewards_start_at_zero(make_model: 
 
 
 def rolled(seed: int = 0) -> Taken:
+    """Groups of two members of the policy and one opponent."""
     draw = random.Random(seed)
     groups = []
     for number in range(4):
@@ -239,8 +240,8 @@ def rolled(seed: int = 0) -> Taken:
         for index in range(3):
             ids = [draw.randrange(40) for _ in range(draw.randint(1, 9))]
             completion = Completion(
-                prompt_ids=(1, 2, 3), token_ids=ids, logprobs=[-3.0] * len(ids), versions=[0] * len(ids),
-                finish=Finish.STOP,
+                prompt_ids=(1, 2, 3), token_ids=ids, logprobs=[-3.0] * len(ids),
+                versions=[0 if index < 2 else -1] * len(ids), finish=Finish.STOP,
             )  # fmt: skip
             turn = Turn(completion=completion, message=Message(role="assistant", content="x"))
             # One member in two rows: its template rewrote history, so the second turn's prompt is another.
@@ -260,10 +261,12 @@ def rolled(seed: int = 0) -> Taken:
     return Taken(groups=tuple(groups), dropped=())
 
 
-ONLINE: list[tuple[Objective, Callable[..., Batch]]] = [(DPO, pairs_of), (BETA_DPO, pairs_of), (NASH_MD, wins_of)]
+ONLINE: list[tuple[Objective, Callable[..., Batch]]] = [
+    (DPO, pairs_of), (BETA_DPO, pairs_of), (XPO, partial(pairs_of, choose="sides")), (NASH_MD, wins_of),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("objective", "credit"), ONLINE, ids=["dpo", "beta_dpo", "nash_md"])
+@pytest.mark.parametrize(("objective", "credit"), ONLINE, ids=["dpo", "beta_dpo", "xpo", "nash_md"])
 def test_a_step_on_rollouts_does_not_depend_on_the_size_of_microbatches(
     objective: Objective, credit: Callable[..., Batch], make_model: Callable[..., Any]
 ) -> None:
@@ -275,6 +278,7 @@ def test_a_step_on_rollouts_does_not_depend_on_the_size_of_microbatches(
         assert difference(trainer, trainers[0]) < 1e-7
     assert results[0].metrics["policy/grad_norm"] > 1e-4
     assert results[0].traces is not None
+    assert not any(name.startswith("mismatch/") for name in results[0].metrics), "no opponent is the policy"
     members = {(group.id, member.index) for group in rolled().groups for member in group.trajectories}
     assert {(name, index) for name, index, _ in results[0].traces} <= members
 

@@ -21,11 +21,13 @@ export async function mount(root, { run, isCurrent }) {
     "Audits",
     "Samples to read with your own eyes: those with the highest training reward, and random ones. High reward and low held-out score: the reward is being gamed.",
   );
+  const unreadable = el("div");
   fill(
     root,
     el(
       "div",
       { class: "stack" },
+      unreadable,
       el("div", { class: "grid two" }, scores.node, curves.node),
       latest.node,
       suites.node,
@@ -51,8 +53,9 @@ export async function mount(root, { run, isCurrent }) {
       },
       "Appears when an evaluation draws more than one sample per prompt, or after `temper eval CHECKPOINT --suite NAME`.",
     );
+    fill(unreadable, unreadableFiles(found.unreadable || []));
     fill(latest.body, measured(found.evaluations || [], state.run));
-    fill(suites.body, suiteTable(found.suites || []));
+    fill(suites.body, suiteTable(found.suites || [], found.unreadable || []));
     fill(audits.body, auditList(found.audits || [], state.run));
   }
   await load();
@@ -157,7 +160,26 @@ function measured(rows, run) {
   );
 }
 
-function suiteTable(suites) {
+/** Above everything else: what could not be read is missing from the curves and from the table. */
+function unreadableFiles(files) {
+  if (!files.length) return null;
+  const { node, body } = card(
+    "Results that could not be read",
+    "These files lie in the run's folder evaluations/. What they hold is missing below: that says nothing about the checkpoint. Evaluate again, or move the file away.",
+  );
+  node.setAttribute("role", "alert");
+  node.classList.add("unreadable");
+  const columns = [
+    { title: "File", cell: (one) => badge(one.file, "bad") },
+    { title: "Why", class: "words", cell: (one) => one.reason },
+  ];
+  fill(body, table(columns, files, { label: "Results that could not be read" }));
+  return node;
+}
+
+function suiteTable(suites, unreadable) {
+  if (!suites.length && unreadable.length)
+    return empty("No suite result could be read", "The files and the reasons stand at the top of this page.");
   if (!suites.length)
     return empty(
       "No suite was run on this run's checkpoints",

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from temper.models.exact import exact_attention
+from temper.models.ops import lacks_products
 
 
 class PagedCache:
@@ -100,6 +101,9 @@ def attend_padded(
 
     The H / K query heads that share a kv-head are laid along the query axis, so keys are never repeated in memory.
     """
+    if lacks_products(query):
+        wide = query.float(), key.float(), value.float()
+        return attend_padded(*wide, positions_NQ, scaling, sliding_window).to(query.dtype)
     num_rows, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
     per_kv = num_heads // num_kv_heads

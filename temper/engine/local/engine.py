@@ -237,9 +237,9 @@ def check_params(params: SamplingParams, vocabulary: int) -> None:
             raise TaskError(f"{name}={getattr(params, name)} cannot be applied: use {allowed}")
 
 
-def _runner(model: Any, settings: EngineSettings) -> Runner:
+def make_cache(model: Any, settings: EngineSettings) -> PagedCache:
     shape, parameter = shape_of(model.config), next(model.parameters())
-    cache = PagedCache(
+    return PagedCache(
         num_layers=shape.num_layers,
         num_blocks=settings.num_blocks,
         block_size=settings.block_size,
@@ -248,12 +248,16 @@ def _runner(model: Any, settings: EngineSettings) -> Runner:
         dtype=parameter.dtype,
         device=parameter.device,
     )
+
+
+def _runner(model: Any, settings: EngineSettings) -> Runner:
     limits = GraphLimits(
         max_rows=settings.max_running,
         max_blocks=-(-settings.max_length // settings.block_size),
         max_steps=settings.steps_per_sync,
     )
-    return Runner(model, cache, device=parameter.device, graphs=limits if settings.cuda_graphs else None)
+    device = next(model.parameters()).device
+    return Runner(model, make_cache(model, settings), device=device, graphs=limits if settings.cuda_graphs else None)
 
 
 def _guarded(watch: Watch, future: asyncio.Future[Completion]) -> Watch:

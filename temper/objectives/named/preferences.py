@@ -102,12 +102,15 @@ KTO = _preset(
     source="arXiv 2402.01306; TRL (kto)",
     note="Needs labels, not pairs; pairs are taken apart. Two tasks per step or more.",
 )
-XPO = _preset(
-    PAIR_LESSONS["xpo"](),
-    formula="-logsig(0.1 delta) + 1e-5 log pi(what the reference said)",
-    source="arXiv 2405.21046; TRL (xpo)",
-    note="Offline only: each pair has one completion of the policy and one of the reference, and says which in the "
-    'column "is_chosen_from_policy".',
+XPO = replace(
+    _preset(
+        PAIR_LESSONS["xpo"](),
+        formula="-logsig(0.1 delta) + 1e-5 log pi(what the reference said)",
+        source="arXiv 2405.21046; TRL (xpo)",
+        note="Each pair is a completion of the policy and one of the reference. Both are sampled, half of every group "
+        'each (engine.kind = "local"); or the data brings them, and says which is which in "is_chosen_from_policy".',
+    ),
+    wants=frozenset({"dynamic_sampling"}),
 )
 ONLINE_DPO = replace(
     DPO,
@@ -115,17 +118,15 @@ ONLINE_DPO = replace(
     wants=frozenset({"dynamic_sampling"}),
     formula="DPO on the best and the worst of each group of fresh rollouts",
     source="arXiv 2402.04792; TRL (online_dpo)",
-    note="Any reward or judge. group_size = 2 is the classic form. Every lesson on pairs but xpo goes with it.",
+    note="Any reward or judge. group_size = 2 is the classic form. Every lesson on pairs goes with it.",
 )
-NASH_MD = replace(
-    _preset(
-        PAIR_LESSONS["nash_md"](),
-        formula="1/B sum_i -(P(i wins) - 0.5) sum_t log pi_t + 0.1 sum_t sg[log pi_t - log ref_t] log pi_t",
-        source="arXiv 2312.00886; TRL (nash_md)",
-        note="On rollouts only. P(wins) is against the other members of the group: self-play, not the paper's mixture "
-        "with the reference. Works with any reward, of which only the order counts.",
-    ),
-    experimental="the opponent is the policy itself, where the paper draws it from a mixture with the reference",
+NASH_MD = _preset(
+    PAIR_LESSONS["nash_md"](),
+    formula="1/B sum_i -(P(i wins) - 0.5) sum_t log pi_t + 0.1 sum_t sg[log pi_t - log ref_t] log pi_t; opponents are "
+    "drawn from pi^0.5 ref^0.5",
+    source="arXiv 2312.00886; TRL (nash_md)",
+    note="On rollouts only; half of every group are opponents, which are never trained. Works with any reward, of "
+    'which only the order counts. Needs engine.kind = "local".',
 )
 
 PRESETS = (

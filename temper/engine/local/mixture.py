@@ -1,0 +1,164 @@
+"""The policy's opponent: a sampler over the reference, or over the geometric mixture of policy and reference.
+
+Owns: drawing from two models at once, and that nothing an opponent draws has a version of the policy.
+Refuses: who plays whom (rollout/group.py), who wins (stages/preference.py).
+Shapes: _R rows, _D hidden (of both models side by side), _V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from temper.engine.local.attention import PagedCache
+from temper.engine.local.engine import EngineSettings, LocalEngine, make_cache
+from temper.engine.local.rows import Rows, Rows_R
+from temper.engine.local.runner import Runner
+from temper.engine.local.sampling import Draws, Table, draw
+from temper.engine.local.scheduler import Schedule
+from temper.models.load import Head
+from temper.objectives.unpaired import geometric_mixture
+from temper.protocols import Sampler
+from temper.types import Completion, Publication, Request
+
+NO_VERSION = -1
+"""Of tokens that no version of the policy drew."""
+
+
+class MixedRunner(Runner):
+    """Draws from pi^(1 - share) ref^share, normalised at every token. Both models compute the same tokens, each with
+    keys and values of its own in blocks of the same numbers."""
+
+    def __init__(self, policy: Any, reference: Any, caches: tuple[PagedCache, PagedCache], share: float) -> None:
+        device = next(policy.parameters()).device
+        super().__init__(policy, caches[0], device=device, graphs=None)
+        self._reference, self._share = reference, share
+        self._reference_head = Head.of(reference)
+        self._beside = Runner(reference, caches[1], device=device, graphs=None)
+
+    @torch.no_grad()
+    def refresh_head(self) -> None:
+        super().refresh_head()
+        self._reference_head = Head.of(self._reference)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        super().copy_blocks(copies)
+        self._beside.copy_blocks(copies)
+
+    def decode(self, decode_R: Rows_R, rows: Rows, steps: int) -> Table:
+        """The next token of a row follows from a chunk of one: its last token."""
+        assert steps == 1, "a mixture draws one token at a time"
+        ones_R = np.ones_like(decode_R)
+        chunks = Schedule(
+            decode_R=decode_R[:0], prefill_R=decode_R, start_R=rows.length[decode_R] - ones_R, count_R=ones_R
+        )
+        return self.draw(self.prefill(chunks, rows), rows.draws(decode_R))
+
+    @torch.inference_mode()
+    def prefill(self, schedule: Schedule, rows: Rows) -> Tensor:
+        return torch.cat((super().prefill(schedule, rows), self._beside.prefill(schedule, rows)), dim=-1)
+
+    @torch.inference_mode()
+    def draw(self, hidden_RD: Tensor, draws: Draws) -> Table:
+        """Temperature after mixing is temperature before it: both give logits ((1 - share) a + share b) / T. Keep-sets
+        are the mixture's: those of two models need not have a token in common."""
+        policy_RD, reference_RD = hidden_RD.chunk(2, dim=-1)
+        logits_RV = self._logits(policy_RD), self._reference_head.logits(reference_RD)
+        return draw(geometric_mixture(*logits_RV, self._share), draws)
+
+
+class Opponent:
+    """Implements protocols.Sampler. Its log-probabilities are of the distribution it draws from, not the policy's."""
+
+    def __init__(
+        self,
+        policy: Any,
+        reference: Any,
+        settings: EngineSettings,
+        *,
+        share: float,
+        decode: Callable[[list[int]], str] | None = None,
+        follows: Any = None,
+    ) -> None:
+        """share: of the reference; with 1 the policy is not asked. policy: the weights of its own sampler, shared.
+
+        follows: the model that `reference` is a copy of, when that one moves. None: it stays, or it is that model.
+        """
+        self._reference, self._follows = reference, follows
+        self._model, runner = reference, None
+        if share < 1:
+            caches = make_cache(policy, settings), make_cache(reference, settings)
+            self._model, runner = policy, MixedRunner(policy, reference, caches, share)
+        self._engine = LocalEngine(self._model, settings, version=NO_VERSION, decode=decode, runner=runner)
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    async def generate(self, request: Request) -> Completion:
+        return await self._engine.generate(request)
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def interrupt(self, request_id: str) -> None:
+        await self._engine.interrupt(request_id)
+
+    async def load(self, publication: Publication) -> None:
+        """Looks at its models again; the policy's own sampler has taken over the new weights before, which are its."""
+        if self._follows is not None:
+            with torch.no_grad():
+                for own, moved in zip(self._reference.parameters(), self._follows.parameters(), strict=True):
+                    own.copy_(moved)
+        seen = Publication(version=NO_VERSION, tensors=dict(self._model.named_parameters()))
+        await self._engine.load(seen)
+
+    def stats(self) -> Mapping[str, float]:
+        return self._engine.stats()
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class WithOpponent:
+    """Implements protocols.Sampler: that of the policy, whose opponent sees every new version too."""
+
+    def __init__(self, sampler: Sampler, opponent: Opponent) -> None:
+        self._sampler, self._opponent = sampler, opponent
+
+    @property
+    def version(self) -> int:
+        return self._sampler.version
+
+    async def generate(self, request: Request) -> Completion:
+        return await self._sampler.generate(request)
+
+    async def abort(self, request_id: str) -> None:
+        await self._sampler.abort(request_id)
+
+    async def interrupt(self, request_id: str) -> None:
+        await self._sampler.interrupt(request_id)
+
+    async def load(self, publication: Publication) -> None:
+        """In this order, and without a step between: the opponent draws from the weights that the first one loads."""
+        await self._sampler.load(publication)
+        await self._opponent.load(publication)
+
+    def stats(self) -> Mapping[str, float]:
+        """The policy's; but the fuller cache of the two, and the preemptions of both."""
+        own, other = self._sampler.stats(), self._opponent.stats()
+        return {
+            **own,
+            "kv_use": max(own["kv_use"], other["kv_use"]),
+            "preemptions": own["preemptions"] + other["preemptions"],
+        }
+
+    async def close(self) -> None:
+        try:
+            await self._sampler.close()
+        finally:
+            await self._opponent.close()
