@@ -15,7 +15,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(PYTEST) -m "not heavy and not browser"
 
-# Verifiers over whole golden sets and attack packs, programs and escapes in the sandbox (needs bubblewrap).
+# Golden sets and attack packs, programs and escapes in the sandbox (needs bubblewrap), kills, chaos, curves against TRL.
 heavy: $(INSTALLED)
 	$(PYTEST) -m "heavy and not slow"
 

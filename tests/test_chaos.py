@@ -78,6 +78,7 @@ def run(recipe: dict[str, Any], folder: Path, **rollout: Any) -> RunReader:
     return RunReader(folder)
 
 
+@pytest.mark.heavy
 def test_a_run_survives_broken_environments_and_verifiers(
     chaos: Any, tiny_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_run_survives_broken_environments_and_verifiers(
         assert all(row.advantages is None for row in t.rows)
 
 
+@pytest.mark.heavy
 def test_retries_save_what_can_be_saved(chaos: Any, tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     with run(tiny_recipe, tmp_path / "run", retries=2, error_limit=0.4) as reader:
         found = [t for step in reader.steps() for t in reader.trajectories(0, step.step)]

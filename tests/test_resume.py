@@ -216,7 +216,7 @@ def test_a_chain_of_all_stages_killed_again_and_again_ends_like_one_that_was_lef
     assert actual["records"] == expected["records"]
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_run_killed_ten_times_ends_like_one_that_was_left_alone(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     tiny_recipe["checkpoint"] = {"every": 1, "keep": 2}
     tiny_recipe["evaluation"] = {"samples": 2, "temperature": 0.7, "reward": [{"kind": "exact"}]}
@@ -256,6 +256,7 @@ def test_the_identity_sees_a_single_changed_weight(tiny_recipe: dict[str, Any], 
     assert identity(tmp_path / "a")["files"] != before["files"]
 
 
+@pytest.mark.heavy
 def test_a_seed_changes_the_run_and_the_same_seed_repeats_it(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     identities = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):

@@ -247,6 +247,7 @@ def told_by(run: Path) -> tuple[dict[int, dict[str, float]], list[tuple[str, int
         return steps, [(alarm.rule, alarm.step) for alarm in reader.alarms() if alarm.rule == "judge_changed"]
 
 
+@pytest.mark.heavy
 def test_a_run_measures_its_judge_with_every_evaluation_and_a_resume_changes_nothing(
     write: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -268,6 +269,7 @@ def test_a_run_measures_its_judge_with_every_evaluation_and_a_resume_changes_not
         assert one.fingerprint()["metrics"] == other.fingerprint()["metrics"]
 
 
+@pytest.mark.heavy
 def test_a_run_without_held_out_tasks_measures_its_judge_all_the_same(
     write: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -276,6 +278,7 @@ def test_a_run_without_held_out_tasks_measures_its_judge_all_the_same(
     assert alarms == [("judge_changed", 6)]
 
 
+@pytest.mark.heavy
 def test_a_judge_that_only_verifies_held_out_tasks_is_measured_too(write: Callable[..., Path], tmp_path: Path) -> None:
     steps, alarms = told_by(train(write(verifies=True), run=tmp_path / "run"))
     assert {step: found["judge/kappa/heldout/judge"] for step, found in steps.items()} == {3: 1.0, 6: 0.0, 8: 0.0}
