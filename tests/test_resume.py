@@ -243,6 +243,7 @@ def test_a_run_killed_ten_times_ends_like_one_that_was_left_alone(tiny_recipe: d
     assert audited == {(0, 0), (0, 6), (1, 0), (1, 3), (1, 6), (1, 8)}
 
 
+@pytest.mark.heavy
 def test_the_identity_sees_a_single_changed_weight(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     """The mutation: without it, the comparison above could be blind."""
     for stage in tiny_recipe["stage"]:

@@ -72,6 +72,7 @@ def test_words_are_counted_beside_tags_and_answers() -> None:
     assert count_words(r"<think>six times seven</think>\boxed{42}", ("42",)) == 3
 
 
+@pytest.mark.heavy
 def test_finding_takes_linear_time_on_hostile_text() -> None:
     for text in (r"\boxed{" * 3000, "{" * 10**5, "1 " * 10**5, "answer is " * 10**4, "<answer>" * 10**4):
         find_answers(text)
