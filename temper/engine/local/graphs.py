@@ -47,10 +47,9 @@ Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 class DecodeGraphs:
     def __init__(
         self, forward: Forward, logits: Callable[[Tensor], Tensor], limits: GraphLimits, block_size: int,
-        device: torch.device, record: Record | None = None,
+        device: torch.device, record: Record,
     ) -> None:  # fmt: skip
-        """record: None: as CUDA graphs."""
-        self._record = record or CudaRecorder()
+        self._record = record
         self._forward, self._logits = forward, logits
         rows = bucket(limits.max_rows)
         # Beyond its limit a row draws into the scratch block; what it draws there is thrown away.

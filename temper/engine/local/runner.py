@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from temper.engine.local.attention import DecodeAttend, GpuAttend, PagedCache, PrefillAttend
-from temper.engine.local.graphs import DecodeGraphs, GraphLimits, Record
+from temper.engine.local.chunks import ChunkGraphs, Chunks, ChunkTensors
+from temper.engine.local.graphs import CudaRecorder, DecodeGraphs, GraphLimits, Record
 from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.sampling import Draws, Table, draw
 from temper.engine.local.scheduler import Schedule
@@ -53,8 +54,11 @@ class Runner:
         self._is_exact = numerics_of(model) == "exact"
         self._head = Head.of(model)
         self._graphs: DecodeGraphs | None = None
+        self._chunk_graphs: ChunkGraphs | None = None
         if graphs is not None and self._is_gpu:
+            record = record or CudaRecorder()
             self._graphs = DecodeGraphs(self._decode_pass, self._logits, graphs, cache.block_size, device, record)
+            self._chunk_graphs = ChunkGraphs(self._chunk_pass, graphs, device, record)
         self._multiprocessors = 1
         if device.type == "cuda":
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -105,32 +109,12 @@ class Runner:
     @torch.inference_mode()
     def prefill(self, schedule: Schedule, rows: Rows) -> Tensor:
         """Computes the chunks; returns the last hidden state of every row whose known tokens are now all computed."""
-        counts, starts = schedule.count_R, schedule.start_R
-        ends = np.cumsum(counts)
-        row_T = np.repeat(schedule.prefill_R, counts)
-        position_T = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
-        width = int(-(-(starts + counts).max() // rows.block_size))
-        block_T = rows.blocks[row_T, position_T // rows.block_size]
-        slots_T = self._tensor(block_T * rows.block_size + position_T % rows.block_size)
-        blocks_NM = self._tensor(rows.blocks[schedule.prefill_R, :width])
-        attend: PrefillAttend | GpuAttend
-        if self._is_gpu:
-            attend = GpuAttend(
-                cache=self._cache,
-                slots_T=slots_T,
-                blocks_NM=blocks_NM,
-                positions_N=self._tensor(starts),
-                query_starts=self._tensor(np.concatenate(([0], ends))),
-                longest_query=int(counts.max()),
-                splits=0,
-            )
-        else:
-            starts_N, counts_N = self._tensor(starts), self._tensor(counts)
-            attend = PrefillAttend(self._cache, slots_T, blocks_NM, starts_N, counts_N, exact=self._is_exact)
-        tokens_T = self._tensor(rows.tokens[row_T, position_T])
-        hidden_TD = hidden_states(self._model, tokens_T, self._tensor(position_T), attend)
-        is_done = starts + counts == rows.length[schedule.prefill_R]
-        return hidden_TD[self._tensor(ends[is_done] - 1)]
+        chunks = Chunks.of(schedule, rows)
+        if self._chunk_graphs is not None and (states := self._chunk_graphs.wanted_states(chunks)) is not None:
+            return states
+        arrays = (chunks.tokens_T, chunks.positions_T, chunks.slots_T, chunks.blocks_NM, chunks.starts_N)
+        tensors = ChunkTensors(*(self._tensor(array) for array in (*arrays, chunks.query_starts)))
+        return self._chunk_pass(tensors, chunks.longest)[self._tensor(chunks.wanted)]
 
     @torch.inference_mode()
     def draw(self, hidden_RD: Tensor, draws: Draws) -> Table:
@@ -172,6 +156,24 @@ class Runner:
 
     def _logits(self, hidden_RD: Tensor) -> Tensor:
         return self._head.logits(hidden_RD)
+
+    def _chunk_pass(self, chunks: ChunkTensors, longest: int) -> Tensor:
+        attend: PrefillAttend | GpuAttend
+        if self._is_gpu:
+            attend = GpuAttend(
+                cache=self._cache,
+                slots_T=chunks.slots_T,
+                blocks_NM=chunks.blocks_NM,
+                positions_N=chunks.starts_N,
+                query_starts=chunks.query_starts,
+                longest_query=longest,
+                splits=0,
+            )
+        else:
+            counts_N = chunks.query_starts.diff()
+            rows = (chunks.blocks_NM, chunks.starts_N, counts_N)
+            attend = PrefillAttend(self._cache, chunks.slots_T, *rows, exact=self._is_exact)
+        return hidden_states(self._model, chunks.tokens_T, chunks.positions_T, attend)
 
     def _decode_pass(self, tokens_N: Tensor, positions_N: Tensor, blocks_NM: Tensor, longest: int) -> Tensor:
         block_size = self._cache.block_size

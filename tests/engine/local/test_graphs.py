@@ -111,6 +111,54 @@ def test_in_exact_mode_log_probabilities_do_not_depend_on_how_many_steps_or_rows
         assert one.logprobs == other.logprobs
 
 
+def waves(seed: int) -> list[Request]:
+    """Prompts of the same lengths, whose tokens differ from wave to wave."""
+    return [
+        Request(id=f"w{seed}/{i}", prompt_ids=tuple(2 + (seed + 7 * i + 3 * j) % 50 for j in range(size)),
+                params=SamplingParams(max_new_tokens=3))
+        for i, size in enumerate((9, 5, 14 - seed % 3))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_recorded_prefills_compute_what_others_compute(numerics: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a larger pass went before, whose tokens and rows still lie in the tensors."""
+    replays = 0
+
+    def counted(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        replay, output = run_again(work)
+
+        def run() -> None:
+            nonlocal replays
+            replays += 1
+            replay()
+
+        return run, output
+
+    single, recorded = make_engine(as_gpu=False, numerics=numerics), make_engine(as_gpu=True, numerics=numerics)
+    graphs = recorded._runner._chunk_graphs
+    assert graphs is not None
+    if not torch.cuda.is_available():
+        graphs._record = counted
+    for seed in range(5):
+        asked = waves(seed)[: 3 if seed != 3 else 1]
+        for one, other in zip(generate(single, asked), generate(recorded, asked), strict=True):
+            assert one.token_ids == other.token_ids
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-4, atol=1e-4)
+    assert torch.cuda.is_available() or replays >= 3
+
+
+def test_a_prefill_has_the_same_bits_before_and_after_it_is_recorded() -> None:
+    """A resumed run counts its passes anew."""
+    engines = [make_engine(as_gpu=True) for _ in range(2)]
+    for seed in (4, 5):
+        generate(engines[0], waves(seed))
+    recorded, fresh = (generate(engine, waves(10)) for engine in engines)
+    assert engines[0]._runner._chunk_graphs._recorded
+    assert not engines[1]._runner._chunk_graphs._recorded
+    assert [one.logprobs for one in recorded] == [one.logprobs for one in fresh]
+
+
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (3, 4), (200, 256), (257, 512), (1024, 1024)])
 def test_sizes_are_few_and_close(count: int, size: int) -> None:
     assert bucket(count) == size
