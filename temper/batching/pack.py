@@ -30,11 +30,18 @@ def pack(
 ) -> list[Microbatch]:
     """Microbatches of at most `tokens_per_microbatch` tokens, long rows first.
 
-    Rows of similar length meet, because attention pads to the longest row of a microbatch. What stays together, a
-    trajectory or all trajectories of a group side by side in order of index, and is longer than the budget, gets a
-    microbatch of its own. The result depends on the set of rows, not on their order.
+    Rows of similar length meet, because attention pads to the longest row of a microbatch. Rows without credit share
+    none with others: most objectives need no backward pass for them. What stays together, a trajectory or all
+    trajectories of a group side by side in order of index, and is longer than the budget, gets a microbatch of its
+    own. The result depends on the set of rows, not on their order.
     """
     blocks = sorted(_blocks(_rollouts(samples), together), key=_long_first)
+    credited, uncredited = [b for b in blocks if _has_credit(b)], [b for b in blocks if not _has_credit(b)]
+    packed = _packed(credited, tokens_per_microbatch) + _packed(uncredited, tokens_per_microbatch)
+    return [_microbatch(rollouts, dtype) for rollouts in packed]
+
+
+def _packed(blocks: Iterable[Block], tokens_per_microbatch: int) -> list[list[Rollout]]:
     packed: list[list[Rollout]] = []
     room = 0
     for block in blocks:
@@ -44,7 +51,7 @@ def pack(
             room = tokens_per_microbatch
         packed[-1] += block
         room -= size
-    return [_microbatch(rollouts, dtype) for rollouts in packed]
+    return packed
 
 
 def shard(microbatches: Sequence[Microbatch], rank: int, world: int) -> list[Microbatch]:
@@ -73,6 +80,10 @@ def _blocks(rollouts: Sequence[Rollout], together: Literal["trajectory", "group"
     for rollout in sorted(rollouts, key=lambda rollout: rollout[0].index):
         groups.setdefault(rollout[0].group_id, []).append(rollout)
     return list(groups.values())
+
+
+def _has_credit(block: Block) -> bool:
+    return any(any(row.advantages) for rollout in block for row in rollout)
 
 
 def _long_first(block: Block) -> tuple[int, str, int]:

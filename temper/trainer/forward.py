@@ -118,6 +118,33 @@ def forward_backward(
     return loss.detach(), metrics
 
 
+@torch.no_grad()
+def forward_only(
+    model: nn.Module,
+    microbatch: Microbatch,
+    objective: Objective,
+    *,
+    temperature: float,
+    facts: StepFacts,
+    measured: Mapping[str, Tensor] | None = None,
+) -> tuple[Tensor, MetricSums, Tensor] | None:
+    """Loss, metrics and what traces are made of, where the gradient is zero. None: it is not.
+
+    Found out, not assumed: whatever the loss is made of, the gradient at what the model says of the tokens decides.
+    """
+    scored = score_drawn(model, microbatch, temperature)
+    pulled = ("logprobs", "top_logprobs", *(("entropy",) if "entropy" in objective.needs else ()))
+    said = {name: value for name in pulled if (value := getattr(scored, name)) is not None}
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in said.items()}
+        loss, metrics = objective_loss(objective, facts.tokens(microbatch, replace(scored, **leaves), measured))
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = [gradient.any() for gradient in gradients if gradient is not None]
+    if found and torch.stack(found).any():
+        return None
+    return loss.detach(), metrics, seen_of(scored.logprobs, scored.entropy)
+
+
 def _scored_for(
     lesson: Lesson,
     model: nn.Module,

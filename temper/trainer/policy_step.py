@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from temper.errors import BackendError
 from temper.objectives import MetricSums, Objective
-from temper.trainer.forward import StepFacts, checkpointing, enable_checkpointing, forward_backward
+from temper.trainer.forward import StepFacts, checkpointing, enable_checkpointing, forward_backward, forward_only
 from temper.trainer.optim import MasterAdamW
 from temper.trainer.passes import Share
 from temper.trainer.ranks import merge_over_ranks, sum_over_ranks
@@ -37,6 +37,8 @@ class PolicyStep:
         self._model, self._objective, self._optimizer = model, objective, optimizer
         self._temperature = temperature
         self._is_recomputing = gradient_checkpointing
+        self._trains_all = objective.lesson is not None
+        """Whether rows without credit have a gradient too; found out with the first that has one."""
         if gradient_checkpointing:
             enable_checkpointing(model)
 
@@ -87,6 +89,21 @@ class PolicyStep:
 
     def _backward(self, part: Part, facts: StepFacts, seen: list[Tensor] | None = None) -> tuple[Tensor, MetricSums]:
         microbatch, measured = part
+        if not self._trains_all and not microbatch.has_credit:
+            found = forward_only(
+                self._model,
+                microbatch,
+                self._objective,
+                temperature=self._temperature,
+                facts=facts,
+                measured=measured,
+            )
+            if found is not None:
+                loss, metrics, values = found
+                if seen is not None:
+                    seen.append(values)
+                return loss, metrics
+            self._trains_all = True
         with checkpointing(self._model) if self._is_recomputing else nullcontext():
             loss, metrics = forward_backward(
                 self._model,

@@ -125,6 +125,10 @@ class Microbatch:
         assert sum(self.lengths) == len(self.token_ids), "row lengths must add up to the packed tokens"
         assert len(self.teachers) in (0, len(self.lengths)), "either every row has its teacher's name or none"
 
+    @property
+    def has_credit(self) -> bool:
+        return bool(self.advantages.any())
+
     def to(self, device: torch.device) -> Microbatch:
         tensors = {
             name: value.to(device)

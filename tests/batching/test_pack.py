@@ -88,6 +88,19 @@ def test_other_policies_are_packed_for_all_rows_or_for_none() -> None:
         pack([full[0], rows[1]], 100)
 
 
+@pytest.mark.parametrize("together", ["trajectory", "group"])
+def test_rows_without_credit_come_last_and_by_themselves(together) -> None:
+    """A group of which one row has credit stays whole."""
+    idle = {("g0", 0), ("g0", 2), ("g1", 0), ("g1", 1), ("g1", 2)}
+    rows = [dataclasses.replace(r, advantages=[0.0] * len(r.advantages)) if (r.group_id, r.index) in idle else r
+            for r in ROWS]  # fmt: skip
+    microbatches = pack(rows, 40, together=together)
+    has_credit = [m.has_credit for m in microbatches]
+    assert has_credit == sorted(has_credit, reverse=True)
+    lengths = sorted(length for m in microbatches if not m.has_credit for length in m.lengths)
+    assert lengths == (sorted([5, 3, 8, 8, 2]) if together == "trajectory" else sorted([8, 8, 2]))
+
+
 def test_nothing_packs_to_nothing() -> None:
     assert pack([], 16) == []
 

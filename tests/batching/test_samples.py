@@ -284,7 +284,7 @@ def loss_and_gradient(made, preset: str):
     (rows,) = credited(made, rules(preset, overrides)).updates
     proximal = [[0.9 * logprob for logprob in row.behavior_logprobs] for row in rows]
     rows = with_column(with_column(rows, "proximal_logprobs", proximal), "reference_logprobs", proximal)
-    (microbatch,) = pack(rows, 10_000, torch.float64)
+    (microbatch,) = pack(rows, 10_000, torch.float64, together="group")
     behavior = microbatch.behavior_logprobs[microbatch.loss_mask.bool()]
     policy = (1.1 * behavior).requires_grad_()
     scored = Scored(logprobs=policy, entropy=-policy.detach())

@@ -22,7 +22,7 @@ from temper.models.load import prepare
 from temper.models.tiny import character_tokenizer
 from temper.objectives import POLICY_GRADIENTS, Objective, measure_batch, resolve
 from temper.trainer.critic import Critic
-from temper.trainer.forward import StepFacts
+from temper.trainer.forward import StepFacts, forward_backward
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.passes import Passes, Share
 from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
@@ -134,6 +134,59 @@ def test_a_step_does_not_depend_on_microbatches_or_order(
     half = len(rows) // 2
     shuffled = [*shuffle(rows[:half]), *shuffle(rows[half:])]
     assert difference(whole, train(model, objective, shuffled, budget=33)) < tolerance
+
+
+def half_without_credit(rows: Sequence[Sample]) -> list[Sample]:
+    """As a batch of groups that all passed or all failed beside others."""
+    groups = sorted({row.group_id for row in rows})[::2]
+    return [replace(row, advantages=[0.0] * len(row.advantages)) if row.group_id in groups else row for row in rows]
+
+
+@pytest.mark.parametrize("name", [*POLICY_GRADIENTS, "grpo with kl", "grpo with entropy"])
+def test_rows_without_credit_train_as_if_they_had_a_backward_pass(
+    make_model: Callable[..., Any],
+    make_rows: Callable[..., list[Sample]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    regularizers = {"grpo with kl": "kl", "grpo with entropy": "entropy_bonus"}
+    changed = {"regularizers": [{"name": regularizers.get(name, ""), "coefficient": 0.1}]}
+    objective = resolve("grpo", changed) if name in regularizers else objective_of(name)
+    model = mixture_of_experts() if "router" in objective.needs else make_model()
+    rows = half_without_credit(columns_of(make_rows(num_groups=4)))
+    saved = train(model, objective, rows, budget=33)
+    monkeypatch.setattr("temper.trainer.policy_step.forward_only", lambda *_, **__: None)
+    assert difference(saved, train(model, objective, rows, budget=33)) == 0.0
+
+
+def test_rows_without_credit_have_no_backward_pass_unless_something_pulls_at_them(
+    make_model: Callable[..., Any], make_rows: Callable[..., list[Sample]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[bool] = []
+
+    def counted(model: Any, microbatch: Any, *others: Any, **settings: Any) -> Any:
+        passed.append(microbatch.has_credit)
+        return forward_backward(model, microbatch, *others, **settings)
+
+    monkeypatch.setattr("temper.trainer.policy_step.forward_backward", counted)
+    rows = half_without_credit(columns_of(make_rows(num_groups=4)))
+    train(make_model(), resolve("grpo"), rows, budget=33)
+    assert passed
+    assert all(passed)
+    passed.clear()
+    train(make_model(), resolve("grpo", {"regularizers": [{"name": "kl", "coefficient": 0.1}]}), rows, budget=33)
+    assert not all(passed)
+
+
+def test_leaving_them_out_unseen_would_be_noticed(
+    make_model: Callable[..., Any], make_rows: Callable[..., list[Sample]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutation: rows without credit are taken to have no gradient, whatever the objective."""
+    objective = resolve("grpo", {"regularizers": [{"name": "kl", "coefficient": 0.1}]})
+    rows = half_without_credit(columns_of(make_rows(num_groups=4)))
+    right = train(make_model(), objective, rows, budget=33)
+    monkeypatch.setattr("torch.autograd.grad", lambda loss, leaves, **_: [None for _ in leaves])
+    assert difference(right, train(make_model(), objective, rows, budget=33)) > 1e-4
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "top_entropy"])
