@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,21 @@ def test_the_first_update_of_a_batch_is_exactly_on_policy(tiny_recipe: dict[str,
     for report in notes.reports:
         assert report.metrics["policy/ratio_max"] == report.metrics["policy/ratio_min"] == 1.0
         assert report.metrics["policy/clip_frac_high"] == report.metrics["policy/clip_frac_low"] == 0.0
+
+
+def test_what_was_imported_is_not_searched_for_garbage_while_a_stage_runs() -> None:
+    before = gc.get_threshold()
+
+    def fail() -> None:
+        with loop.seldom_collected():
+            assert gc.get_freeze_count() > 10_000
+            assert gc.get_threshold()[0] == loop.OBJECTS_PER_COLLECTION
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == before
 
 
 def test_learning_rate_zero_changes_nothing_and_the_gap_stays_flat(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -187,7 +188,7 @@ def _data_metrics(generated: Sequence[Group], num_accepted: int) -> dict[str, fl
         "data/effective_groups": float(num_accepted),
         "data/gen_factor": len(generated) / max(1, num_accepted),
         # In whole numbers: 10 * 0.3 is less than 3, and a group of 3 in 10 would land one bin too low.
-        **_histogram("data/p_hist", [BINS * sum(x >= SOLVED for x in r) // len(r) for r in rewards if r]),
+        **_histogram("data/p_hist", Counter(BINS * sum(x >= SOLVED for x in r) // len(r) for r in rewards if r)),
         **_duplicates(generated),
     }
 
@@ -208,7 +209,7 @@ def _staleness_metrics(trained: list[Trajectory], version: int) -> dict[str, flo
     if not trained:
         return {}
     ages = [version - trajectory.oldest_version for trajectory in trained]
-    token_ages = [version - v for t in trained for turn in t.turns for v in turn.completion.versions]
+    drawn_by = Counter(chain.from_iterable(turn.completion.versions for t in trained for turn in t.turns))
     newest = [max(max(turn.completion.versions, default=-1) for turn in t.turns) for t in trained]
     in_flight = [new - trajectory.oldest_version for new, trajectory in zip(newest, trained, strict=True)]
     return {
@@ -218,7 +219,7 @@ def _staleness_metrics(trained: list[Trajectory], version: int) -> dict[str, flo
         "stale/in_flight": statistics.fmean(in_flight),
         "stale/in_queue": statistics.fmean(ages) - statistics.fmean(in_flight),
         "stale/mixed_version_frac": statistics.fmean(versions > 0 for versions in in_flight),
-        **_histogram("stale/token_hist", token_ages),
+        **_histogram("stale/token_hist", {version - drawn: count for drawn, count in drawn_by.items()}),
     }
 
 
@@ -226,11 +227,11 @@ def _percentile(values: Sequence[int], percent: int) -> int:
     return sorted(values)[-(-len(values) * percent // 100) - 1]
 
 
-def _histogram(name: str, places: Sequence[int]) -> dict[str, float]:
+def _histogram(name: str, counts: Mapping[int, int]) -> dict[str, float]:
     """Shares by place; what lies beyond the last bin is counted there. All ten are reported, also empty ones."""
-    if not places:
+    if not counts:
         return {}
-    counts = Counter(places)  # a few different ones among hundreds of thousands
+    total = sum(counts.values())
     inside = {place: count for place, count in counts.items() if place < BINS - 1}
-    beyond = len(places) - sum(inside.values())
-    return {f"{name}/{place:02d}": ({**inside, BINS - 1: beyond}.get(place, 0)) / len(places) for place in range(BINS)}
+    beyond = total - sum(inside.values())
+    return {f"{name}/{place:02d}": ({**inside, BINS - 1: beyond}.get(place, 0)) / total for place in range(BINS)}

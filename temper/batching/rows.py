@@ -26,10 +26,10 @@ def rows_of_groups(groups: Iterable[Group]) -> list[Sample]:
     # Their log-probabilities are of another distribution: as the behaviour policy's they would make any ratio wrong.
     assert not any(t.is_opponents for group in groups for t in group.trajectories), "opponents get no policy gradient"
     return [
-        dataclasses.replace(row, teacher=domain_of(group.task))
+        row
         for group in groups
         for trajectory in group.trainable
-        for row in rows_of(trajectory)
+        for row in rows_of(trajectory, teacher=domain_of(group.task))
     ]
 
 
@@ -38,7 +38,7 @@ def domain_of(task: Task) -> str:
     return str(task.extra.get("domain", "")) or Path(task.id.partition(":")[0]).stem
 
 
-def rows_of(trajectory: Trajectory) -> list[Sample]:
+def rows_of(trajectory: Trajectory, teacher: str = "") -> list[Sample]:
     """The rows of one episode, advantages and weights still 0.
 
     A turn whose prompt extends everything before it, id by id, continues the row, and what the environment or the
@@ -58,7 +58,7 @@ def rows_of(trajectory: Trajectory) -> list[Sample]:
             seen = []
         _append_given(rows[-1], prompt[len(seen) :])
         _append_drawn(rows[-1], completion)
-    return [_sample(trajectory, row) for row in rows if 1 in row["loss_mask"]]
+    return [_sample(trajectory, teacher, row) for row in rows if 1 in row["loss_mask"]]
 
 
 def with_column(rows: Sequence[Sample], name: str, columns: Sequence[list[float]]) -> list[Sample]:
@@ -88,11 +88,12 @@ def _append_drawn(row: _Columns, completion: Completion) -> None:
         row[name] += getattr(completion, name) or [[] for _ in range(size)]
 
 
-def _sample(trajectory: Trajectory, columns: _Columns) -> Sample:
+def _sample(trajectory: Trajectory, teacher: str, columns: _Columns) -> Sample:
     size, row = len(columns["token_ids"]), dict[str, Any](columns)
     return Sample(
         group_id=trajectory.group_id,
         index=trajectory.index,
+        teacher=teacher,
         advantages=[0.0] * size,
         weights=[0.0] * size,
         reward=trajectory.score.value if trajectory.score.value is not None else 0.0,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from typing import Literal
 
 import numpy as np
@@ -99,12 +99,10 @@ def assign_credit(
     update_B = _update_of_groups(len(groups), rules.updates)[credit.group_ids]
     weights_B, slopes_B = _weights(credit, update_B, advantages.is_kept, rules)
     updates: list[list[Sample]] = [[] for _ in range(rules.updates)]
-    given_N = iter(advantages.tokens.tolist())
-    targets_N = None if targets is None else iter(targets.tolist())
-    shares = zip(member_rows, update_B.tolist(), weights_B.tolist(), slopes_B.tolist(), strict=True)
-    for rows_here, update, weight, slope in shares:
-        filled = [_filled(row, given_N, targets_N, weight, slope) for row in rows_here]
-        updates[update] += filled if weight > 0 else []
+    filled = iter(_filled(member_rows, advantages.tokens, targets, weights_B, slopes_B))
+    for own, update, weight in zip(member_rows, update_B.tolist(), weights_B.tolist(), strict=True):
+        credited = list(islice(filled, len(own)))
+        updates[update] += credited if weight > 0 else []
     metrics = measure_groups(groups, dropped, version) | measure_shaping(rules.objective, credit)
     metrics |= measure_advantages(advantages.tokens, credit.lengths)
     return Batch(
@@ -203,17 +201,15 @@ def _steps(members: Sequence[Trajectory], lengths: Sequence[int]) -> tuple[Tenso
 
 def _turns(members: Sequence[Trajectory]) -> tuple[Tensor, Tensor | None]:
     """For each drawn token: the number of its turn, and what was paid when the turn ended."""
-    ids: list[int] = []
-    rewards: list[float] = []
-    is_paid = False
-    for member in members:
-        paid = member.turn_rewards or [turn.reward for turn in member.turns]
-        is_paid = is_paid or any(reward is not None for reward in paid)
-        for number, (turn, reward) in enumerate(zip(member.turns, paid, strict=True)):
-            size = len(turn.completion.token_ids)
-            ids += [number] * size
-            rewards += [0.0] * (size - 1) + [reward or 0.0] * min(size, 1)
-    return torch.tensor(ids, dtype=torch.int64), _float64(rewards) if is_paid else None
+    numbers = torch.tensor([number for member in members for number in range(len(member.turns))], dtype=torch.int64)
+    sizes = torch.tensor([len(turn.completion.token_ids) for m in members for turn in m.turns], dtype=torch.int64)
+    ids_N = numbers.repeat_interleave(sizes)
+    paid = [pay for member in members for pay in member.turn_rewards or [turn.reward for turn in member.turns]]
+    if all(pay is None for pay in paid):
+        return ids_N, None
+    rewards_N, has_tokens = torch.zeros(len(ids_N), dtype=torch.float64), sizes > 0
+    rewards_N[(sizes.cumsum(0) - 1)[has_tokens]] = _float64(pay or 0.0 for pay in paid)[has_tokens]
+    return ids_N, rewards_N
 
 
 def _key(seed: int, version: int, member: Trajectory) -> int:
@@ -248,13 +244,27 @@ def _weights(credit: Credit, update_B: Tensor, is_kept_B: Tensor, rules: CreditR
 
 
 def _filled(
-    row: Sample, advantages: Iterator[float], targets: Iterator[float] | None, weight: float, slope: float
-) -> Sample:
-    """The row with credit on its drawn tokens and zeros elsewhere. Takes as many entries as it has drawn tokens."""
-    return dataclasses.replace(
-        row,
-        advantages=[next(advantages) if drawn else 0.0 for drawn in row.loss_mask],
-        targets=None if targets is None else [next(targets) if drawn else 0.0 for drawn in row.loss_mask],
-        weights=[weight * drawn for drawn in row.loss_mask],
-        weight_slope=slope,
-    )
+    member_rows: Sequence[Sequence[Sample]],
+    advantages_N: Tensor,
+    targets_N: Tensor | None,
+    weights_B: Tensor,
+    slopes_B: Tensor,
+) -> list[Sample]:
+    """All rows in order, with credit on their drawn tokens and zeros elsewhere."""
+    rows = [row for own in member_rows for row in own]
+    # In one piece: a step has hundreds of thousands of tokens.
+    is_drawn_T = torch.from_numpy(np.fromiter(chain.from_iterable(row.loss_mask for row in rows), dtype=np.bool_))
+    counts_B = torch.tensor([len(own) for own in member_rows], dtype=torch.int64)
+    sizes = torch.tensor([row.num_actions for row in rows], dtype=torch.int64)
+    weights, slopes = (of_member.repeat_interleave(counts_B) for of_member in (weights_B, slopes_B))
+
+    def columns(values_N: Tensor) -> list[list[float]]:
+        entries = iter(torch.zeros(len(is_drawn_T), dtype=torch.float64).masked_scatter_(is_drawn_T, values_N).tolist())
+        return [list(islice(entries, len(row.token_ids))) for row in rows]
+
+    targets = [None] * len(rows) if targets_N is None else columns(targets_N)
+    given = (columns(advantages_N), columns(weights.repeat_interleave(sizes)), targets, slopes.tolist())
+    return [
+        dataclasses.replace(row, advantages=advantages, weights=weights, targets=target, weight_slope=slope)
+        for row, advantages, weights, target, slope in zip(rows, *given, strict=True)
+    ]

@@ -283,8 +283,8 @@ class Trajectory:
     @property
     def is_opponents(self) -> bool:
         """Drawn by an opponent of the policy: its tokens have no version."""
-        versions = [version for turn in self.turns for version in turn.completion.versions]
-        return bool(versions) and max(versions) < 0
+        newest = [max(turn.completion.versions) for turn in self.turns if turn.completion.versions]
+        return bool(newest) and max(newest) < 0
 
     @property
     def is_truncated(self) -> bool:
