@@ -23,6 +23,7 @@ MAX_CHARACTERS = 200
 MAX_DIGITS = 30
 """Of a result."""
 DECIMALS = 6
+PARSE_ATTEMPTS = 5
 _SIGNS: dict[type[ast.AST], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -36,7 +37,7 @@ def evaluate(expression: str) -> Fraction:
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression has more than {MAX_CHARACTERS} characters")
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _value(_parsed(expression.strip()))
     except ZeroDivisionError:
         raise ToolError("division by zero") from None
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # all that ast.parse throws at odd text
@@ -44,6 +45,15 @@ def evaluate(expression: str) -> Fraction:
     if abs(value) >= 10**MAX_DIGITS:
         raise ToolError(f"the result has more than {MAX_DIGITS} digits")
     return value
+
+
+def _parsed(expression: str) -> ast.expr:
+    for _ in range(PARSE_ATTEMPTS - 1):
+        try:
+            return ast.parse(expression, mode="eval").body
+        except SystemError:
+            pass  # Python 3.11 counts the depth of trees for all threads together, and may find another's among its own
+    return ast.parse(expression, mode="eval").body
 
 
 def _value(node: ast.expr) -> Fraction:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import random
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +55,19 @@ async def steps(env: Calculator, *said: str) -> list[EnvReply]:
 )
 def test_arithmetic_is_exact(expression: str, shown: str) -> None:
     assert show(evaluate(expression)) == shown
+
+
+def test_a_fault_of_python_between_two_threads_is_no_answer_of_the_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen once in some ten thousand calls: the call was right, and the model was told that it was not."""
+    parse, faults = ast.parse, iter([SystemError("AST constructor recursion depth mismatch (before=27, after=28)")])
+
+    def parse_among_threads(*arguments: Any, **settings: Any) -> Any:
+        for fault in faults:
+            raise fault
+        return parse(*arguments, **settings)
+
+    monkeypatch.setattr(ast, "parse", parse_among_threads)
+    assert evaluate("2*(3+4)") == 14
 
 
 def test_values_agree_with_fractions_on_random_expressions() -> None:
