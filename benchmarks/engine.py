@@ -48,6 +48,10 @@ def load(options: argparse.Namespace) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+REPEATS = 4
+"""The last one counts: on a GPU the second of a size records it."""
+
+
 def make_engine(model: Any, numerics: Any, together: int, length: int) -> LocalEngine:
     model = prepare(model)
     lay_end_to_end(model)
@@ -192,26 +196,26 @@ def grow(model: Any, options: argparse.Namespace) -> None:
     rows: dict[str, list[tuple[float, float]]] = {"context": [], "batch": [], "group": []}
     for length in options.lengths:
         engine = make_engine(model, "fast", 16, length + 40)
-        for repeat in range(2):
+        for repeat in range(REPEATS):
             one = time_engine(engine, make_prompts(16, length, vocabulary, repeat), 1, f"one {repeat}")
             many = time_engine(engine, make_prompts(16, length, vocabulary, repeat), 33, f"many {repeat}")
         rows["context"].append((length, 1000 * (many - one) / 32))
     count = 1
     while count <= together:
         engine = make_engine(model, "fast", count, 128)
-        for repeat in range(2):
+        for repeat in range(REPEATS):
             seconds = time_engine(engine, make_prompts(count, 64, vocabulary, repeat), 32, f"batch {repeat}")
         rows["batch"].append((count, 1000 * seconds / 32))
         count *= 4
     length = options.lengths[-1]
     for size in (1, 4, 16):
         engine = make_engine(model, "fast", 16, length + 40)
-        for repeat in range(2):
+        for repeat in range(REPEATS):
             prompts = make_prompts(1, length, vocabulary, repeat) * size
             seconds = time_engine(engine, prompts, 1, f"group {size} {repeat}")
         rows["group"].append((size, 1000 * seconds))
     engine = make_engine(model, "fast", 16, length + 40)
-    for repeat in range(2):
+    for repeat in range(REPEATS):
         apart = time_engine(engine, make_prompts(16, length, vocabulary, repeat), 1, f"apart {repeat}")
     show_growth(rows, 1000 * apart, length, Path(options.grow))
 

@@ -1,7 +1,8 @@
 """How good a model is after so many seconds of training: GSM8K, GRPO, held-out greedy accuracy, the time split.
 
     python benchmarks/gsm8k.py --model models/qwen2.5-coder-0.5b --data data/gsm8k --seeds 0 1 2 --out curve.svg
-The clock runs while it trains (rollouts, verifiers, updates, publication, canary), not while it evaluates.
+The clock runs while it trains (rollouts, verifiers, updates, publication, canary), not while it loads, opens the gate
+before step 1 or evaluates; compiling kernels counts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import asyncio
 import json
 import os
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,12 @@ from temper.types import Batch, EvaluationResult, StepReport
 
 TEMPLATE = "{prompt}\nReason step by step, and put your final answer within \\boxed{}."
 
+TOLD = {
+    "reward": "reward/mean", "tokens": "gen/len_mean", "cut": "gen/truncation_rate", "no signal": "data/degenerate",
+    "entropy": "policy/entropy", "gradient": "policy/grad_norm", "gap": "mismatch/logp_abs_mean",
+}  # fmt: skip
+NOT_TRAINING = ("evaluate", "gate")
+
 
 class TimeIsUp(Exception):
     """Ends the run between two steps."""
@@ -45,30 +53,48 @@ class Clock:
         self.scores: list[tuple[float, float, float, float]] = []
 
     def append(self, report: StepReport, batch: Batch) -> None:
-        trained = {phase: seconds for phase, seconds in report.seconds.items() if phase != "evaluate"}
+        trained = {phase: seconds for phase, seconds in report.seconds.items() if phase not in NOT_TRAINING}
         self.seconds += sum(trained.values())
         self.steps += 1
         self.phases.update(trained)
         self.rewards.append((self.seconds, report.metrics["reward/mean"]))
         if self.steps % 10 == 0:
-            print(f"step {self.steps}, {self.seconds:.0f} s, reward {self.rewards[-1][1]:.3f}", flush=True)
+            told = [f"{label} {report.metrics[name]:.3g}" for label, name in TOLD.items() if name in report.metrics]
+            print(f"step {self.steps}, {self.seconds:.0f} s, {', '.join(told)}", flush=True)
         if self.seconds >= self._limit:
             raise TimeIsUp
 
     def evaluation(self, result: EvaluationResult) -> None:
         if result.name == "greedy":
             self.scores.append((self.seconds, result.score, result.low, result.high))
-            print(f"step {self.steps}, {self.seconds:.0f} s, held out {100 * result.score:.1f}%", flush=True)
+            print(
+                f"step {self.steps}, {self.seconds:.0f} s, held out {100 * result.score:.1f}%, {self.split}", flush=True
+            )
+
+    @property
+    def split(self) -> str:
+        """Where the time went."""
+        return ", ".join(f"{name} {100 * s / self.seconds:.0f}%" for name, s in self.phases.most_common(6))
 
 
-def recipe_of(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+def with_few_calculations(path: Path, most: int, folder: Path) -> Path:
+    """The problems whose published solution calculates at most so often: GSM8K marks every calculation, <<48/2=24>>.
+
+    A small model solves them often enough to learn from them; of the others it fails most in all of its attempts.
+    """
+    kept = [line for line in path.read_text().splitlines() if json.loads(line)["answer"].count("<<") <= most]
+    (folder / "train.jsonl").write_text("\n".join(kept) + "\n")
+    return folder / "train.jsonl"
+
+
+def recipe_of(options: argparse.Namespace, seed: int, train_file: Path) -> dict[str, Any]:
     source = {"prompt_field": "question", "answer_pattern": "#### (.+)"}
     return {
         "name": "gsm8k",
         "seed": seed,
         "steps": 100_000,
         "model": {"path": options.model},
-        "train": [{"path": f"{options.data}/train.jsonl", **source}],
+        "train": [{"path": str(train_file), **source}],
         "heldout": {"path": f"{options.data}/test.jsonl", "size": options.heldout, **source},
         "prompt": {"template": TEMPLATE},
         "reward": [{"kind": "math"}],
@@ -83,8 +109,8 @@ def recipe_of(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     }
 
 
-async def train(options: argparse.Namespace, seed: int) -> Clock:
-    (config,) = resolve(recipe_of(options, seed), [*options.set], where="benchmark")
+async def train(options: argparse.Namespace, seed: int, train_file: Path) -> Clock:
+    (config,) = resolve(recipe_of(options, seed, train_file), [*options.set], where="benchmark")
     stage = build_stage(config, 0, Path(options.model))
     clock = Clock(options.seconds)
     plan = make_plan(stage, first_step=1, recorders=(clock,), checkpoint=lambda step: None)
@@ -102,9 +128,8 @@ def show(options: argparse.Namespace, clocks: dict[int, Clock]) -> None:
     table = Table("seed", "steps", "seconds", "start", "end, 95% interval", "where the time went")
     for seed, clock in clocks.items():
         first, last = clock.scores[0], clock.scores[-1]
-        split = ", ".join(f"{name} {100 * s / clock.seconds:.0f}%" for name, s in clock.phases.most_common(5))
         end = f"{100 * last[1]:.1f}% [{100 * last[2]:.1f}, {100 * last[3]:.1f}]"
-        table.add_row(str(seed), str(clock.steps), f"{clock.seconds:.0f}", f"{100 * first[1]:.1f}%", end, split)
+        table.add_row(str(seed), str(clock.steps), f"{clock.seconds:.0f}", f"{100 * first[1]:.1f}%", end, clock.split)
     Console(width=150).print(table)
     if options.out:
         curves = {f"seed {seed}": clock for seed, clock in clocks.items()}
@@ -143,13 +168,18 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=320)
     parser.add_argument("--heldout", type=int, default=512)
     parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
+    parser.add_argument("--calculations", type=int, default=0, help="at most, in a training problem; 0: all problems")
     parser.add_argument("--preset", default="grpo")
     parser.add_argument("--learning-rate", type=float, default=3e-6)
     parser.add_argument("--microbatch", type=int, default=32768)
     parser.add_argument("--set", action="append", default=[], help="change a key of the recipe")
     parser.add_argument("--out", help="SVG of the curves, and their numbers beside it")
     options = parser.parse_args()
-    show(options, {seed: asyncio.run(train(options, seed)) for seed in options.seeds})
+    with tempfile.TemporaryDirectory() as folder:
+        train_file = Path(options.data) / "train.jsonl"
+        if options.calculations:
+            train_file = with_few_calculations(train_file, options.calculations, Path(folder))
+        show(options, {seed: asyncio.run(train(options, seed, train_file)) for seed in options.seeds})
 
 
 if __name__ == "__main__":

@@ -73,8 +73,9 @@ class Steps:
 
 def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
     rows = folder / "prompts.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": p, "answer": "x"}) + "\n" for p in prompts(512)))
+    rows.write_text("".join(json.dumps({"prompt": p, "answer": ALPHABET}) + "\n" for p in prompts(512)))
     completions = options.prompts * options.group
+    # The reward grows with the letters of an answer, as in TRL's column: nearly every group has a signal to train on.
     recipe = {
         "steps": options.steps,
         "model": {"path": str(folder), "dtype": dtype},
@@ -95,7 +96,11 @@ def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dic
     median: Callable[[Callable[[StepReport], float]], float] = lambda f: statistics.median(map(f, warm))  # noqa: E731
     phases = {name: median(lambda r, name=name: r.seconds.get(name, 0.0)) for name in warm[-1].seconds}
     split = sorted(phases.items(), key=lambda item: -item[1])
-    print("seconds of a step:", ", ".join(f"{name} {value:.3f}" for name, value in split if value > 0.002))
+    with_signal = 1 - median(lambda r: r.metrics["data/degenerate"])
+    print(
+        f"groups with a signal: {with_signal:.0%}; seconds of a step:",
+        ", ".join(f"{name} {value:.3f}" for name, value in split if value > 0.002),
+    )
     return {
         "step seconds": median(lambda r: sum(r.seconds.values())),
         "generate tokens/s": median(lambda r: r.system["sys/rollout_tok_s"]),
@@ -123,7 +128,8 @@ def measure_trl(folder: Path, options: argparse.Namespace, dtype: str) -> dict[s
     arguments = GRPOConfig(
         output_dir=str(folder / "trl"), per_device_train_batch_size=per_device,
         gradient_accumulation_steps=completions // per_device, num_generations=options.group,
-        max_completion_length=options.new, max_steps=options.steps, logging_steps=1, bf16=not on_cpu, use_cpu=on_cpu,
+        max_completion_length=options.new, logging_steps=1,
+        max_steps=options.trl_steps or options.steps, bf16=not on_cpu, use_cpu=on_cpu,
         report_to=[], save_strategy="no", beta=0.0, learning_rate=1e-6, temperature=1.0, gradient_checkpointing=False,
         disable_tqdm=True,
     )  # fmt: skip
@@ -131,7 +137,7 @@ def measure_trl(folder: Path, options: argparse.Namespace, dtype: str) -> dict[s
         model=model,
         processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": prompts(512)}),
-        reward_funcs=lambda completions, **_: [float(len(c) % 7) for c in completions],
+        reward_funcs=lambda completions, **_: [len(text) / len(ALPHABET) for text in completions],
         args=arguments,
     )
     if torch.cuda.is_available():
@@ -165,9 +171,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=4, help="the first is warm-up")
+    parser.add_argument("--steps", type=int, default=4, help="the first is warm-up; the median of the others counts")
     parser.add_argument("--microbatch", type=int, default=16384, help="Temper: packed tokens per forward pass")
     parser.add_argument("--trl-batch", type=int, default=64, help="TRL: sequences per forward pass")
+    parser.add_argument("--trl-steps", type=int, help="TRL: as many as --steps unless given; its steps vary little")
     parser.add_argument("--only", choices=["temper", "trl"])
     options = parser.parse_args()
     transformers_logging.set_verbosity_error()
