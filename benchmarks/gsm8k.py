@@ -19,14 +19,16 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from temper import loop
 from temper.build import build_stage, make_plan
 from temper.config import resolve
+from temper.protocols import Trainer
 from temper.runs.plot import Line, Panel, chart
-from temper.types import Batch, EvaluationResult, StepReport
+from temper.types import Batch, EvaluationResult, Publication, StepReport
 
 TEMPLATE = "{prompt}\nReason step by step, and put your final answer within \\boxed{}."
 
@@ -51,6 +53,7 @@ class Clock:
         self.phases: Counter[str] = Counter()
         self.rewards: list[tuple[float, float]] = []
         self.scores: list[tuple[float, float, float, float]] = []
+        self.averaged: EvaluationResult | None = None
 
     def append(self, report: StepReport, batch: Batch) -> None:
         trained = {phase: seconds for phase, seconds in report.seconds.items() if phase not in NOT_TRAINING}
@@ -75,6 +78,29 @@ class Clock:
     def split(self) -> str:
         """Where the time went."""
         return ", ".join(f"{name} {100 * s / self.seconds:.0f}%" for name, s in self.phases.most_common(6))
+
+
+class MovingAverage:
+    """A recorder that keeps the mean of the weights of the last steps, which have less noise than those of the last."""
+
+    def __init__(self, trainer: Trainer, decay: float) -> None:
+        self._trainer, self._decay = trainer, decay
+        self._mean: dict[str, torch.Tensor] = {}
+
+    def append(self, report: StepReport, batch: Batch) -> None:
+        tensors = {name: tensor.float() for name, tensor in self._trainer.publish().tensors.items()}
+        if self._mean:
+            torch._foreach_lerp_(list(self._mean.values()), list(tensors.values()), 1 - self._decay)
+        else:
+            self._mean = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        """Not its business."""
+
+    def publication(self) -> Publication:
+        now = self._trainer.publish()
+        tensors = {name: mean.to(now.tensors[name].dtype) for name, mean in self._mean.items()}
+        return Publication(version=now.version, tensors=tensors)
 
 
 def with_few_calculations(path: Path, most: int, folder: Path) -> Path:
@@ -112,24 +138,29 @@ def recipe_of(options: argparse.Namespace, seed: int, train_file: Path) -> dict[
 async def train(options: argparse.Namespace, seed: int, train_file: Path) -> Clock:
     (config,) = resolve(recipe_of(options, seed, train_file), [*options.set], where="benchmark")
     stage = build_stage(config, 0, Path(options.model))
-    clock = Clock(options.seconds)
-    plan = make_plan(stage, first_step=1, recorders=(clock,), checkpoint=lambda step: None)
+    clock, average = Clock(options.seconds), MovingAverage(stage.trainer, options.average)
+    recorders = (average, clock) if options.average else (clock,)
+    plan = make_plan(stage, first_step=1, recorders=recorders, checkpoint=lambda step: None)
     try:
         await loop.run(plan)
     except TimeIsUp:
         for result in await stage.evaluate(clock.steps):
             clock.evaluation(result)
-    finally:
-        await stage.close()
+    if options.average:
+        await stage.sampler.load(average.publication())
+        clock.averaged = next(result for result in await stage.evaluate(clock.steps) if result.name == "greedy")
+    await stage.close()
     return clock
 
 
 def show(options: argparse.Namespace, clocks: dict[int, Clock]) -> None:
-    table = Table("seed", "steps", "seconds", "start", "end, 95% interval", "where the time went")
+    table = Table("seed", "steps", "seconds", "start", "end, 95% interval", "averaged weights", "where the time went")
     for seed, clock in clocks.items():
         first, last = clock.scores[0], clock.scores[-1]
         end = f"{100 * last[1]:.1f}% [{100 * last[2]:.1f}, {100 * last[3]:.1f}]"
-        table.add_row(str(seed), str(clock.steps), f"{clock.seconds:.0f}", f"{100 * first[1]:.1f}%", end, clock.split)
+        averaged = "-" if clock.averaged is None else f"{100 * clock.averaged.score:.1f}%"
+        start = f"{100 * first[1]:.1f}%"
+        table.add_row(str(seed), str(clock.steps), f"{clock.seconds:.0f}", start, end, averaged, clock.split)
     Console(width=150).print(table)
     if options.out:
         curves = {f"seed {seed}": clock for seed, clock in clocks.items()}
@@ -173,6 +204,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-6)
     parser.add_argument("--microbatch", type=int, default=32768)
     parser.add_argument("--set", action="append", default=[], help="change a key of the recipe")
+    parser.add_argument(
+        "--average", type=float, default=0.0, help="score averaged weights too; decay a step, e.g. 0.97"
+    )
     parser.add_argument("--out", help="SVG of the curves, and their numbers beside it")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

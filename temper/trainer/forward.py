@@ -127,10 +127,11 @@ def forward_only(
     temperature: float,
     facts: StepFacts,
     measured: Mapping[str, Tensor] | None = None,
-) -> tuple[Tensor, MetricSums, Tensor] | None:
-    """Loss, metrics and what traces are made of, where the gradient is zero. None: it is not.
+    seen: list[Tensor] | None = None,
+) -> tuple[Tensor, MetricSums] | None:
+    """The same for a microbatch whose gradient is zero, without a backward pass through the model. None: it is not.
 
-    Found out, not assumed: whatever the loss is made of, the gradient at what the model says of the tokens decides.
+    Found out, not assumed: whatever the loss is made of, its gradient at what the model says of the tokens decides.
     """
     scored = score_drawn(model, microbatch, temperature)
     pulled = ("logprobs", "top_logprobs", *(("entropy",) if "entropy" in objective.needs else ()))
@@ -142,7 +143,9 @@ def forward_only(
     found = [gradient.any() for gradient in gradients if gradient is not None]
     if found and torch.stack(found).any():
         return None
-    return loss.detach(), metrics, seen_of(scored.logprobs, scored.entropy)
+    if seen is not None:
+        seen.append(seen_of(scored.logprobs, scored.entropy))
+    return loss.detach(), metrics
 
 
 def _scored_for(

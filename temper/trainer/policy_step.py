@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,31 +90,14 @@ class PolicyStep:
 
     def _backward(self, part: Part, facts: StepFacts, seen: list[Tensor] | None = None) -> tuple[Tensor, MetricSums]:
         microbatch, measured = part
+        arguments = (self._model, microbatch, self._objective)
+        options: dict[str, Any] = {"temperature": self._temperature, "facts": facts, "measured": measured, "seen": seen}
         if not self._trains_all and not microbatch.has_credit:
-            found = forward_only(
-                self._model,
-                microbatch,
-                self._objective,
-                temperature=self._temperature,
-                facts=facts,
-                measured=measured,
-            )
-            if found is not None:
-                loss, metrics, values = found
-                if seen is not None:
-                    seen.append(values)
-                return loss, metrics
+            if (found := forward_only(*arguments, **options)) is not None:
+                return found
             self._trains_all = True
         with checkpointing(self._model) if self._is_recomputing else nullcontext():
-            loss, metrics = forward_backward(
-                self._model,
-                microbatch,
-                self._objective,
-                temperature=self._temperature,
-                facts=facts,
-                measured=measured,
-                seen=seen,
-            )
+            loss, metrics = forward_backward(*arguments, **options)
         self._optimizer.collect()
         return loss, metrics
 
