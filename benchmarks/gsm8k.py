@@ -142,14 +142,16 @@ async def train(options: argparse.Namespace, seed: int, train_file: Path) -> Clo
     recorders = (average, clock) if options.average else (clock,)
     plan = make_plan(stage, first_step=1, recorders=recorders, checkpoint=lambda step: None)
     try:
-        await loop.run(plan)
-    except TimeIsUp:
-        for result in await stage.evaluate(clock.steps):
-            clock.evaluation(result)
-    if options.average:
-        await stage.sampler.load(average.publication())
-        clock.averaged = next(result for result in await stage.evaluate(clock.steps) if result.name == "greedy")
-    await stage.close()
+        try:
+            await loop.run(plan)
+        except TimeIsUp:
+            for result in await stage.evaluate(clock.steps):
+                clock.evaluation(result)
+        if options.average:
+            await stage.sampler.load(average.publication())
+            clock.averaged = next(result for result in await stage.evaluate(clock.steps) if result.name == "greedy")
+    finally:
+        await stage.close()
     return clock
 
 

@@ -17,6 +17,9 @@ from temper.protocols import BatchSource, Sampler, Trainer
 from temper.runs.ledger import balanced
 from temper.types import Batch, EvaluationResult, StepReport, TrainResult
 
+OBJECTS_PER_COLLECTION = 50_000
+"""That Python makes before it looks for cycles among them."""
+
 
 class Recorder(Protocol):
     """Whoever wants to know what happened: the run store, the display."""
@@ -73,9 +76,6 @@ async def run(plan: Plan) -> None:
     """
     with seldom_collected():
         await _run(plan)
-
-
-OBJECTS_PER_COLLECTION = 50_000
 
 
 @contextmanager

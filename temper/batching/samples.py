@@ -201,14 +201,19 @@ def _steps(members: Sequence[Trajectory], lengths: Sequence[int]) -> tuple[Tenso
 
 def _turns(members: Sequence[Trajectory]) -> tuple[Tensor, Tensor | None]:
     """For each drawn token: the number of its turn, and what was paid when the turn ended."""
-    numbers = torch.tensor([number for member in members for number in range(len(member.turns))], dtype=torch.int64)
-    sizes = torch.tensor([len(turn.completion.token_ids) for m in members for turn in m.turns], dtype=torch.int64)
-    ids_N = numbers.repeat_interleave(sizes)
-    paid = [pay for member in members for pay in member.turn_rewards or [turn.reward for turn in member.turns]]
-    if all(pay is None for pay in paid):
+    turns = [
+        (number, len(turn.completion.token_ids), pay)
+        for member in members
+        for number, (turn, pay) in enumerate(
+            zip(member.turns, member.turn_rewards or [turn.reward for turn in member.turns], strict=True)
+        )
+    ]
+    sizes = torch.tensor([size for _, size, _ in turns], dtype=torch.int64)
+    ids_N = torch.tensor([number for number, _, _ in turns], dtype=torch.int64).repeat_interleave(sizes)
+    if all(pay is None for _, _, pay in turns):
         return ids_N, None
     rewards_N, has_tokens = torch.zeros(len(ids_N), dtype=torch.float64), sizes > 0
-    rewards_N[(sizes.cumsum(0) - 1)[has_tokens]] = _float64(pay or 0.0 for pay in paid)[has_tokens]
+    rewards_N[(sizes.cumsum(0) - 1)[has_tokens]] = _float64(pay or 0.0 for _, _, pay in turns)[has_tokens]
     return ids_N, rewards_N
 
 
@@ -256,15 +261,16 @@ def _filled(
     is_drawn_T = torch.from_numpy(np.fromiter(chain.from_iterable(row.loss_mask for row in rows), dtype=np.bool_))
     counts_B = torch.tensor([len(own) for own in member_rows], dtype=torch.int64)
     sizes = torch.tensor([row.num_actions for row in rows], dtype=torch.int64)
-    weights, slopes = (of_member.repeat_interleave(counts_B) for of_member in (weights_B, slopes_B))
+    weight_of_row, slope_of_row = (of_member.repeat_interleave(counts_B) for of_member in (weights_B, slopes_B))
 
     def columns(values_N: Tensor) -> list[list[float]]:
         entries = iter(torch.zeros(len(is_drawn_T), dtype=torch.float64).masked_scatter_(is_drawn_T, values_N).tolist())
         return [list(islice(entries, len(row.token_ids))) for row in rows]
 
     targets = [None] * len(rows) if targets_N is None else columns(targets_N)
-    given = (columns(advantages_N), columns(weights.repeat_interleave(sizes)), targets, slopes.tolist())
+    weights = columns(weight_of_row.repeat_interleave(sizes))
+    given = (columns(advantages_N), weights, targets, slope_of_row.tolist())
     return [
-        dataclasses.replace(row, advantages=advantages, weights=weights, targets=target, weight_slope=slope)
-        for row, advantages, weights, target, slope in zip(rows, *given, strict=True)
+        dataclasses.replace(row, advantages=advantage, weights=weight, targets=target, weight_slope=slope)
+        for row, advantage, weight, target, slope in zip(rows, *given, strict=True)
     ]
