@@ -48,6 +48,7 @@ class Clock:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
+        self._told = 0.0
         self.seconds = 0.0
         self.steps = 0
         self.phases: Counter[str] = Counter()
@@ -63,7 +64,9 @@ class Clock:
         self.rewards.append((self.seconds, report.metrics["reward/mean"]))
         if self.steps % 10 == 0:
             told = [f"{label} {report.metrics[name]:.3g}" for label, name in TOLD.items() if name in report.metrics]
-            print(f"step {self.steps}, {self.seconds:.0f} s, {', '.join(told)}", flush=True)
+            pace = (self.seconds - self._told) / 10
+            print(f"step {self.steps}, {self.seconds:.0f} s, {pace:.2f} s a step, {', '.join(told)}", flush=True)
+            self._told = self.seconds
         if self.seconds >= self._limit:
             raise TimeIsUp
 
