@@ -141,18 +141,19 @@ def require_agreement(agreement: Agreement, *, budget: Budget, when: str) -> Non
 
 def stale_tensors(published: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors that are missing on one side or differ in a bit. Shared storage costs nothing."""
-    return [
-        name
-        for name in sorted({*published, *held})
-        if name not in published or name not in held or not _is_same(published[name], held[name])
-    ]
-
-
-def _is_same(published: Tensor, held: Tensor) -> bool:
-    if published.data_ptr() == held.data_ptr() and published.shape == held.shape:
-        return True
-    # Across devices the sampler's may be elsewhere; NaN equals nothing, and weights that hold one should be named.
-    return published.dtype == held.dtype and torch.equal(published, held.to(published.device))
+    stale, differs = [], {}
+    for name in sorted({*published, *held}):
+        ours, theirs = published.get(name), held.get(name)
+        if ours is None or theirs is None or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            stale.append(name)
+        elif ours.data_ptr() != theirs.data_ptr():
+            # The sampler's may be on another device. NaN equals nothing, and weights that hold one should be named.
+            differs[name] = (ours != theirs.to(ours.device)).any()
+    if differs:  # one look at the device for all: while others compute there, each would wait for them
+        stale += [
+            name for name, is_other in zip(differs, torch.stack([*differs.values()]).tolist(), strict=True) if is_other
+        ]
+    return sorted(stale)
 
 
 async def _judge(sides: Sides, rows: Sequence[Sample], agreement: Agreement, *, version: int, name: str) -> Agreement:
