@@ -97,6 +97,10 @@ class Size(NamedTuple):
     longest: int
 
 
+LEAST = Size(tokens=256, rows=8, longest=256)
+"""Smaller passes take no less time."""
+
+
 class ChunkGraphs:
     def __init__(self, forward: Forward, limits: GraphLimits, device: torch.device, record: Record) -> None:
         self._forward, self._record = forward, record
@@ -111,7 +115,7 @@ class ChunkGraphs:
 
     def wanted_states(self, chunks: Chunks) -> Tensor | None:
         """[wanted, D]. None: a pass of this size gains nothing from a graph."""
-        size = _size(chunks)
+        size = _size(chunks, len(self._blocks_NM))
         if size.tokens > MOST_TOKENS:
             return None
         self._fill(chunks, size)
@@ -154,5 +158,9 @@ class ChunkGraphs:
             target.copy_(torch.from_numpy(source), non_blocking=True)
 
 
-def _size(chunks: Chunks) -> Size:
-    return Size(bucket(len(chunks.tokens_T)), bucket(len(chunks.counts_N)), 1 << (chunks.longest - 1).bit_length())
+def _size(chunks: Chunks, most_rows: int) -> Size:
+    """Powers of two, and no small ones: requests that come as others end make passes of every size, and to record one
+    takes as long as hundreds of replays."""
+    asked = Size(len(chunks.tokens_T), len(chunks.counts_N), chunks.longest)
+    size = Size(*(max(least, 1 << (count - 1).bit_length()) for least, count in zip(LEAST, asked, strict=True)))
+    return size._replace(rows=min(size.rows, most_rows))

@@ -29,6 +29,8 @@ tokens' keys and values."""
 
 SHORT = 256
 """Shorter rows count as so long."""
+LITTLE_MEMORY = 0.1
+"""With a smaller share free, cached memory is given back before a graph takes its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +143,20 @@ class CudaRecorder:
             for _ in range(2):
                 work()
         torch.cuda.current_stream().wait_stream(stream)
+        free, total = torch.cuda.mem_get_info()
+        if free < total * LITTLE_MEMORY:
+            torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may train or score meanwhile: only what this one does is forbidden to allocate or wait.
-        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = work()
+        # Not torch.cuda.graph(): that gives all cached memory back, which the trainer would have to ask for anew.
+        stream.wait_stream(torch.cuda.current_stream())
+        with _no_collection(), torch.cuda.stream(stream):
+            # Other threads may train or score meanwhile: only what this one does is forbidden to allocate or wait.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                output = work()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
         return graph.replay, output
 
 

@@ -136,7 +136,7 @@ class Runner:
             return []
         # A token id below 2**53 survives float64, and so does a float32 log-probability.
         flat = torch.cat([t.double().flatten() for table in tables for t in (table.tokens_RS, table.logprobs_RS)])
-        host, start = flat.cpu().numpy(), 0
+        host, start = _host(flat), 0
         fetched = []
         for table in tables:
             shape, size = tuple(table.tokens_RS.shape), table.tokens_RS.numel()
@@ -146,9 +146,9 @@ class Runner:
                 Drawn(
                     tokens_RS=tokens.astype(np.int64).reshape(shape),
                     logprobs_RS=logprobs.astype(np.float32).reshape(shape),
-                    top_ids_RK=_host(table.top_ids_RK),
-                    top_logprobs_RK=_host(table.top_logprobs_RK),
-                    entropy_R=_host(table.entropy_R),
+                    top_ids_RK=None if table.top_ids_RK is None else _host(table.top_ids_RK),
+                    top_logprobs_RK=None if table.top_logprobs_RK is None else _host(table.top_logprobs_RK),
+                    entropy_R=None if table.entropy_R is None else _host(table.entropy_R),
                     keep_ids=None if table.kept_RV is None else _keep_ids(table.kept_RV),
                 )
             )
@@ -205,9 +205,17 @@ class Runner:
 
 
 def _keep_ids(kept_RV: Tensor) -> list[list[int]]:
-    rows, ids = kept_RV.nonzero().cpu().numpy().T
+    rows, ids = _host(kept_RV.nonzero()).T
     return [part.tolist() for part in np.split(ids, np.searchsorted(rows, np.arange(1, len(kept_RV))))]
 
 
-def _host(tensor: Tensor | None) -> Any:
-    return None if tensor is None else tensor.cpu().numpy()
+def _host(tensor: Tensor) -> NDArray[Any]:
+    """Waits for it outside of the copy: one to ordinary memory keeps CUDA's lock until it is done, so that a trainer in
+    another thread could launch nothing meanwhile."""
+    if tensor.device.type != "cuda":
+        return tensor.numpy()
+    pinned = tensor.to("cpu", non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    done.synchronize()
+    return pinned.numpy()

@@ -136,7 +136,7 @@ class Scheduler:
             self.waiting.popleft()
             is_prefill = not self.rows.is_decode()[admitted]
             budget -= self._schedule_chunk(admitted, budget, chunks) if is_prefill else 1
-        steps = 1 if chunks else self._reserve_burst()
+        steps = self._reserve_burst(may_preempt=not chunks)
         rows, starts, counts = np.asarray(chunks, dtype=np.int64).reshape(-1, 3).T
         decode_R = np.flatnonzero(self.rows.is_decode())
         return Schedule(decode_R=decode_R, prefill_R=rows, start_R=starts, count_R=counts, steps=steps)
@@ -216,18 +216,18 @@ class Scheduler:
         """Longest this sequence may become, prompt included."""
         return min(sequence.num_prompt + sequence.request.params.max_new_tokens, self._max_length)
 
-    def _reserve_burst(self) -> int:
-        """How many tokens every decode row draws at once. Those beyond a row's limit go to the scratch block and are
-        dropped."""
+    def _reserve_burst(self, *, may_preempt: bool) -> int:
+        """How many tokens every decode row draws at once. Those beyond its limit go to the scratch block."""
         rows, steps, decode_R = self.rows, self._steps_per_sync, np.flatnonzero(self.rows.is_decode())
-        if steps == 1 or not len(decode_R) or not rows.draws(decode_R).is_plain or not self._extend_decode_rows(steps):
+        is_plain = len(decode_R) > 0 and rows.draws(decode_R).is_plain
+        if steps == 1 or not is_plain or not self._extend_decode_rows(steps, may_preempt=may_preempt):
             return 1
         decode_R = np.flatnonzero(self.rows.is_decode())
         return min(steps, int((rows.limit[decode_R] - rows.length[decode_R]).max(initial=1)))
 
-    def _extend_decode_rows(self, steps: int) -> bool:
-        """Blocks for the next tokens of every decode row; the youngest rows give way when there are none. False: a
-        single row is left, and several steps are more than there is room for."""
+    def _extend_decode_rows(self, steps: int, *, may_preempt: bool = True) -> bool:
+        """Blocks for the next tokens of every decode row; the youngest rows give way when there are none, unless one of
+        them is about to be prefilled. False: several steps are more than there is room for."""
         rows = self.rows
         while True:
             decode_R = np.flatnonzero(self.rows.is_decode())
@@ -237,7 +237,7 @@ class Scheduler:
             lacking_R = np.maximum(blocks_R - rows.num_blocks[decode_R], 0)
             if (needed := int(lacking_R.sum())) <= self.pool.num_free:
                 break
-            if steps > 1 and self.num_running == 1:
+            if not may_preempt or (steps > 1 and self.num_running == 1):
                 return False
             self._preempt_youngest()
             self.counters.preemptions += 1

@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from temper.engine.local.attention import PagedCache
+from temper.engine.local.chunks import LEAST, MOST_TOKENS, Chunks, _size
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.graphs import GraphLimits, bucket
 from temper.engine.local.runner import Runner
@@ -162,3 +164,24 @@ def test_a_prefill_has_the_same_bits_before_and_after_it_is_recorded() -> None:
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (3, 4), (200, 256), (257, 512), (1024, 1024)])
 def test_sizes_are_few_and_close(count: int, size: int) -> None:
     assert bucket(count) == size
+
+
+def test_prefills_of_every_size_need_few_recordings() -> None:
+    sizes = {
+        _size(chunks_of([length] * rows), most_rows=12)
+        for rows in (1, 2, 3, 5, 7, 12)
+        for length in (1, 9, 100, 130, 255, 300)
+        if rows * length <= MOST_TOKENS
+    }
+    assert len(sizes) <= 12
+    assert max(size.rows for size in sizes) == 12, "no more than the tensors of a recording have"
+    for size in sizes:
+        assert size.tokens >= LEAST.tokens
+
+
+def chunks_of(lengths: list[int]) -> Chunks:
+    none = np.zeros(0, dtype=np.int64)
+    counts, tokens = np.asarray(lengths), np.zeros(sum(lengths), dtype=np.int64)
+    return Chunks(
+        tokens_T=tokens, positions_T=tokens, slots_T=tokens, blocks_NM=none, starts_N=none, counts_N=counts, wanted=none
+    )
