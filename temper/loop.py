@@ -9,7 +9,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,6 +66,8 @@ class Plan:
     measure_system: Callable[[Batch, Mapping[str, float]], dict[str, float]]
     """Throughput and memory of a step, from its batch and its seconds."""
     watch: Watch | None = None
+    resting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around a trainer's step: a sampler on the trainer's device draws nothing inside."""
 
 
 async def run(plan: Plan) -> None:
@@ -111,7 +113,8 @@ async def _run(plan: Plan) -> None:
             started = time.monotonic()
             batch = await plan.source.take(step)
             taken = time.monotonic()
-            result = await asyncio.to_thread(plan.trainer.step, batch)
+            with plan.resting():
+                result = await asyncio.to_thread(plan.trainer.step, batch)
             plan.verify(step, result)
             trained = time.monotonic()
             await plan.sampler.load(plan.trainer.publish())

@@ -6,6 +6,7 @@ Owns: what the loop may ask of a sampler, a trainer, a source of batches, an env
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -58,6 +59,15 @@ class Sampler(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class SharesDevice(Protocol):
+    """A sampler that computes where the trainer does."""
+
+    def resting(self) -> AbstractContextManager[None]:
+        """Inside it draws nothing; requests wait."""
+        ...
 
 
 class Trainer(Protocol):

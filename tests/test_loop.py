@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from temper import loop
 from temper.build import build_stage, first_model, make_plan
 from temper.config import RunConfig, resolve
+from temper.engine.local.engine import LocalEngine
 from temper.runs.records import AuditRecord
-from temper.types import Batch, EvaluationResult, StepReport
+from temper.trainer.trainer import LocalTrainer
+from temper.types import Batch, EvaluationResult, StepReport, TrainResult
 
 
 class Notes:
@@ -79,6 +82,38 @@ def test_asynchronous_training_keeps_the_bound_and_corrects_for_it(
     notes, _ = run(config, tmp_path)
     assert len(notes.reports) == 6
     assert max(report.max_staleness for report in notes.reports) <= staleness
+
+
+def test_engine_and_trainer_take_turns_on_their_device(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[LocalEngine] = []
+    waiting: list[bool] = []
+    steps: list[str] = []
+    real_init, real_engine_step, real_trainer_step = LocalEngine.__init__, LocalEngine.step, LocalTrainer.step
+
+    def init(self: LocalEngine, *args: Any, **more: Any) -> None:
+        real_init(self, *args, **more)
+        begun.append(self)
+
+    def engine_step(self: LocalEngine) -> None:
+        steps.append("drawn")
+        real_engine_step(self)
+
+    def trainer_step(self: LocalTrainer, batch: Batch) -> TrainResult:
+        steps.append("trains")
+        waiting.append(begun[0].has_work)
+        time.sleep(0.1)
+        result = real_trainer_step(self, batch)
+        steps.append("trained")
+        return result
+
+    monkeypatch.setattr(LocalEngine, "__init__", init)
+    monkeypatch.setattr(LocalEngine, "step", engine_step)
+    monkeypatch.setattr(LocalTrainer, "step", trainer_step)
+    run(rl_config(tiny_recipe, steps=4, rollout={"groups_per_step": 2, "group_size": 4, "max_staleness": 2}), tmp_path)
+    assert any(waiting), "there must be something to draw while the trainer trains"
+    assert all(steps[place + 1] == "trained" for place, what in enumerate(steps) if what == "trains")
 
 
 @pytest.mark.parametrize("preset", ["reinforce", "rloo", "dr_grpo", "dapo", "gspo", "cispo"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from temper import loop
 from temper.build.stage import Stage
 from temper.evals import contamination, readiness
+from temper.protocols import SharesDevice
 from temper.rewards.rubric import Rubric
 from temper.rollout.budgets import Budget, budget_of
 from temper.rollout.diagnosis import Agreement
@@ -59,6 +61,7 @@ def make_plan(
         verify=partial(_verify, stage),
         measure_system=partial(_measure_system, stage),
         watch=watch,
+        resting=stage.sampler.resting if isinstance(stage.sampler, SharesDevice) else nullcontext,
     )
 
 

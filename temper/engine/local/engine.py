@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +28,8 @@ from temper.types import Completion, Finish, Publication, Request, SamplingParam
 SETTLING_PASSES = 3
 """Turns of the event loop without a new request before a step. Episodes that were just answered hand in their next
 request first, so what is batched together depends on the data and not on timing."""
+LONGEST_REST_SECONDS = 7 * 24 * 3600.0
+"""A trainer that holds the device for longer is dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,8 @@ class LocalEngine:
         )
         self._stepper = Stepper(self._scheduler, self._runner)
         self._driver: asyncio.Task[None] | None = None
+        self._may_step = asyncio.Event()
+        self._may_step.set()
         self._num_requests = 0
         self._failure: BaseException | None = None
 
@@ -137,6 +142,16 @@ class LocalEngine:
         self._scheduler.change_weights(recompute=self._settings.kv_after_load == "recompute")
         self._version = publication.version
 
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Requests wait inside, and the device is left to whoever else computes on it. In turn both are done sooner
+        than side by side: small decode steps would queue behind large ones, and both have one interpreter."""
+        self._may_step.clear()
+        try:
+            yield
+        finally:
+            self._may_step.set()
+
     def stats(self) -> Mapping[str, float]:
         """Since the last call. kv_use is the peak; running, waiting and occupancy are means over steps; tokens per
         second are over the time spent in steps."""
@@ -166,6 +181,8 @@ class LocalEngine:
                 await self._settle()
                 if not self._scheduler.has_work:
                     return
+                async with asyncio.timeout(LONGEST_REST_SECONDS):
+                    await self._may_step.wait()
                 self.step()
         except Exception as error:
             self._failure = error

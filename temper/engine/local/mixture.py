@@ -7,7 +7,8 @@ Shapes: _R rows, _D hidden (of both models side by side), _V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,11 @@ class Opponent:
     def stats(self) -> Mapping[str, float]:
         return self._engine.stats()
 
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        with self._engine.resting():
+            yield
+
     async def close(self) -> None:
         await self._engine.close()
 
@@ -147,6 +153,12 @@ class WithOpponent:
         """In this order, and without a step between: the opponent draws from the weights that the first one loads."""
         await self._sampler.load(publication)
         await self._opponent.load(publication)
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        assert isinstance(self._sampler, LocalEngine), "an opponent shares the weights of an engine of this process"
+        with self._sampler.resting(), self._opponent.resting():
+            yield
 
     def stats(self) -> Mapping[str, float]:
         """The policy's; but the fuller cache of the two, and the preemptions of both."""

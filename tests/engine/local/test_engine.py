@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -467,6 +468,23 @@ def drawn_until(engine: LocalEngine, asked: Request, count: int, then: Any) -> C
         return await task
 
     return asyncio.run(run())
+
+
+def test_a_resting_engine_draws_nothing_and_then_goes_on_as_if_nothing_had_happened() -> None:
+    model, prompt = make_model(), prompts()[2]
+    (full,) = generate(make_engine(model), [request("r", prompt)])
+    engine, drawn = make_engine(model), []
+
+    async def rest() -> None:
+        engine.stats()
+        with suppress(ZeroDivisionError), engine.resting():
+            for _ in range(100):
+                await asyncio.sleep(0)
+            drawn.append(engine.stats()["decode_tokens"])
+            raise ZeroDivisionError  # whatever happens meanwhile, it goes on
+
+    assert drawn_until(engine, request("r", prompt), 9, rest).token_ids == full.token_ids
+    assert drawn == [0.0]
 
 
 def test_an_interrupted_request_goes_on_as_if_nothing_had_happened() -> None:
