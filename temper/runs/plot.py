@@ -60,7 +60,8 @@ def chart(
     """Panels side by side, over one legend, or each over its own: then colours begin anew in every panel."""
     looks = [_look([panel]) for panel in panels] if legend == "each" else [_look(panels)] * len(panels)
     legend_width = width if legend == "each" else width * len(panels)
-    columns = max(1, legend_width // 130)
+    longest = max((len(label) for look in looks for label in look), default=0)
+    columns = max(1, legend_width // max(130, 36 + 6 * longest))
     rows = max((-(-len(look) // columns) for look in looks if len(look) > 1), default=0)
     full_width, full_height = width * len(panels), height + rows * _LEGEND_LINE + (6 if rows else 0)
     parts = [

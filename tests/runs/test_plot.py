@@ -43,6 +43,14 @@ def test_text_is_escaped_and_several_lines_get_a_legend_and_colours() -> None:
     assert len(strokes) == 3
 
 
+def test_long_names_in_the_legend_do_not_run_into_each_other() -> None:
+    names = ["the first of two names that are rather long", "the second of two names that are rather long"]
+    lines = [Line(label=name, xs=[0, 1], ys=[0, 1]) for name in names]
+    root = ElementTree.fromstring(chart([Panel(title="t", lines=lines)]))
+    first, second = (text for text in root.iter(f"{NAMESPACE}text") if text.text in names)
+    assert first.get("y") != second.get("y"), "a line each, where both do not fit into one"
+
+
 def test_constant_and_empty_data_have_axes() -> None:
     for ys in ([], [2.0, 2.0]):
         text = chart([Panel(title="t", lines=[Line(label="a", xs=list(range(len(ys))), ys=ys)])])
