@@ -142,7 +142,8 @@ class RolloutConfig(Section):
     max_staleness: int = Field(0, ge=0)
     """S: how many versions old a trained token may be. 0 is synchronous training."""
     drop_degenerate: bool | None = None
-    """Replace groups whose rewards are all equal by fresh ones (dynamic sampling). Unset: what the preset wants."""
+    """Replace groups whose rewards are all equal by fresh ones (dynamic sampling). Unset: what the preset wants. With
+    max_staleness above 0 they start at once; at 0 in rounds, each as long as its longest answer."""
     max_rounds: int = Field(10, ge=1)
     """Give up when this many times groups_per_step were rolled without filling a step."""
     max_turns: int = Field(1, ge=1)
