@@ -17,6 +17,7 @@ from temper import loop
 from temper.build import build_stage, first_model, make_plan
 from temper.config import RunConfig, resolve
 from temper.engine.local.engine import LocalEngine
+from temper.engine.local.step import Flight, Stepper
 from temper.runs.records import AuditRecord
 from temper.trainer.trainer import LocalTrainer
 from temper.types import Batch, EvaluationResult, StepReport, TrainResult
@@ -90,15 +91,15 @@ def test_engine_and_trainer_take_turns_on_their_device(
     begun: list[LocalEngine] = []
     waiting: list[bool] = []
     steps: list[str] = []
-    real_init, real_engine_step, real_trainer_step = LocalEngine.__init__, LocalEngine.step, LocalTrainer.step
+    real_init, real_begin, real_trainer_step = LocalEngine.__init__, Stepper.begin, LocalTrainer.step
 
     def init(self: LocalEngine, *args: Any, **more: Any) -> None:
         real_init(self, *args, **more)
         begun.append(self)
 
-    def engine_step(self: LocalEngine) -> None:
+    def begin(self: Stepper, version: int) -> Flight | None:
         steps.append("drawn")
-        real_engine_step(self)
+        return real_begin(self, version)
 
     def trainer_step(self: LocalTrainer, batch: Batch) -> TrainResult:
         steps.append("trains")
@@ -109,7 +110,7 @@ def test_engine_and_trainer_take_turns_on_their_device(
         return result
 
     monkeypatch.setattr(LocalEngine, "__init__", init)
-    monkeypatch.setattr(LocalEngine, "step", engine_step)
+    monkeypatch.setattr(Stepper, "begin", begin)
     monkeypatch.setattr(LocalTrainer, "step", trainer_step)
     run(rl_config(tiny_recipe, steps=4, rollout={"groups_per_step": 2, "group_size": 4, "max_staleness": 2}), tmp_path)
     assert any(waiting), "there must be something to draw while the trainer trains"

@@ -166,10 +166,6 @@ class LocalEngine:
             self._driver.cancel()
             await asyncio.wait([self._driver], timeout=10.0)
 
-    def step(self) -> None:
-        """One step of everything that runs."""
-        self._stepper.step(self._version)
-
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
@@ -177,13 +173,16 @@ class LocalEngine:
     async def _drive(self) -> None:
         """Steps while there is work. Runs in the event loop, so a step never sees half of what an episode does."""
         try:
-            while True:
-                await self._settle()
-                if not self._scheduler.has_work:
-                    return
+            await self._settle()
+            while self._scheduler.has_work:
                 async with asyncio.timeout(LONGEST_REST_SECONDS):
                     await self._may_step.wait()
-                self.step()
+                flight = self._stepper.begin(self._version)
+                if flight is not None and not flight.is_burst:
+                    self._stepper.end(flight)
+                await self._settle()  # episodes read and score what they got, while the device draws a burst
+                if flight is not None and flight.is_burst:
+                    self._stepper.end(flight)
         except Exception as error:
             self._failure = error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,33 @@ import torch
 from temper.engine.local.rows import Rows_R
 from temper.engine.local.runner import Drawn, Runner
 from temper.engine.local.sampling import Draws, Table
-from temper.engine.local.scheduler import Scheduler
+from temper.engine.local.scheduler import Schedule, Scheduler
 from temper.engine.local.sequence import Sequence
 from temper.types import Finish
 
 Followers = list[tuple[int, Sequence]]
 """(place of the leader among the rows just prefilled, request that shares its prompt)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """What the device was asked for and has not answered yet."""
+
+    schedule: Schedule
+    version: int
+    tables: list[Table]
+    done_R: Rows_R
+    """Rows that are prefilled with this step."""
+    followers: Followers
+    arrival_R: Rows_R
+    """Of the decode rows: whoever sits in such a row later came after that."""
+    seconds: float
+    """It took the host to ask."""
+
+    @property
+    def is_burst(self) -> bool:
+        """Whether anything may happen to the requests before it ends."""
+        return self.schedule.steps > 1 and not len(self.schedule.prefill_R)
 
 
 class Stepper:
@@ -32,8 +54,8 @@ class Stepper:
         self._runner = runner
         self.meter = Meter(scheduler)
 
-    def step(self, version: int) -> None:
-        """`version` is that of the weights that draw the tokens."""
+    def begin(self, version: int) -> Flight | None:
+        """Asks the device for a step; None: there is nothing to ask for. `version`: of the weights that draw."""
         started = time.perf_counter()
         scheduler, runner = self._scheduler, self._runner
         schedule = scheduler.schedule()
@@ -41,7 +63,7 @@ class Stepper:
             runner.copy_blocks(scheduler.copies)
             scheduler.copies.clear()
         if schedule.is_empty:
-            return
+            return None
         rows, tables, followers = scheduler.rows, [], []
         if len(schedule.decode_R):
             tables.append(runner.decode(schedule.decode_R, rows, schedule.steps))
@@ -52,13 +74,36 @@ class Stepper:
             followers = scheduler.followers_of(done_R)
             tables.append(self._first_draw(hidden_RD, done_R, followers))
         self.meter.look()
-        drawn, num_decoded = runner.fetch(tables), 0
-        if len(done_R):
-            self._start_followers(done_R, followers, drawn[-1], version)
-            self._take(done_R, drawn[-1], version)
-        if len(schedule.decode_R):
-            num_decoded = self._take(schedule.decode_R, drawn[0], version)
-        self.meter.count(num_decoded, int(schedule.count_R.sum()), time.perf_counter() - started)
+        return Flight(
+            schedule=schedule,
+            version=version,
+            tables=tables,
+            done_R=done_R,
+            followers=followers,
+            arrival_R=rows.arrival[schedule.decode_R],
+            seconds=time.perf_counter() - started,
+        )
+
+    def end(self, flight: Flight) -> None:
+        """Waits for the answer and hands it out. Before the next begin()."""
+        started, num_decoded = time.perf_counter(), 0
+        drawn = self._runner.fetch(flight.tables)
+        if len(flight.done_R):
+            self._start_followers(flight.done_R, flight.followers, drawn[-1], flight.version)
+            self._take(flight.done_R, drawn[-1], flight.version)
+        if len(flight.schedule.decode_R):
+            num_decoded = self._take(*self._still_there(flight, drawn[0]), flight.version)
+        seconds = flight.seconds + time.perf_counter() - started
+        self.meter.count(num_decoded, int(flight.schedule.count_R.sum()), seconds)
+
+    def _still_there(self, flight: Flight, drawn: Drawn) -> tuple[Rows_R, Drawn]:
+        """Without rows that were stopped or preempted meanwhile: what they drew, they draw again if they go on."""
+        rows, decode_R = self._scheduler.rows, flight.schedule.decode_R
+        is_there_R = rows.is_active[decode_R] & (rows.arrival[decode_R] == flight.arrival_R)
+        if is_there_R.all():
+            return decode_R, drawn
+        kept = Drawn(tokens_RS=drawn.tokens_RS[is_there_R], logprobs_RS=drawn.logprobs_RS[is_there_R])
+        return decode_R[is_there_R], kept
 
     def _first_draw(self, hidden_RD: torch.Tensor, done_R: Rows_R, followers: Followers) -> Table:
         """A token for each row just prefilled, and one for each request that shares its prompt."""

@@ -177,8 +177,12 @@ class Driver:
         self.runner.weights += 1
         self.scheduler.change_weights(recompute=self.recompute)
 
-    def step(self) -> None:
-        self.stepper.step(self.runner.weights)
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """`meanwhile` happens while a burst is under way."""
+        if (flight := self.stepper.begin(self.runner.weights)) is not None:
+            if flight.is_burst:
+                meanwhile()
+            self.stepper.end(flight)
         self.check_books()
 
     def check_books(self) -> None:
@@ -227,6 +231,19 @@ class Driver:
         assert self.scheduler.num_waiting == 0
 
 
+def meddle(driver: Driver, random: Random, aborted: set[str]) -> None:
+    """What may happen to requests at any time."""
+    if random.random() < 0.3 and driver.scheduler.live:
+        victim = random.choice(sorted(driver.scheduler.live))
+        finish = random.choice((Finish.ABORT, Finish.INTERRUPT))
+        driver.scheduler.stop(victim, finish)
+        aborted |= {victim} if finish is Finish.ABORT else set()
+    if driver.paused and random.random() < 0.5:
+        driver.resume(random.choice(driver.paused))
+    if random.random() < 0.2:
+        driver.change_weights()
+
+
 def play(random: Random) -> Driver:
     """A random life of an engine, from the first request to the last."""
     block_size = random.randint(1, 5)
@@ -255,16 +272,8 @@ def play(random: Random) -> Driver:
         request = Request(id=str(number), prompt_ids=random.choice(prompts), params=params)
         driver.add(request, watch=random.random() < 0.2)
         for _ in range(random.randint(0, 3)):
-            driver.step()
-        if random.random() < 0.3 and driver.scheduler.live:
-            victim = random.choice(sorted(driver.scheduler.live))
-            finish = random.choice((Finish.ABORT, Finish.INTERRUPT))
-            driver.scheduler.stop(victim, finish)
-            aborted |= {victim} if finish is Finish.ABORT else set()
-        if driver.paused and random.random() < 0.5:
-            driver.resume(random.choice(driver.paused))
-        if random.random() < 0.2:
-            driver.change_weights()
+            driver.step(meanwhile=lambda: meddle(driver, random, aborted))
+        meddle(driver, random, aborted)
         done = [pieces[-1] for pieces in driver.pieces.values() if pieces and pieces[-1].finish is not Finish.ABORT]
         if done:  # the next turn of a conversation
             said = random.choice(done)
@@ -367,6 +376,10 @@ def count_dropped_tokens_as_computed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Rows, "append", append)
 
 
+def take_what_was_drawn_for_another(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Stepper, "_still_there", lambda self, flight, drawn: (flight.schedule.decode_R, drawn))
+
+
 def preempt_what_is_about_to_be_prefilled(patch: pytest.MonkeyPatch) -> None:
     real = Scheduler._reserve_burst
     patch.setattr(Scheduler, "_reserve_burst", lambda self, *, may_preempt: real(self, may_preempt=True))
@@ -382,6 +395,7 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     keep_what_comes_after_a_stop,
     count_dropped_tokens_as_computed,
     preempt_what_is_about_to_be_prefilled,
+    take_what_was_drawn_for_another,
 ]
 
 
