@@ -99,7 +99,7 @@ def require_opponent(config: RunConfig, objective: Objective) -> None:
 
 
 def _held(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
-    """One copy of the weights when nothing is sampled while they change; otherwise the engine needs its own. So it does
+    """One copy of the weights when nothing is under way while they change; otherwise the engine has its own. So it has
     for a model with an adapter: it draws from merged weights."""
     if has_adapter(model):
         return with_own_weights(model)

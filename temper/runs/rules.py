@@ -183,9 +183,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="trainer_starving", level="note", window=20, least=10, condition=conditions.trainer_waits,
         needs=("seconds/rollout", "seconds/total", "stale/max"), thresholds={"recent": 10, "limit": 0.6},
-        saw="the trainer waits {value:.0%} of the time for rollouts, though both run side by side",
-        meaning="Sampling is the bottleneck; more staleness does not help.",
-        advice="Give the sampler more of the machine, raise engine.max_running, shorten rollouts or the slow verifier.",
+        saw="the trainer waits {value:.0%} of the time for rollouts, though answers go on over steps",
+        meaning="Sampling is the bottleneck.",
+        advice="Raise rollout.max_staleness or engine.max_running so that more is drawn together; shorten rollouts.",
     ),
     Rule(
         name="memory_growth", level="warn", window=100, least=100, condition=conditions.memory_grows,

@@ -98,7 +98,7 @@ class Size(NamedTuple):
 
 
 LEAST = Size(tokens=256, rows=8, longest=256)
-"""Smaller passes take no less time."""
+"""Smaller passes are padded to this."""
 
 
 class ChunkGraphs:
@@ -160,7 +160,7 @@ class ChunkGraphs:
 
 def _size(chunks: Chunks, most_rows: int) -> Size:
     """Powers of two, and no small ones: requests that come as others end make passes of every size, and to record one
-    takes as long as hundreds of replays."""
+    takes as long as many replays."""
     asked = Size(len(chunks.tokens_T), len(chunks.counts_N), chunks.longest)
     size = Size(*(max(least, 1 << (count - 1).bit_length()) for least, count in zip(LEAST, asked, strict=True)))
     return size._replace(rows=min(size.rows, most_rows))

@@ -177,12 +177,10 @@ class LocalEngine:
             while self._scheduler.has_work:
                 async with asyncio.timeout(LONGEST_REST_SECONDS):
                     await self._may_step.wait()
-                flight = self._stepper.begin(self._version)
-                if flight is not None and not flight.is_burst:
-                    self._stepper.end(flight)
+                burst = self._stepper.begin(self._version)
                 await self._settle()  # episodes read and score what they got, while the device draws a burst
-                if flight is not None and flight.is_burst:
-                    self._stepper.end(flight)
+                if burst is not None:
+                    self._stepper.end(burst)
         except Exception as error:
             self._failure = error
 

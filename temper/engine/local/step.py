@@ -40,11 +40,6 @@ class Flight:
     seconds: float
     """It took the host to ask."""
 
-    @property
-    def is_burst(self) -> bool:
-        """Whether anything may happen to the requests before it ends."""
-        return self.schedule.steps > 1 and not len(self.schedule.prefill_R)
-
 
 class Stepper:
     """Brings scheduler and runner together. Python works per sequence only for those that start, end or are special."""
@@ -55,7 +50,7 @@ class Stepper:
         self.meter = Meter(scheduler)
 
     def begin(self, version: int) -> Flight | None:
-        """Asks the device for a step; None: there is nothing to ask for. `version`: of the weights that draw."""
+        """A step, by weights of this version. A burst is returned as it leaves, to be ended; all else ends here."""
         started = time.perf_counter()
         scheduler, runner = self._scheduler, self._runner
         schedule = scheduler.schedule()
@@ -74,7 +69,7 @@ class Stepper:
             followers = scheduler.followers_of(done_R)
             tables.append(self._first_draw(hidden_RD, done_R, followers))
         self.meter.look()
-        return Flight(
+        flight = Flight(
             schedule=schedule,
             version=version,
             tables=tables,
@@ -83,6 +78,10 @@ class Stepper:
             arrival_R=rows.arrival[schedule.decode_R],
             seconds=time.perf_counter() - started,
         )
+        if schedule.steps > 1 and not len(schedule.prefill_R):
+            return flight
+        self.end(flight)
+        return None
 
     def end(self, flight: Flight) -> None:
         """Waits for the answer and hands it out. Before the next begin()."""

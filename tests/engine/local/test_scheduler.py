@@ -179,10 +179,9 @@ class Driver:
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """`meanwhile` happens while a burst is under way."""
-        if (flight := self.stepper.begin(self.runner.weights)) is not None:
-            if flight.is_burst:
-                meanwhile()
-            self.stepper.end(flight)
+        if (burst := self.stepper.begin(self.runner.weights)) is not None:
+            meanwhile()
+            self.stepper.end(burst)
         self.check_books()
 
     def check_books(self) -> None:
