@@ -26,8 +26,8 @@ from rich.table import Table
 from temper import loop
 from temper.build import build_stage, make_plan
 from temper.config import resolve
-from temper.protocols import Trainer
 from temper.runs.plot import Line, Panel, chart
+from temper.trainer.weights import publish
 from temper.types import Batch, EvaluationResult, Publication, StepReport
 
 TEMPLATE = "{prompt}\nReason step by step, and put your final answer within \\boxed{}."
@@ -86,12 +86,15 @@ class Clock:
 class MovingAverage:
     """A recorder that keeps the mean of the weights of the last steps, which have less noise than those of the last."""
 
-    def __init__(self, trainer: Trainer, decay: float) -> None:
-        self._trainer, self._decay = trainer, decay
+    def __init__(self, held: torch.nn.Module, decay: float) -> None:
+        """held: the weights that the sampler draws with."""
+        self._held, self._decay = held, decay
+        self._version = 0
         self._mean: dict[str, torch.Tensor] = {}
 
     def append(self, report: StepReport, batch: Batch) -> None:
-        tensors = {name: tensor.float() for name, tensor in self._trainer.publish().tensors.items()}
+        self._version = report.version
+        tensors = {name: tensor.float() for name, tensor in publish(self._held, 0).tensors.items()}
         if self._mean:
             torch._foreach_lerp_(list(self._mean.values()), list(tensors.values()), 1 - self._decay)
         else:
@@ -101,9 +104,9 @@ class MovingAverage:
         """Not its business."""
 
     def publication(self) -> Publication:
-        now = self._trainer.publish()
-        tensors = {name: mean.to(now.tensors[name].dtype) for name, mean in self._mean.items()}
-        return Publication(version=now.version, tensors=tensors)
+        own = publish(self._held, 0).tensors
+        tensors = {name: mean.to(own[name].dtype) for name, mean in self._mean.items()}
+        return Publication(version=self._version, tensors=tensors)
 
 
 def with_few_calculations(path: Path, most: int, folder: Path) -> Path:
@@ -141,7 +144,8 @@ def recipe_of(options: argparse.Namespace, seed: int, train_file: Path) -> dict[
 async def train(options: argparse.Namespace, seed: int, train_file: Path) -> Clock:
     (config,) = resolve(recipe_of(options, seed, train_file), [*options.set], where="benchmark")
     stage = build_stage(config, 0, Path(options.model))
-    clock, average = Clock(options.seconds), MovingAverage(stage.trainer, options.average)
+    assert stage.held is not None, "the local engine holds the weights it draws with"
+    clock, average = Clock(options.seconds), MovingAverage(stage.held, options.average)
     recorders = (average, clock) if options.average else (clock,)
     plan = make_plan(stage, first_step=1, recorders=recorders, checkpoint=lambda step: None)
     try:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from temper.errors import BackendError, UserError, did_you_mean
-from temper.models.load import load_model, save_description
+from temper.models.load import load_model, save_description, saved_tensors
 from temper.models.low_rank import ADAPTER, is_adapted, merged_weight
 
 WEIGHTS, CONFIG, ORIGIN = "adapter_model.safetensors", "adapter_config.json", "origin.json"
@@ -178,24 +178,23 @@ class MergedTensors(Mapping[str, Tensor]):
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = {f"{name}.weight": m for name, m in model.named_modules() if is_adapted(m)}
-        factors = tuple(f"{name.removesuffix('weight')}lora_" for name in self._layers)
-        saved = model.state_dict()
-        tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in saved}
-        self._others = {n.replace(".base_layer.", "."): t for n, t in tensors.items() if not n.startswith(factors)}
+        factors = {id(p) for m in self._layers.values() for p in (*m.lora_A.parameters(), *m.lora_B.parameters())}
+        self.unmerged = {
+            name.replace(".base_layer.", "."): tensor.detach()
+            for name, tensor in saved_tensors(model).items()
+            if id(tensor) not in factors
+        }
+        """The model's own tensors under the same names."""
 
     def __getitem__(self, name: str) -> Tensor:
         with torch.no_grad():
-            return merged_weight(self._layers[name]) if name in self._layers else self._others[name].detach()
+            return merged_weight(self._layers[name]) if name in self._layers else self.unmerged[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._others)
+        return iter(self.unmerged)
 
     def __len__(self) -> int:
-        return len(self._others)
-
-
-def merged_tensors(model: nn.Module) -> Mapping[str, Tensor]:
-    return MergedTensors(model)
+        return len(self.unmerged)
 
 
 def without_adapter(model: nn.Module) -> nn.Module:

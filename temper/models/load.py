@@ -56,6 +56,17 @@ def find_checkpoint(path: str, key: str = "model.path") -> Path:
     return folder
 
 
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, and every buffer that belongs to a checkpoint, by name. Tied ones appear once."""
+    transient = {
+        f"{place}.{name}" if place else name
+        for place, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in transient}
+    return dict(model.named_parameters()) | buffers
+
+
 def read_shape(folder: Path) -> ModelShape:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     return shape_of(config)

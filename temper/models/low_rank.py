@@ -2,7 +2,7 @@
 
 Engine and exports hold that weight; here the trainer multiplies by the very same one, so that a policy in bfloat16 is
 the same policy on both sides. Owns: this arithmetic and its gradient. Refuses: making adapters (adapters.py).
-Shapes: _T packed tokens, _D width in, _O width out of all layers side by side.
+Shapes: _T packed tokens, _D width in, _O width out of all layers side by side, _R rank.
 """
 
 from __future__ import annotations
@@ -79,7 +79,11 @@ class _LowRankLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The rounding of the merged weight is passed over, as for any weight that is rounded from a master."""
+        """The rounding of the merged weight is passed over, as for any weight that is rounded from a master.
+
+        Products are in the precision of the states, as those of a whole weight's gradient: wider ones would cost more
+        than the model's own.
+        """
         (grad_TO,) = grads
         hidden_TD, *factors = ctx.saved_tensors
         parts: list[_Part] = ctx.parts
@@ -90,8 +94,10 @@ class _LowRankLinear(torch.autograd.Function):
             if down is None or not any(ctx.needs_input_grad[3 + 2 * number : 5 + 2 * number]):
                 slopes += [None, None]
                 continue
-            scaled, wide = grad.to(down.dtype) * parts[number].scale, hidden_TD.to(down.dtype)
-            slopes += [(scaled @ up).t() @ wide, scaled.t() @ (wide @ down.t())]
+            narrow_grad_TR = product(grad, up.to(grad.dtype))
+            narrow_TR = product(hidden_TD, down.to(grad.dtype).t())
+            found = (product(narrow_grad_TR.t(), hidden_TD), product(grad.t(), narrow_TR))
+            slopes += [slope.to(down.dtype) * parts[number].scale for slope in found]
         return grad_hidden, None, None, *slopes
 
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from temper.errors import BackendError, UserError
 from temper.models.adapters import (
     LoadModel,
+    MergedTensors,
     content_digest,
     fold,
     is_adapter_folder,
     load_adapted,
     load_merged,
-    merged_tensors,
     trained_dtype,
 )
 from temper.models.load import load_model, load_tokenizer, save_model
@@ -86,7 +86,7 @@ def materialize(folder: Path, out: Path, *, origin: Path | None = None) -> Path:
         wanted = probe(model)
         save_model(fold(model), load_tokenizer(folder), making)
         del model
-        merged = merged_tensors(load_adapted(folder, dtype, torch.device("cpu"), origin=origin, load=load))
+        merged = MergedTensors(load_adapted(folder, dtype, torch.device("cpu"), origin=origin, load=load))
         _require_same(load(making, dtype, torch.device("cpu")), merged, wanted, str(folder))
         for fact in folder.glob(FACTS):
             shutil.copy2(fact, making / fact.name)

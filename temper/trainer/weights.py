@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from temper.errors import UserError
 from temper.models.adapters import (
     LoadModel,
+    MergedTensors,
     adapter_tensors,
     has_adapter,
     is_adapter_folder,
-    merged_tensors,
     read_adapter,
     save_adapter,
 )
-from temper.models.load import load_model, save_model
+from temper.models.load import load_model, save_model, saved_tensors
 from temper.types import Publication
 
 
@@ -43,11 +43,9 @@ def publish(model: nn.Module, version: int) -> Publication:
     Of a model with an adapter: merged weights under the names of the model without it, each made when it is asked for.
     """
     if has_adapter(model):
-        return Publication(version=version, tensors=merged_tensors(model))
-    tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    saved = model.state_dict()
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    return Publication(version=version, tensors=tensors)
+        merged = MergedTensors(model)
+        return Publication(version=version, tensors=merged, alike=merged.unmerged)
+    return Publication(version=version, tensors={n: tensor.detach() for n, tensor in saved_tensors(model).items()})
 
 
 def kept_tensors(model: nn.Module) -> Mapping[str, Tensor]:

@@ -158,7 +158,10 @@ class Publication:
 
     version: int
     tensors: Mapping[str, Tensor]
-    """Every parameter by its name in the model. A sampler that shares the storage copies nothing."""
+    """Every parameter by its name in the model. A sampler that shares the storage copies nothing. Some mappings make
+    a tensor when it is asked for: ask once."""
+    alike: Mapping[str, Tensor] | None = None
+    """Tensors of the same names, shapes and types that are there already, to look at first. None: `tensors` are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,13 +20,13 @@ from temper.errors import BackendError, UserError
 from temper.models import low_rank, materialize
 from temper.models.adapters import (
     AdapterSettings,
+    MergedTensors,
     adapter_tensors,
     add_adapter,
     fold,
     has_adapter,
     load_adapted,
     load_merged,
-    merged_tensors,
     save_adapter,
     settings_of,
     with_own_weights,
@@ -120,7 +120,7 @@ def test_the_merged_model_is_the_adapted_one_to_the_bit(
     model = adapted(folders[family], dtype, numerics, targets=("q_proj", "v_proj", "o_proj", "gate_proj"))
     plain = load_model(folders[family], dtype, CPU, numerics)  # type: ignore[arg-type]
     own = dict(plain.named_parameters())
-    merged = merged_tensors(model)
+    merged = MergedTensors(model)
     assert own.keys() == merged.keys()
     with torch.no_grad():
         assert not torch.equal(logits(model, attention), logits(plain, attention))
@@ -149,6 +149,22 @@ def test_gradients_of_factors_are_those_of_pefts_own_pass(folders: dict[str, Pat
     for name in own:
         assert own[name].abs().max() > 0.1
         torch.testing.assert_close(walked[name], own[name], rtol=0, atol=1e-5)  # norms are float32 in both
+
+
+def test_gradients_in_bfloat16_are_those_in_float32_but_for_rounding(folders: dict[str, Path]) -> None:
+    layers = [
+        adapted(folders["qwen2"], dtype).model.layers[0].mlp.gate_proj for dtype in (torch.float32, torch.bfloat16)
+    ]
+    states, slopes = torch.randn(2, 400, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = []
+    for layer in layers:
+        dtype = layer.base_layer.weight.dtype
+        output = low_rank.low_rank_linear(torch.nn.functional.linear, states[:, :32].to(dtype), [layer])
+        output.backward(slopes.to(dtype))
+        found.append([factor["default"].weight.grad for factor in (layer.lora_A, layer.lora_B)])
+    for wide, narrow in zip(*found, strict=True):
+        assert narrow.dtype == torch.float32
+        assert (narrow - wide).norm() < 0.01 * wide.norm()
 
 
 def test_first_and_second_derivatives_are_those_of_the_merged_product(folders: dict[str, Path]) -> None:
@@ -196,7 +212,7 @@ def test_own_weights_are_those_that_the_adapter_changes(folders: dict[str, Path]
     before = logits(without_adapter(model)).detach()
     with torch.no_grad():
         for name, p in held.named_parameters():
-            p.copy_(merged_tensors(model)[name])
+            p.copy_(MergedTensors(model)[name])
     assert torch.equal(logits(held), logits(model))
     assert torch.equal(logits(without_adapter(model)), before)
 
@@ -237,7 +253,7 @@ def test_a_directory_is_read_back_adapted_or_merged_to_the_same_bits(
     assert torch.equal(logits(load_model(folder, dtype, CPU)), logits(model))
     # In another precision it is still the policy that was trained: merged first, then widened.
     wide = dict(load_merged(folder, torch.float32, CPU).named_parameters())
-    assert is_same(wide, {name: tensor.float() for name, tensor in merged_tensors(model).items()})
+    assert is_same(wide, {name: tensor.float() for name, tensor in MergedTensors(model).items()})
 
 
 def test_an_adapter_on_an_adapter_is_a_chain(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -259,7 +275,7 @@ def test_a_reward_models_head_is_trained_and_stored_whole(folders: dict[str, Pat
     assert "score.weight" in adapter_tensors(model)
     folder = save(model, tmp_path / "scorer", folders["llama"])
     read: Any = load_merged(folder, torch.float32, CPU, load=load_scorer)
-    assert is_same(dict(read.named_parameters()), dict(merged_tensors(model)))
+    assert is_same(dict(read.named_parameters()), dict(MergedTensors(model)))
     assert read.score.weight.abs().max() > 0
 
 
@@ -309,7 +325,7 @@ def test_a_materialized_adapter_is_an_ordinary_model_with_the_same_logits(
 ) -> None:
     model = adapted(folders[family], dtype)
     out = materialize.materialize(save(model, tmp_path / "adapter", folders[family]), tmp_path / "out")
-    assert is_same(dict(load_model(out, dtype, CPU).named_parameters()), dict(merged_tensors(model)))
+    assert is_same(dict(load_model(out, dtype, CPU).named_parameters()), dict(MergedTensors(model)))
     assert not list(out.glob("adapter*"))
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert json.loads((out / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")

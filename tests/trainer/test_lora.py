@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from temper.batching.pack import pack
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import UserError
+from temper.models import adapters
 from temper.models.adapters import AdapterSettings, add_adapter, with_own_weights, without_adapter
 from temper.models.load import load_model, save_model
 from temper.models.tiny import character_tokenizer
@@ -34,6 +35,9 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 KL = {"name": "kl", "coefficient": 0.1, "estimator": "k3"}
 OPTIMIZER = OptimizerSettings(learning_rate=0.01, max_grad_norm=1e6)
+ENGINE = EngineSettings(
+    seed=0, block_size=4, num_blocks=64, max_running=4, tokens_per_step=64, max_length=64, steps_per_sync=1
+)
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +237,20 @@ def test_a_sampler_that_was_given_the_publication_is_the_policy_to_the_bit(
     assert is_same(before, copies)
 
 
+def test_an_engine_has_every_weight_merged_once(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted(folders["llama"])
+    held = with_own_weights(model)
+    made: list[Any] = []
+    merged = adapters.merged_weight
+    monkeypatch.setattr(adapters, "merged_weight", lambda module: (made.append(module), merged(module))[1])
+    publication = publish(model, 1)
+    asyncio.run(LocalEngine(held, ENGINE).load(publication))
+    assert len(made) == 2 * 7  # layers, linear layers of attention and feed-forward
+    assert publication.alike is not None
+    assert is_same(dict(publication.tensors), publish(held, 1).tensors)
+    assert {n: t.shape for n, t in publication.alike.items()} == {n: t.shape for n, t in publication.tensors.items()}
+
+
 def test_a_reference_without_adapter_equals_a_second_model(
     folders: dict[str, Path], make_rows: Callable[..., list[Sample]]
 ) -> None:
@@ -292,11 +310,8 @@ def test_the_engine_draws_from_the_adapted_policy(
     model = load_model(folders["qwen2"], torch.float32, CPU, numerics)
     model = add_adapter(model, AdapterSettings(rank=4), folders["qwen2"])
     trainer = make_trainer(model, reference=without_adapter(model))
-    settings = EngineSettings(
-        seed=0, block_size=4, num_blocks=64, max_running=4, tokens_per_step=64, max_length=64, steps_per_sync=1
-    )
     params = SamplingParams(temperature=1.0, max_new_tokens=8, stop_ids=())
-    engine = LocalEngine(with_own_weights(model), settings)
+    engine = LocalEngine(with_own_weights(model), ENGINE)
 
     async def drawn() -> tuple[Sample, list[float]]:
         await engine.load(trainer.publish())

@@ -128,7 +128,7 @@ class LocalEngine:
             raise BackendError(
                 f"publication {publication.version} and the engine's model differ in {missing[:3]}; nothing was loaded"
             )
-        for name, tensor in publication.tensors.items():
+        for name, tensor in (publication.alike or publication.tensors).items():
             if tensor.shape != own[name].shape or tensor.dtype != own[name].dtype:
                 raise BackendError(
                     f"publication {publication.version}: {name} is {tuple(tensor.shape)} {tensor.dtype}, "

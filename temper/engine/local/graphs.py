@@ -175,7 +175,7 @@ def _no_collection() -> Iterator[None]:
 
 def bucket(count: int) -> int:
     """The next size a graph is recorded for: few enough to record quickly, close enough to waste little."""
-    return 1 << (count - 1).bit_length() if count <= 256 else -(-count // 256) * 256
+    return 1 << (count - 1).bit_length() if count <= 256 else -(-count // 128) * 128
 
 
 def _length(decode_R: Rows_R, rows: Rows) -> int:
