@@ -30,12 +30,21 @@ def pack(
 ) -> list[Microbatch]:
     """Microbatches of at most `tokens_per_microbatch` tokens, long rows first.
 
-    Rows of similar length meet, because attention pads to the longest row of a microbatch. Rows without credit share
-    none with others: most objectives need no backward pass for them. What stays together, a trajectory or all
-    trajectories of a group side by side in order of index, and is longer than the budget, gets a microbatch of its
-    own. The result depends on the set of rows, not on their order.
+    Rows of a group meet, because they begin alike and what they have in common is computed once; and groups of similar
+    length, because attention pads rows. Rows without credit share none with others: most objectives need no
+    backward pass for them. What stays together, a trajectory or all trajectories of a group side by side in order of
+    index, and is longer than the budget, gets a microbatch of its own. The result depends on the set of rows, not on
+    their order.
     """
-    blocks = sorted(_blocks(_rollouts(samples), together), key=_long_first)
+    longest: dict[str, int] = {}
+    for sample in samples:
+        longest[sample.group_id] = max(longest.get(sample.group_id, 0), len(sample.token_ids))
+
+    def long_first(block: Block) -> tuple[int, str, int, int]:
+        first = block[0][0]
+        return -longest[first.group_id], first.group_id, -_longest_row(block), first.index
+
+    blocks = sorted(_blocks(_rollouts(samples), together), key=long_first)
     credited, uncredited = [b for b in blocks if _has_credit(b)], [b for b in blocks if not _has_credit(b)]
     packed = _packed(credited, tokens_per_microbatch) + _packed(uncredited, tokens_per_microbatch)
     return [_microbatch(rollouts, dtype) for rollouts in packed]
@@ -86,9 +95,8 @@ def _has_credit(block: Block) -> bool:
     return any(any(row.advantages) for rollout in block for row in rollout)
 
 
-def _long_first(block: Block) -> tuple[int, str, int]:
-    first = block[0][0]
-    return -max(len(row.token_ids) for rollout in block for row in rollout), first.group_id, first.index
+def _longest_row(block: Block) -> int:
+    return max(len(row.token_ids) for rollout in block for row in rollout)
 
 
 def _microbatch(rollouts: Sequence[Rollout], dtype: torch.dtype) -> Microbatch:

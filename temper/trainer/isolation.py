@@ -7,7 +7,7 @@ Shapes: _T packed tokens, _A drawn tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ from temper.types import Microbatch
 LOGPROB_BUDGET = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """How far kernels that see other shapes may move a log-probability. A leak between rows moves it by about 1."""
 
-ROW_LENGTHS = (11, 7, 12, 3)
+ROW_LENGTHS = (11, 7, 12, 3, 9, 8)
 """Two buckets of padded lengths, and a row that is not at the start of either."""
+PROMPT_LENGTHS = (1, 1, 1, 1, 5, 5)
+"""The last two rows have their prompt in common, and the trainer computes it once."""
 
 
 def check_isolation(
@@ -30,23 +32,23 @@ def check_isolation(
     vocab_size: int,
     *,
     temperature: float = 1.0,
-    row_lengths: Sequence[int] = ROW_LENGTHS,
     make_attention: MakeAttention | None = None,
 ) -> float:
-    """Changes one row at a time: the others must keep every bit. Then scores rows alone: within the dtype's budget.
+    """Changes what one row says at a time: the others must keep every bit. Then scores rows alone: within the dtype's
+    budget.
 
     Raises BackendError that names the rows. Returns the largest difference between packed and single rows.
     """
-    rows = _random_rows(vocab_size, row_lengths)
+    rows = _random_rows(vocab_size)
 
-    def score(some: Sequence[Tensor]) -> list[Tensor]:
+    def score(some: Sequence[_Row]) -> list[Tensor]:
         with torch.no_grad():
             logprobs_A = _read(model, _pack(some), temperature, make_attention)
-        return list(torch.split(logprobs_A.cpu(), [len(row) - 1 for row in some]))
+        return list(torch.split(logprobs_A.cpu(), [len(row.drawn) for row in some]))
 
     packed = score(rows)
     for changed in range(len(rows)):
-        other = (rows[changed] + 1) % vocab_size
+        other = _Row(rows[changed].prompt, (rows[changed].drawn + 1) % vocab_size)
         perturbed = score([other if number == changed else row for number, row in enumerate(rows)])
         for number in range(len(rows)):
             if number != changed and not torch.equal(packed[number], perturbed[number]):
@@ -79,25 +81,33 @@ def _check_single_rows(model: nn.Module, packed: Sequence[Tensor], single: Seque
     return gaps[worst]
 
 
-def _random_rows(vocab_size: int, row_lengths: Sequence[int]) -> list[Tensor]:
+class _Row(NamedTuple):
+    prompt: Tensor
+    drawn: Tensor
+
+
+def _random_rows(vocab_size: int) -> list[_Row]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(vocab_size, (length,), generator=generator) for length in row_lengths]
+    drawn = [torch.randint(vocab_size, (length,), generator=generator) for length in ROW_LENGTHS]
+    rows = [_Row(row[:prompt], row[prompt:]) for row, prompt in zip(drawn, PROMPT_LENGTHS, strict=True)]
+    return [*rows[:-1], _Row(rows[-2].prompt, rows[-1].drawn)]
 
 
-def _pack(rows: Sequence[Tensor]) -> Microbatch:
-    """Rows end to end, every token but the first of a row drawn."""
-    positions = torch.cat([torch.arange(len(row)) for row in rows])
-    row_ids = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(row) for row in rows]))
+def _pack(rows: Sequence[_Row]) -> Microbatch:
+    """Rows end to end."""
+    lengths = [len(row.prompt) + len(row.drawn) for row in rows]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    row_ids = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))
     zeros = torch.zeros(len(positions))
     return Microbatch(
-        token_ids=torch.cat(list(rows)),
+        token_ids=torch.cat([part for row in rows for part in row]),
         positions=positions,
         sequence_ids=row_ids,
         trajectory_ids=row_ids,
-        loss_mask=(positions > 0).long(),
+        loss_mask=(positions >= torch.tensor([len(row.prompt) for row in rows])[row_ids]).long(),
         behavior_logprobs=zeros,
         advantages=zeros,
         weights=zeros,
         versions=torch.zeros_like(positions),
-        lengths=tuple(len(row) for row in rows),
+        lengths=tuple(lengths),
     )

@@ -18,6 +18,7 @@ from temper.models.load import hidden_states
 from temper.trainer.attention import ExactPackedAttention, PackedAttention
 from temper.trainer.routers import hidden_and_router_logits
 from temper.trainer.rows import take_rows
+from temper.trainer.sharing import shared_prompts
 from temper.types import Microbatch
 
 MakeAttention = Callable[[Sequence[int], torch.device], Attend]
@@ -40,10 +41,22 @@ def attention_of(model: nn.Module) -> MakeAttention:
 
 
 def drawn_states(
-    model: nn.Module, microbatch: Microbatch, *, routers: bool = False, make_attention: MakeAttention | None = None
+    model: nn.Module,
+    microbatch: Microbatch,
+    *,
+    routers: bool = False,
+    shares: bool | None = None,
+    make_attention: MakeAttention | None = None,
 ) -> DrawnStates:
-    """The hidden states that score the drawn tokens of a microbatch, on the model's device."""
-    device = next(model.parameters()).device
+    """The hidden states that score the drawn tokens of a microbatch, on the model's device.
+
+    shares: whether a prompt that rows have in common is computed once; never when routers are asked for. None: yes, but
+    not in float64, which is for proofs: models compute norms in float32 all the same, and of what is summed before a
+    norm the rounding would depend on the rows of a microbatch.
+    """
+    parameter = next(model.parameters())
+    device = parameter.device
+    shares = parameter.dtype != torch.float64 if shares is None else shares
     drawn_A = microbatch.loss_mask.nonzero()[:, 0]
     # The state before a row's first token belongs to another row; scoring it would train on a neighbour's text.
     assert bool((microbatch.positions[drawn_A] > 0).all()), "the first token of a row cannot be a drawn one"
@@ -53,6 +66,8 @@ def drawn_states(
     logits: tuple[Tensor, ...] = ()
     if routers:
         hidden_TD, logits = hidden_and_router_logits(model, token_ids_T, positions_T, attend)
+    elif shares and (sharing := shared_prompts(microbatch, device)) is not None:
+        hidden_TD = sharing.hidden_states(model, token_ids_T, positions_T, attend)
     else:
         hidden_TD = hidden_states(model, token_ids_T, positions_T, attend)
     return DrawnStates(take_rows(hidden_TD, drawn_A - 1), token_ids_T[drawn_A], drawn_A, logits)

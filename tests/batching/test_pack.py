@@ -64,9 +64,11 @@ def test_packing_does_not_depend_on_order() -> None:
     assert [unpacked(m) for m in first] == [unpacked(m) for m in second]
 
 
-def test_long_rows_come_first_so_that_similar_lengths_meet() -> None:
-    lengths = [max(m.lengths) for m in pack(ROWS, 16)]
-    assert lengths == sorted(lengths, reverse=True)
+def test_rows_of_a_group_meet_and_so_do_groups_of_similar_length() -> None:
+    rows = [row(name[0], index, int(name[1])) for index, name in enumerate(["c3", "a9", "b5", "b2", "c7", "a2", "c4"])]
+    (together,) = pack(rows, 100)
+    assert together.lengths == (9, 2, 7, 4, 3, 5, 2)
+    assert [m.lengths for m in pack(rows, 15)] == [(9, 2), (7, 4, 3), (5, 2)]
 
 
 def test_positions_restart_and_ids_name_rows_and_trajectories() -> None:
@@ -144,7 +146,7 @@ def test_packing_by_group_depends_on_neither_order_nor_budget() -> None:
 
 
 def test_packing_row_by_row_would_part_pairs() -> None:
-    """The mutation: without `together` the long answers of two pairs meet."""
+    """The mutation: without `together` a budget that is used up parts them."""
     pairs = [row("a", 0, 9), row("a", 1, 3), row("b", 0, 8), row("b", 1, 4)]
     assert [m.lengths for m in pack(pairs, 13, together="group")] == [(9, 3), (8, 4)]
-    assert [m.lengths for m in pack(pairs, 13)] != [(9, 3), (8, 4)]
+    assert [m.lengths for m in pack(pairs, 20)] == [(9, 3, 8), (4,)]

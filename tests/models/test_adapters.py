@@ -33,6 +33,7 @@ from temper.models.adapters import (
     without_adapter,
 )
 from temper.models.load import Head, hidden_states, load_model, load_tokenizer, save_model
+from temper.models.ops import cpu_linear
 from temper.models.scorer import load_scorer
 from temper.models.tiny import character_tokenizer
 from temper.trainer.attention import ExactPackedAttention, PackedAttention
@@ -159,7 +160,7 @@ def test_gradients_in_bfloat16_are_those_in_float32_but_for_rounding(folders: di
     found = []
     for layer in layers:
         dtype = layer.base_layer.weight.dtype
-        output = low_rank.low_rank_linear(torch.nn.functional.linear, states[:, :32].to(dtype), [layer])
+        output = low_rank.low_rank_linear(cpu_linear, states[:, :32].to(dtype), [layer])
         output.backward(slopes.to(dtype))
         found.append([factor["default"].weight.grad for factor in (layer.lora_A, layer.lora_B)])
     for wide, narrow in zip(*found, strict=True):

@@ -13,6 +13,7 @@ from temper.errors import BackendError
 from temper.models.attention import Attend
 from temper.models.scorer import load_scorer
 from temper.models.tiny import make_tiny_model
+from temper.trainer import sharing
 from temper.trainer.attention import PackedAttention
 from temper.trainer.isolation import check_isolation
 
@@ -32,6 +33,20 @@ def test_attention_that_loses_row_boundaries_is_named(make_model: Callable[..., 
 
     with pytest.raises(BackendError, match=r"packed rows leak in LlamaForCausalLM: other tokens in row 0 .* of row 1"):
         check_isolation(make_model(), 40, make_attention=leaky)
+
+
+def test_a_shared_prompt_that_takes_a_rows_own_tokens_along_is_named(
+    make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: rows count as sharing one token more than they have in common."""
+    prompts = sharing._prompts
+
+    def one_more(microbatch: Any) -> Any:
+        return ((starts, length + 1) for starts, length in prompts(microbatch))
+
+    monkeypatch.setattr(sharing, "_prompts", one_more)
+    with pytest.raises(BackendError, match=r"other tokens in row 4 .* of row 5"):
+        check_isolation(make_model(dtype=torch.float32), 40)
 
 
 def test_rows_that_are_kept_apart_but_scored_differently_are_named(make_model: Callable[..., Any]) -> None:

@@ -164,7 +164,7 @@ def test_the_check_rejects_weights_of_a_microbatch(make_model: Callable[..., Any
 
 def test_rows_packed_one_by_one_are_refused(make_model: Callable[..., Any]) -> None:
     trainer = make_trainer(make_model(), DPO, reference=make_model(seed=1))
-    trainer._pack = partial(pack, tokens_per_microbatch=4000)
+    trainer._pack = partial(pack, tokens_per_microbatch=1)
     with pytest.raises(AssertionError, match="together"):
         trainer.step(offline_batch(trainer, DPO))
 
