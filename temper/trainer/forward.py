@@ -162,9 +162,8 @@ def _scored_for(
     if "noise" in lesson.needs:
         noise = noisy_embeddings(model, microbatch, alpha=lesson.argument("noise"), seed=facts.seed)
     with noise:
-        states = drawn_states(
-            model, microbatch, shares=False if "noise" in lesson.needs else None
-        )  # each row has its own
+        # Rows with a common prompt have noise of their own on it.
+        states = drawn_states(model, microbatch, shares=False if "noise" in lesson.needs else None)
     scored = _scored(model, states, microbatch, temperature)
     if "uniform" in lesson.needs:
         scored = replace(scored, uniform=_uniform(model, states, scored.logprobs, temperature))

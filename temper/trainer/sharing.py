@@ -63,7 +63,7 @@ def shared_prompts(microbatch: Microbatch, device: torch.device) -> Sharing | No
         by_count.setdefault(len(starts_m), []).append(np.arange(length)[:, None] + starts_m)
     shared = [np.concatenate(by_count[count]) for count in sorted(by_count)]
     num_tokens = len(microbatch.token_ids)
-    if sum(places_Nm.size - len(places_Nm) for places_Nm in shared) < LEAST_SAVING * num_tokens or not shared:
+    if sum(places_Nm.size - len(places_Nm) for places_Nm in shared) < LEAST_SAVING * num_tokens:
         return None
     source_T = np.full(num_tokens, -1, dtype=np.int64)
     num_computed = 0
