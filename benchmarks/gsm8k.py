@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -27,7 +28,7 @@ from temper import loop
 from temper.build import build_stage, make_plan
 from temper.config import resolve
 from temper.runs.plot import Line, Panel, chart
-from temper.trainer.weights import publish
+from temper.trainer.weights import Weights
 from temper.types import Batch, EvaluationResult, Publication, StepReport
 
 TEMPLATE = "{prompt}\nReason step by step, and put your final answer within \\boxed{}."
@@ -88,13 +89,13 @@ class MovingAverage:
 
     def __init__(self, held: torch.nn.Module, decay: float) -> None:
         """held: the weights that the sampler draws with."""
-        self._held, self._decay = held, decay
+        self._held, self._decay = Weights(held), decay
         self._version = 0
         self._mean: dict[str, torch.Tensor] = {}
 
     def append(self, report: StepReport, batch: Batch) -> None:
         self._version = report.version
-        tensors = {name: tensor.float() for name, tensor in publish(self._held, 0).tensors.items()}
+        tensors = {name: tensor.float() for name, tensor in self._held.publication(0).tensors.items()}
         if self._mean:
             torch._foreach_lerp_(list(self._mean.values()), list(tensors.values()), 1 - self._decay)
         else:
@@ -104,39 +105,44 @@ class MovingAverage:
         """Not its business."""
 
     def publication(self) -> Publication:
-        own = publish(self._held, 0).tensors
+        own = self._held.publication(0).tensors
         tensors = {name: mean.to(own[name].dtype) for name, mean in self._mean.items()}
         return Publication(version=self._version, tensors=tensors)
 
 
-def with_few_calculations(path: Path, most: int, folder: Path) -> Path:
-    """The problems whose published solution calculates at most so often: GSM8K marks every calculation, <<48/2=24>>.
+def training_file(path: Path, most_calculations: int, folder: Path) -> Path:
+    """GSM8K's training problems, with whole published solutions as answers: rewards read the last number or the way.
 
-    A small model solves them often enough to learn from them; of the others it fails most in all of its attempts.
+    most_calculations: leaves out problems whose solution calculates more often; GSM8K marks them all, <<48/2=24>>. A
+    small model fails most of those in all of its attempts.
     """
-    kept = [line for line in path.read_text().splitlines() if json.loads(line)["answer"].count("<<") <= most]
-    (folder / "train.jsonl").write_text("\n".join(kept) + "\n")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = [row for row in rows if not most_calculations or row["answer"].count("<<") <= most_calculations]
+    boxed = [{**row, "answer": re.sub(r"#### (.+)", r"\\boxed{\1}", row["answer"])} for row in kept]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in boxed))
     return folder / "train.jsonl"
 
 
 def recipe_of(options: argparse.Namespace, seed: int, train_file: Path) -> dict[str, Any]:
-    source = {"prompt_field": "question", "answer_pattern": "#### (.+)"}
+    right = {"kind": "math", "options": {"require_boxed": True}}
+    on_the_way = {"kind": "gsm8k_steps:steps", "weight": options.step_credit}
+    heldout = {"path": f"{options.data}/test.jsonl", "size": options.heldout, "answer_pattern": "#### (.+)"}
     return {
         "name": "gsm8k",
         "seed": seed,
         "steps": 100_000,
         "model": {"path": options.model},
-        "train": [{"path": str(train_file), **source}],
-        "heldout": {"path": f"{options.data}/test.jsonl", "size": options.heldout, **source},
+        "train": [{"path": str(train_file), "prompt_field": "question"}],
+        "heldout": {"prompt_field": "question", **heldout},
         "prompt": {"template": TEMPLATE},
-        "reward": [{"kind": "math"}],
+        "reward": [right, on_the_way] if options.step_credit else [right],
         "sampling": {"max_new_tokens": options.new},
         "rollout": {"groups_per_step": options.prompts, "group_size": options.group},
         "engine": {"max_running": max(options.prompts * options.group, options.heldout), "tokens_per_step": 16384},
         "trainer": {"tokens_per_microbatch": options.microbatch},
         "objective": {"preset": options.preset},
         "optim": {"learning_rate": options.learning_rate, "warmup_steps": 5},
-        "evaluation": {"every": options.every},
+        "evaluation": {"every": options.every, "reward": [right]},
         "checkpoint": {"every": 10**6},
     }
 
@@ -209,6 +215,7 @@ def main() -> None:
     parser.add_argument("--heldout", type=int, default=512)
     parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
     parser.add_argument("--calculations", type=int, default=0, help="at most, in a training problem; 0: all problems")
+    parser.add_argument("--step-credit", type=float, default=0.0, help="of wrong answers (gsm8k_steps.py), e.g. 0.3")
     parser.add_argument("--preset", default="grpo")
     parser.add_argument("--learning-rate", type=float, default=3e-6)
     parser.add_argument("--microbatch", type=int, default=32768)
@@ -219,9 +226,7 @@ def main() -> None:
     parser.add_argument("--out", help="SVG of the curves, and their numbers beside it")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        train_file = Path(options.data) / "train.jsonl"
-        if options.calculations:
-            train_file = with_few_calculations(train_file, options.calculations, Path(folder))
+        train_file = training_file(Path(options.data) / "train.jsonl", options.calculations, Path(folder))
         show(options, {seed: asyncio.run(train(options, seed, train_file)) for seed in options.seeds})
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +20,8 @@ from temper.types import Batch, EvaluationResult, StepReport, TrainResult
 
 OBJECTS_PER_COLLECTION = 50_000
 """That Python makes before it looks for cycles among them."""
+SECONDS_PER_TURN = 0.0005
+"""Of a thread that holds the interpreter while another waits for it."""
 
 
 class Recorder(Protocol):
@@ -60,12 +63,15 @@ class Plan:
     gate: Callable[[], Awaitable[None]]
     """Refuses to start when sampler and trainer disagree."""
     canary: Callable[[], Awaitable[None]]
-    """Refuses to go on when they disagree after a publication."""
+    """Refuses to go on when they disagree after a publication. Done before anything is trained, evaluated or saved; a
+    source that runs ahead makes its next batch meanwhile."""
     verify: Callable[[int, TrainResult], None]
     """Refuses to go on when they disagree after a step."""
     measure_system: Callable[[Batch, Mapping[str, float]], dict[str, float]]
     """Throughput and memory of a step, from its batch and its seconds."""
     watch: Watch | None = None
+    runs_ahead: bool = False
+    """The sampler draws for later steps as well, and begins with them as soon as it has new weights."""
     resting: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around a trainer's step: a sampler on the trainer's device draws nothing inside."""
 
@@ -76,7 +82,7 @@ async def run(plan: Plan) -> None:
     Waits for: the source's next batch. Unblocked by: the source, within its own deadline. Ends: at plan.steps, or when
     a part breaks; the last checkpoint is then where a resume goes on.
     """
-    with seldom_collected():
+    with seldom_collected(), quick_turns():
         await _run(plan)
 
 
@@ -98,6 +104,21 @@ def seldom_collected() -> Iterator[None]:
         gc.unfreeze()
 
 
+@contextmanager
+def quick_turns() -> Iterator[None]:
+    """Threads that compute in Python hand the interpreter on sooner than every 5 ms.
+
+    An engine in the event loop lets go of it a thousand times in a step, and while credit is computed beside it would
+    wait for its turn each time, with an idle device.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SECONDS_PER_TURN)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
 async def _run(plan: Plan) -> None:
     # The ledger runs from report to report: what follows a report is in the seconds of the step after it.
     reported = time.monotonic()
@@ -108,38 +129,47 @@ async def _run(plan: Plan) -> None:
         await _evaluate(plan, step=0, metrics={})
     between = {"gate": opened - reported, "evaluate": time.monotonic() - opened}
     await plan.source.start()
+    canary = _Canary(plan)
     try:
         for step in range(plan.first_step, plan.steps + 1):
             started = time.monotonic()
             batch = await plan.source.take(step)
             taken = time.monotonic()
+            await canary.passed()
+            cleared = time.monotonic()
             with plan.resting():
                 result = await asyncio.to_thread(plan.trainer.step, batch)
             plan.verify(step, result)
             trained = time.monotonic()
             await plan.sampler.load(plan.trainer.publish())
             published = time.monotonic()
-            await plan.canary()
+            canary.start()
+            is_looked_at = step == plan.steps or (plan.evaluate_every and step % plan.evaluate_every == 0)
+            if plan.runs_ahead:
+                await plan.source.release(plan.trainer.version)
+            if is_looked_at or not plan.runs_ahead:
+                await canary.passed()
             checked = time.monotonic()
             phases = {
                 **between,
                 **(batch.seconds or {"data": taken - started}),
                 **result.seconds,
-                "train_other": trained - taken - sum(result.seconds.values()),
+                "train_other": trained - cleared - sum(result.seconds.values()),
                 "publish": published - trained,
-                "canary": checked - published,
+                "canary": cleared - taken + checked - published,
             }
             report = _report(plan, step, batch, result, balanced(phases, checked - reported))
             reported = checked
             for recorder in plan.recorders:
                 recorder.append(report, batch)
             recorded = time.monotonic()
-            if step == plan.steps or (plan.evaluate_every and step % plan.evaluate_every == 0):
+            if is_looked_at:
                 await _evaluate(plan, step, report.metrics)
             evaluated = time.monotonic()
-            # Before the release: a resumed run finds the source exactly as it was when this step ended.
+            # Before a synchronous release, so that nothing is drawn meanwhile: what is saved is how this step ended.
             is_held = plan.watch is not None and plan.watch.is_called
             if step == plan.steps or step % plan.checkpoint_every == 0 or is_held:
+                await canary.passed()
                 await asyncio.to_thread(plan.checkpoint, step)
             saved = time.monotonic()
             if plan.watch is not None and is_held:
@@ -152,7 +182,30 @@ async def _run(plan: Plan) -> None:
                 "release": time.monotonic() - saved,
             }
     finally:
+        await canary.close()
         await plan.source.close()
+
+
+class _Canary:
+    """The check of the newest publication, on its way."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._check = plan.canary
+        self._running: asyncio.Future[None] | None = None
+
+    def start(self) -> None:
+        self._running = asyncio.ensure_future(self._check())
+
+    async def passed(self) -> None:
+        """Waits for: the check, which has a deadline. Raises what it found."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            await running
+
+    async def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running], timeout=30.0)
 
 
 async def _evaluate(plan: Plan, step: int, metrics: Mapping[str, float]) -> None:

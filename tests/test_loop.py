@@ -18,6 +18,9 @@ from temper.build import build_stage, first_model, make_plan
 from temper.config import RunConfig, resolve
 from temper.engine.local.engine import LocalEngine
 from temper.engine.local.step import Flight, Stepper
+from temper.errors import BackendError
+from temper.rollout.gate import Canary
+from temper.rollout.roller import Roller
 from temper.runs.records import AuditRecord
 from temper.trainer.trainer import LocalTrainer
 from temper.types import Batch, EvaluationResult, StepReport, TrainResult
@@ -112,9 +115,60 @@ def test_engine_and_trainer_take_turns_on_their_device(
     monkeypatch.setattr(LocalEngine, "__init__", init)
     monkeypatch.setattr(Stepper, "begin", begin)
     monkeypatch.setattr(LocalTrainer, "step", trainer_step)
-    run(rl_config(tiny_recipe, steps=4, rollout={"groups_per_step": 2, "group_size": 4, "max_staleness": 2}), tmp_path)
+    # One group at a time: something is left to draw when the trainer begins.
+    few = {"groups_per_step": 2, "group_size": 4, "max_staleness": 2}
+    run(rl_config(tiny_recipe, steps=4, rollout=few, engine={"max_running": 4}), tmp_path)
     assert any(waiting), "there must be something to draw while the trainer trains"
     assert all(steps[place + 1] == "trained" for place, what in enumerate(steps) if what == "trains")
+
+
+@pytest.mark.parametrize(("staleness", "first"), [(0, "checked"), (1, "released")])
+def test_new_weights_are_drawn_with_at_once_unless_steps_wait_for_each_other(
+    staleness: int, first: str, tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, str]] = []
+    real_check, real_release = Canary.check, Roller.release
+
+    async def check(self: Canary, version: int) -> Any:
+        seen.append((version, "checked"))
+        return await real_check(self, version)
+
+    async def release(self: Roller, version: int) -> None:
+        seen.append((version, "released"))
+        await real_release(self, version)
+
+    monkeypatch.setattr(Canary, "check", check)
+    monkeypatch.setattr(Roller, "release", release)
+    rollout = {"groups_per_step": 2, "group_size": 4, "max_staleness": staleness}
+    run(rl_config(tiny_recipe, steps=3, rollout=rollout), tmp_path)
+    assert [next(what for version, what in seen if version == step) for step in (1, 2, 3)] == [first] * 3
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_nothing_is_trained_after_a_canary_that_found_something(
+    staleness: int, tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[int] = []
+    real_step = LocalTrainer.step
+
+    async def check(self: Canary, version: int) -> None:
+        await asyncio.sleep(0.2)  # longer than anything else takes
+        if version == 2:
+            raise BackendError("sampler and trainer disagree")
+
+    def trainer_step(self: LocalTrainer, batch: Batch) -> TrainResult:
+        trained.append(self.version + 1)
+        return real_step(self, batch)
+
+    monkeypatch.setattr(Canary, "check", check)
+    monkeypatch.setattr(LocalTrainer, "step", trainer_step)
+    rollout = {"groups_per_step": 2, "group_size": 4, "max_staleness": staleness}
+    with pytest.raises(BackendError, match="sampler and trainer disagree"):
+        # Neither evaluated nor saved in between: only the next step waits for the canary.
+        run(
+            rl_config(tiny_recipe, steps=4, rollout=rollout, evaluation={"every": 0}, checkpoint={"every": 9}), tmp_path
+        )
+    assert trained == [1, 2]
 
 
 @pytest.mark.parametrize("preset", ["reinforce", "rloo", "dr_grpo", "dapo", "gspo", "cispo"])

@@ -29,7 +29,7 @@ from temper.runs.rules import configure
 from temper.stages.rejection import Rejection
 from temper.trainer.isolation import check_isolation
 from temper.trainer.ranks import rank_and_world
-from temper.trainer.weights import publish
+from temper.trainer.weights import Weights
 from temper.types import Batch, TrainResult
 
 GATE_PROMPTS = 8
@@ -59,8 +59,9 @@ def make_plan(
         gate=partial(_gate, stage, first_step),
         canary=partial(_look_again, stage),
         verify=partial(_verify, stage),
-        measure_system=partial(_measure_system, stage),
+        measure_system=partial(_measure_system, stage, _model_size(stage)),
         watch=watch,
+        runs_ahead=config.rollout.max_staleness > 0,
         resting=stage.sampler.resting if isinstance(stage.sampler, SharesDevice) else nullcontext,
     )
 
@@ -74,7 +75,7 @@ def _budget(stage: Stage) -> Budget:
 
 
 def _sides(stage: Stage) -> Sides:
-    held = stage.held
+    held = None if stage.held is None else Weights(stage.held)
     return Sides(
         sampler=stage.sampler,
         recompute=stage.trainer.score,
@@ -82,7 +83,7 @@ def _sides(stage: Stage) -> Sides:
         budget=_budget(stage),
         find_stale=None
         if held is None
-        else lambda: stale_tensors(stage.trainer.publish().tensors, publish(held, 0).tensors),
+        else lambda: stale_tensors(stage.trainer.publish().tensors, held.publication(0).tensors),
         bos_id=stage.data.tokenizer.bos_token_id,
         seconds=stage.config.rollout.step_seconds,
     )
@@ -155,7 +156,7 @@ def _verify(stage: Stage, step: int, result: TrainResult) -> None:
     require_agreement(agreement, budget=_budget(stage), when=f"step {step}")
 
 
-def _measure_system(stage: Stage, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
+def _measure_system(stage: Stage, size: ModelSize, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
     stats = stage.sampler.stats()
     lengths = [len(sample.token_ids) for update in batch.updates for sample in update]
     drawn = sum(group.tokens_drawn for group in (*batch.groups, *(group for group, _ in batch.dropped)))
@@ -169,7 +170,7 @@ def _measure_system(stage: Stage, batch: Batch, seconds: Mapping[str, float]) ->
         "sys/kv_use": stats["kv_use"],
         "sys/preemptions": stats["preemptions"],
         **time_metrics(seconds, stats),
-        **mfu(_model_size(stage), lengths, training_seconds, _peak(stage)),
+        **mfu(size, lengths, training_seconds, _peak(stage)),
         **_judge_metrics(stage),
     }
     if isinstance(stage.source, Roller | Rejection):

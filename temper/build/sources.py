@@ -110,9 +110,11 @@ def _rolled(parts: Parts) -> Roller:
 
 def _credited(parts: Parts, rules: CreditRules, taken: Taken) -> Batch:
     trainer = parts.trainer
-    return make_batch(
+    batch = make_batch(
         taken.groups, rules, score=trainer.score, version=trainer.version, dropped=taken.dropped, scales=trainer.scales
     )
+    trainer.get_ready(batch.updates)
+    return batch
 
 
 def require_comparable(config: RunConfig, objective: Objective) -> None:

@@ -216,8 +216,9 @@ class OptimConfig(Section):
     learning_rate: float = Field(1e-6, ge=0)
     critic_learning_rate: float | None = Field(None, ge=0)
     """Of the critic, if there is one; same schedule. Unset: ten times learning_rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up. linear and cosine fall towards 0, which they would reach one step after the last."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """After warm-up. linear and cosine fall towards 0, which they would reach one step after the last; wsd (warm-up,
+    stable, decay) stays at the full rate and falls linearly in the last fifth."""
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     adam: tuple[Decay, Decay, float] = (0.9, 0.999, 1e-8)

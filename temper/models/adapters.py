@@ -179,22 +179,26 @@ class MergedTensors(Mapping[str, Tensor]):
     def __init__(self, model: nn.Module) -> None:
         self._layers = {f"{name}.weight": m for name, m in model.named_modules() if is_adapted(m)}
         factors = {id(p) for m in self._layers.values() for p in (*m.lora_A.parameters(), *m.lora_B.parameters())}
-        self.unmerged = {
-            name.replace(".base_layer.", "."): tensor.detach()
+        self._own = {
+            name.replace(".base_layer.", "."): tensor
             for name, tensor in saved_tensors(model).items()
             if id(tensor) not in factors
         }
+
+    @property
+    def unmerged(self) -> dict[str, Tensor]:
         """The model's own tensors under the same names."""
+        return {name: tensor.detach() for name, tensor in self._own.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         with torch.no_grad():
-            return merged_weight(self._layers[name]) if name in self._layers else self.unmerged[name]
+            return merged_weight(self._layers[name]) if name in self._layers else self._own[name].detach()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.unmerged)
+        return iter(self._own)
 
     def __len__(self) -> int:
-        return len(self.unmerged)
+        return len(self._own)
 
 
 def without_adapter(model: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 PHASES: dict[str, str] = {
     "rollout": "The trainer waits for the groups of this step; drawing and scoring overlap in it",
     "data": "Supervised examples are drawn and encoded",
-    "credit": "Passes that credit needs, advantages, rewards that learn",
+    "credit": "Passes that credit needs, advantages, rewards that learn; what was drawn is laid end to end",
     "pack": "Rows are laid end to end",
     "reference": "Log-probabilities of the reference and the teacher",
     "proximal": "Log-probabilities of the policy when the batch started",

@@ -23,10 +23,14 @@ BATCH_ELEMENTS = 1 << 25
 """Weights that are looked at together: enough to launch seldom, few enough to need little memory for it."""
 
 
+LAST_PART = 0.2
+"""Of the steps after warm-up, in which "wsd" falls: long enough to lose the noise of the full rate."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
     learning_rate: float
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup_steps: int = 0
     weight_decay: float = 0.0
     """Of matrices; norms and biases are never decayed."""
@@ -40,14 +44,15 @@ _SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "wsd": lambda progress: min(1.0, (1.0 - progress) / LAST_PART),
 }
 
 
 def learning_rate_at(settings: OptimizerSettings, step: int, total_steps: int) -> float:
     """Learning rate of a step, counted from 1. A function of nothing else, so a resumed run cannot get it wrong.
 
-    Rises linearly and is full at step warmup_steps; linear and cosine then fall towards 0, which they would reach one
-    step after the last: a step at rate 0 would be wasted.
+    Rises linearly and is full at step warmup_steps; linear and cosine then fall towards 0, wsd in the last fifth alone.
+    They would reach 0 one step after the last: a step at rate 0 would be wasted.
     """
     if step < settings.warmup_steps:
         return settings.learning_rate * step / settings.warmup_steps
@@ -195,11 +200,13 @@ class MasterAdamW:
 
 def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     batch: list[Tensor] = []
+    elements = 0
     for tensor in tensors:
-        if batch and sum(map(torch.numel, batch)) + tensor.numel() > BATCH_ELEMENTS:
+        if batch and elements + tensor.numel() > BATCH_ELEMENTS:
             yield batch
-            batch = []
+            batch, elements = [], 0
         batch.append(tensor)
+        elements += tensor.numel()
     if batch:
         yield batch
 

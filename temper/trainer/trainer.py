@@ -7,6 +7,7 @@ Refuses: algorithms (objectives/), and how rows are packed and shared out (`pack
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from temper.trainer.policy_step import PolicyStep
 from temper.trainer.ranks import rank_and_world
 from temper.trainer.references import MovingReference
 from temper.trainer.traces import Key, Pack, keys_of, pack_numbered, traces_of
-from temper.trainer.weights import ModelFiles, kept_tensors, publish, save_weights, stored_tensors
+from temper.trainer.weights import ModelFiles, Weights, kept_tensors, save_weights, stored_tensors
 from temper.types import Batch, Microbatch, Publication, Sample, Trace, TrainResult
 
 Shard = Callable[[Sequence[Microbatch], int, int], list[Microbatch]]
@@ -67,6 +68,10 @@ class OtherModels:
     teachers: Mapping[str, nn.Module] = field(default_factory=dict)
     """By domain, for objectives that distil from several; rows of other domains have the one above."""
     critic: Critic | None = None
+
+
+Updates = tuple[tuple[Sample, ...], ...]
+"""As of a Batch."""
 
 
 class LocalTrainer:
@@ -106,6 +111,10 @@ class LocalTrainer:
             temperature=settings.temperature,
             gradient_checkpointing=settings.gradient_checkpointing,
         )
+        self._weights = Weights(model)
+        self._one_pass = threading.Lock()
+        """Credit and a canary are scored by two threads; models that wait on the CPU or record routers have state."""
+        self._ready: tuple[Updates, list[Share]] | None = None
         self._scales = control(objective, {}, {})
         self._version = 0
         self._peak_memory = PeakMemory(next(model.parameters()).device)
@@ -124,7 +133,8 @@ class LocalTrainer:
     ) -> list[list[float]]:
         rows: list[list[float]] = [[] for _ in samples]
         for microbatch, numbers in pack_numbered(self._pack, samples):
-            values = self._values(microbatch) if who == "critic" else self._passes.score(microbatch, who)
+            with self._one_pass:
+                values = self._values(microbatch) if who == "critic" else self._passes.score(microbatch, who)
             for number, part in zip(numbers, torch.split(values, list(microbatch.lengths)), strict=True):
                 rows[number] = part.tolist()
         return rows
@@ -133,6 +143,11 @@ class LocalTrainer:
         """A held-out score, for references that are reset when it stalls."""
         if self._reference is not None:
             self._reference.observe(score)
+
+    def get_ready(self, updates: Updates) -> None:
+        """Packs the updates of the next step ahead of it: that is work for the host alone, and a sampler on the same
+        device draws meanwhile."""
+        self._ready = (updates, [self._share(update) for update in updates])
 
     def step(self, batch: Batch) -> TrainResult:
         seconds: dict[str, float] = {}
@@ -163,7 +178,7 @@ class LocalTrainer:
         return self._finished(batch, metrics, rate, applied, seconds)
 
     def publish(self) -> Publication:
-        return publish(self._model, self._version)
+        return self._weights.publication(self._version)
 
     def peak_memory_bytes(self) -> int:
         """Most memory held at once since this trainer was made: of the device on a GPU, of the process on a CPU."""
@@ -227,7 +242,10 @@ class LocalTrainer:
     def _prepared(self, batch: Batch, seconds: dict[str, float]) -> list[Share]:
         """This rank's microbatches of every update, with all columns that do not depend on the updates before it."""
         with _timed(seconds, "pack"):
-            shares = [self._share(update) for update in batch.updates]
+            if self._ready is None or self._ready[0] is not batch.updates:
+                self.get_ready(batch.updates)
+            assert self._ready is not None
+            (_, shares), self._ready = self._ready, None
         with _timed(seconds, "reference"):
             shares = [replace(share, microbatches=self._passes.with_frozen(share.microbatches)) for share in shares]
         with _timed(seconds, "proximal"):

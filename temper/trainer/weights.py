@@ -37,15 +37,27 @@ class ModelFiles:
     load: LoadModel = load_model
 
 
-def publish(model: nn.Module, version: int) -> Publication:
-    """Every parameter, and every buffer that belongs to the checkpoint, by name. Tied ones appear once.
+class Weights:
+    """The weights of one model, to be published again and again: its tree of modules is walked only once."""
 
-    Of a model with an adapter: merged weights under the names of the model without it, each made when it is asked for.
-    """
-    if has_adapter(model):
-        merged = MergedTensors(model)
-        return Publication(version=version, tensors=merged, alike=merged.unmerged)
-    return Publication(version=version, tensors={n: tensor.detach() for n, tensor in saved_tensors(model).items()})
+    def __init__(self, model: nn.Module) -> None:
+        self._merged = MergedTensors(model) if has_adapter(model) else None
+        self._own = {} if self._merged is not None else saved_tensors(model)
+
+    def publication(self, version: int) -> Publication:
+        """Every parameter, and every buffer that belongs to the checkpoint, by name. Tied ones appear once.
+
+        Of a model with an adapter: merged weights under the names of the model without it, each made when it is asked
+        for.
+        """
+        if self._merged is not None:
+            return Publication(version=version, tensors=self._merged, alike=self._merged.unmerged)
+        return Publication(version=version, tensors={name: tensor.detach() for name, tensor in self._own.items()})
+
+
+def publish(model: nn.Module, version: int) -> Publication:
+    """The weights of a model that is looked at once."""
+    return Weights(model).publication(version)
 
 
 def kept_tensors(model: nn.Module) -> Mapping[str, Tensor]:

@@ -24,10 +24,12 @@ def test_schedules_in_closed_form() -> None:
     assert rates(6, schedule="linear", warmup_steps=2) == [0.5, 1, 1, 0.75, 0.5, 0.25]
     assert rates(4, schedule="cosine") == pytest.approx([1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2])
     assert rates(3, schedule="cosine", warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1])
+    assert rates(10, schedule="wsd") == pytest.approx([1] * 9 + [0.5])
+    assert rates(12, schedule="wsd", warmup_steps=2) == pytest.approx([0.5] + [1] * 10 + [0.5])
 
 
 def test_no_schedule_wastes_a_step_at_rate_zero_or_rises_after_the_end() -> None:
-    for schedule in ("constant", "linear", "cosine"):
+    for schedule in ("constant", "linear", "cosine", "wsd"):
         assert min(rates(7, schedule=schedule, warmup_steps=3)) > 0
         settings = OptimizerSettings(learning_rate=1.0, schedule=schedule)  # type: ignore[arg-type]
         assert learning_rate_at(settings, 100, 10) <= learning_rate_at(settings, 10, 10)

@@ -68,6 +68,20 @@ def test_a_step_moves_the_weights_once_and_reports_norm_and_rate(
     assert trainer.peak_memory_bytes() > 10_000_000
 
 
+def test_rows_that_were_packed_ahead_train_alike_and_others_are_not_taken_for_them(
+    make_model: Callable[..., Any], make_rows: Callable[..., list[Sample]]
+) -> None:
+    first, second = batch(make_rows()), batch(make_rows(seed=1))
+    plain, ready, astray = (make_trainer(make_model()) for _ in range(3))
+    ready.get_ready(first.updates)
+    astray.get_ready(second.updates)
+    results = [trainer.step(first) for trainer in (plain, ready, astray)]
+    assert len({result.loss for result in results}) == 1
+    assert is_same(weights(plain), weights(ready))
+    assert is_same(weights(plain), weights(astray))
+    assert ready.step(second).loss == plain.step(second).loss != results[0].loss, "what was packed is used once"
+
+
 @pytest.mark.parametrize("budget", [1, 64, 10_000])
 def test_a_step_does_not_depend_on_the_microbatch_budget(
     make_model: Callable[..., Any], make_rows: Callable[..., list[Sample]], budget: int

@@ -85,6 +85,7 @@ class LocalEngine:
         self._may_step = asyncio.Event()
         self._may_step.set()
         self._num_requests = 0
+        self._waiting: set[asyncio.Future[Completion]] = set()
         self._failure: BaseException | None = None
 
     @property
@@ -94,6 +95,8 @@ class LocalEngine:
     async def generate(self, request: Request, *, watch: Watch | None = None) -> Completion:
         """`watch` is called on the event loop with each piece that was drawn. If it raises, only this request fails."""
         self._check(request)
+        if self._failure is not None:
+            raise _failed(self._failure)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
 
@@ -165,6 +168,7 @@ class LocalEngine:
         if self._driver is not None and not self._driver.done():
             self._driver.cancel()
             await asyncio.wait([self._driver], timeout=10.0)
+        self._break(BackendError("it was closed"))
 
     @property
     def has_work(self) -> bool:
@@ -182,7 +186,7 @@ class LocalEngine:
                 if burst is not None:
                     self._stepper.end(burst)
         except Exception as error:
-            self._failure = error
+            self._break(error)
 
     async def _settle(self) -> None:
         quiet, seen = 0, self._num_requests
@@ -192,20 +196,26 @@ class LocalEngine:
             seen = self._num_requests
 
     async def _delivered(self, future: asyncio.Future[Completion], sequence: Sequence) -> Completion:
-        """Waits for the completion or for the engine's failure, whichever comes first. A caller that is cancelled, or
-        whose watcher failed, ends its request."""
-        assert self._driver is not None
+        """Waits for the completion. A caller that is cancelled, or whose watcher failed, ends its request.
+
+        Unblocked by: the driver, which delivers or breaks. Not by a look at the driver beside it: with hundreds of
+        requests that look at one task, each would cost the others time.
+        """
+        self._waiting.add(future)
         try:
-            while not future.done():
-                # The driver can end between two requests and be replaced, so the one of now is watched.
-                await asyncio.wait((future, self._driver), return_when=asyncio.FIRST_COMPLETED, timeout=60.0)
-                if self._failure is not None:
-                    raise BackendError(f"the engine failed: {self._failure!r}") from self._failure
-            return future.result()
+            return await future
         finally:
+            self._waiting.discard(future)
             # Not by id alone: another request may have it by now.
             if self._scheduler.live.get(sequence.request.id) is sequence:
                 self._scheduler.stop(sequence.request.id, Finish.ABORT)
+
+    def _break(self, error: Exception) -> None:
+        """Nobody waits any longer, and nobody begins to."""
+        self._failure = self._failure or error
+        for future in self._waiting:
+            if not future.done():
+                future.set_exception(_failed(self._failure))
 
     def _check(self, request: Request) -> None:
         settings, params, length = self._settings, request.params, len(request.prompt_ids)
@@ -233,6 +243,12 @@ class LocalEngine:
             raise TaskError(
                 f"a sequence of {longest} tokens does not fit into the KV cache: raise engine.kv_tokens above {longest}"
             )
+
+
+def _failed(cause: BaseException) -> BackendError:
+    error = BackendError(f"the engine failed: {cause!r}")
+    error.__cause__ = cause
+    return error
 
 
 def check_params(params: SamplingParams, vocabulary: int) -> None:

@@ -423,6 +423,22 @@ def test_a_failing_step_reaches_every_waiting_request(monkeypatch: pytest.Monkey
     assert all(isinstance(error, BackendError) for error in asyncio.run(run()))
 
 
+def test_who_waits_when_the_engine_is_closed_is_told_and_so_is_who_comes_later() -> None:
+    engine = make_engine(make_model())
+
+    async def go() -> list[Any]:
+        with engine.resting():
+            waiting = asyncio.create_task(engine.generate(request("one", prompts()[0])))
+            await asyncio.sleep(0)
+            await engine.close()
+        later = engine.generate(request("two", prompts()[0]))
+        return await asyncio.wait_for(asyncio.gather(waiting, later, return_exceptions=True), 30)
+
+    for error in asyncio.run(go()):
+        assert isinstance(error, BackendError)
+        assert "it was closed" in str(error)
+
+
 def test_bursts_draw_what_single_steps_draw() -> None:
     model = make_model()
     requests = [
