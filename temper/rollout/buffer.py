@@ -103,10 +103,6 @@ class Buffer:
             self._version = version
             self._changed.notify_all()
 
-    def first_open(self) -> int | None:
-        """The earliest draw not consumed yet; a resumed run rolls again from there. None: nothing is open."""
-        return min(self._slots, default=None)
-
     def _prefix(self) -> list[int] | None:
         """The shortest prefix of settled draws that fills a step."""
         prefix, accepted = [], 0

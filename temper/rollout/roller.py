@@ -6,6 +6,7 @@ Owns: the feeder task, the failure limit, the metrics of generation. Refuses: tr
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
@@ -64,6 +65,9 @@ class Roller:
         self.num_queued = 0
         """Finished groups that waited when the last batch was taken."""
         self._stream_states: dict[int, dict[str, Scalar | list[Scalar]]] = {}
+        """Before each draw that is not consumed yet."""
+        self._drawing = threading.Lock()
+        """A checkpoint asks for the state from a thread of its own, and no draw may be lost between two lines."""
         self._feeder: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -78,10 +82,8 @@ class Roller:
         batch = await asyncio.to_thread(self._make_batch, taken)
         await self._learn(taken)
         seconds = {"rollout": rolled - started, "credit": time.monotonic() - rolled, **batch.seconds}
-        first_open = self._buffer.first_open()
-        self._stream_states = {
-            d: s for d, s in self._stream_states.items() if first_open is not None and d >= first_open
-        }
+        last = max(group.draw for group in (*taken.groups, *(group for group, _ in taken.dropped)))
+        self._stream_states = {draw: state for draw, state in self._stream_states.items() if draw > last}
         return Batch(
             updates=batch.updates,
             groups=batch.groups,
@@ -105,8 +107,9 @@ class Roller:
 
     def state(self) -> dict[str, Scalar | list[Scalar]]:
         """The task stream as it was before the first draw that is not consumed yet, and the prompts of late."""
-        first_open = self._buffer.first_open()
-        stream = self._stream.state() if first_open is None else self._stream_states[first_open]
+        with self._drawing:
+            first = min(self._stream_states, default=None)
+            stream = self._stream.state() if first is None else self._stream_states[first]
         return {**stream, RECENT: list(self._recent.state())}
 
     def load_state(self, state: State) -> None:
@@ -124,9 +127,10 @@ class Roller:
         async with asyncio.TaskGroup() as groups:
             while True:
                 for _ in range(await self._buffer.wait_for_room(LONGEST_STEP_SECONDS)):
-                    before = self._stream.state()
-                    draw, task = self._stream.next()
-                    self._stream_states[draw] = before
+                    with self._drawing:
+                        before = self._stream.state()
+                        draw, task = self._stream.next()
+                        self._stream_states[draw] = before
                     await self._buffer.start(draw)
                     groups.create_task(self._roll(draw, task), name=f"group {draw}")
 
