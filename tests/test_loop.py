@@ -86,6 +86,9 @@ def test_asynchronous_training_keeps_the_bound_and_corrects_for_it(
     notes, _ = run(config, tmp_path)
     assert len(notes.reports) == 6
     assert max(report.max_staleness for report in notes.reports) <= staleness
+    for report in notes.reports:
+        system = report.system
+        assert system["sys/rollout_tok_s"] == pytest.approx(system["sys/rollout_tokens"] / system["sys/step_time"])
 
 
 def test_engine_and_trainer_take_turns_on_their_device(

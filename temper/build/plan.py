@@ -176,7 +176,9 @@ def _measure_system(stage: Stage, size: ModelSize, batch: Batch, seconds: Mappin
     if isinstance(stage.source, Roller | Rejection):
         system["sys/queue_groups"] = float(stage.source.num_queued)
     if "rollout" in seconds:
-        system["sys/rollout_tok_s"] = drawn / max(seconds["rollout"], 1e-9)
+        # Who runs ahead draws all the time; the trainer waits for the rest of it alone.
+        drawing = sum(seconds.values()) if stage.config.rollout.max_staleness else seconds["rollout"]
+        system["sys/rollout_tok_s"] = drawn / max(drawing, 1e-9)
     return system
 
 
