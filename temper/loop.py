@@ -165,25 +165,28 @@ async def _run(plan: Plan) -> None:
             recorded = time.monotonic()
             if is_looked_at:
                 await _evaluate(plan, step, report.metrics)
-            evaluated = time.monotonic()
-            # Before a synchronous release, so that nothing is drawn meanwhile: what is saved is how this step ended.
-            is_held = plan.watch is not None and plan.watch.is_called
-            if step == plan.steps or step % plan.checkpoint_every == 0 or is_held:
-                await canary.passed()
-                await asyncio.to_thread(plan.checkpoint, step)
-            saved = time.monotonic()
-            if plan.watch is not None and is_held:
-                await plan.watch.hold()
-            await plan.source.release(plan.trainer.version)
-            between = {
-                "record": recorded - reported,
-                "evaluate": evaluated - recorded,
-                "checkpoint": saved - evaluated,
-                "release": time.monotonic() - saved,
-            }
+            between = {"record": recorded - reported, "evaluate": time.monotonic() - recorded}
+            between |= await _close_step(plan, step, canary)
     finally:
         await canary.close()
         await plan.source.close()
+
+
+async def _close_step(plan: Plan, step: int, canary: _Canary) -> dict[str, float]:
+    """A checkpoint, where one is due, and then the next step; returns its seconds by phase.
+
+    In this order: while a synchronous source is saved nothing is drawn, and what is saved is how this step ended.
+    """
+    started = time.monotonic()
+    is_held = plan.watch is not None and plan.watch.is_called
+    if step == plan.steps or step % plan.checkpoint_every == 0 or is_held:
+        await canary.passed()
+        await asyncio.to_thread(plan.checkpoint, step)
+    saved = time.monotonic()
+    if plan.watch is not None and is_held:
+        await plan.watch.hold()
+    await plan.source.release(plan.trainer.version)
+    return {"checkpoint": saved - started, "release": time.monotonic() - saved}
 
 
 class _Canary:

@@ -147,7 +147,7 @@ class LocalTrainer:
     def get_ready(self, updates: Updates) -> None:
         """Packs the updates of the next step ahead of it: that is work for the host alone, and a sampler on the same
         device draws meanwhile."""
-        self._ready = (updates, [self._share(update) for update in updates])
+        self._ready = (updates, self._shares(updates))
 
     def step(self, batch: Batch) -> TrainResult:
         seconds: dict[str, float] = {}
@@ -242,10 +242,8 @@ class LocalTrainer:
     def _prepared(self, batch: Batch, seconds: dict[str, float]) -> list[Share]:
         """This rank's microbatches of every update, with all columns that do not depend on the updates before it."""
         with _timed(seconds, "pack"):
-            if self._ready is None or self._ready[0] is not batch.updates:
-                self.get_ready(batch.updates)
-            assert self._ready is not None
-            (_, shares), self._ready = self._ready, None
+            ready, self._ready = self._ready, None
+            shares = ready[1] if ready and ready[0] is batch.updates else self._shares(batch.updates)
         with _timed(seconds, "reference"):
             shares = [replace(share, microbatches=self._passes.with_frozen(share.microbatches)) for share in shares]
         with _timed(seconds, "proximal"):
@@ -256,6 +254,9 @@ class LocalTrainer:
                 replace(s, microbatches=[self._passes.with_proximal(m, is_only=is_only) for m in s.microbatches])
                 for s in shares
             ]
+
+    def _shares(self, updates: Updates) -> list[Share]:
+        return [self._share(update) for update in updates]
 
     def _share(self, update: Sequence[Sample]) -> Share:
         """This rank's part of one optimiser step."""
