@@ -55,7 +55,14 @@ class Sampler(Protocol):
         ...
 
     def stats(self) -> Mapping[str, float]:
-        """Counters since the last call: prefill_tokens, decode_tokens, steps, preemptions, kv_use (a share) ..."""
+        """Counts since the last call, finite numbers by name. Every name is optional: what a sampler cannot count it
+        leaves out, and names of its own are ignored.
+
+        Totals: prefill_tokens, decode_tokens, preemptions (requests that lost their cache). Means over its steps:
+        running, waiting (requests), occupancy (share of its rows). Shares: kv_use (of the cache, at its peak),
+        prefix_hit_rate (of prompt tokens, found in the cache). Tokens per second of its own steps: prefill_tok_s,
+        decode_tok_s.
+        """
         ...
 
     async def close(self) -> None: ...

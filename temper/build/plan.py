@@ -157,7 +157,6 @@ def _verify(stage: Stage, step: int, result: TrainResult) -> None:
 
 
 def _measure_system(stage: Stage, size: ModelSize, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
-    stats = stage.sampler.stats()
     lengths = [len(sample.token_ids) for update in batch.updates for sample in update]
     drawn = sum(group.tokens_drawn for group in (*batch.groups, *(group for group, _ in batch.dropped)))
     training_seconds = sum(seconds.get(name, 0.0) for name in TRAINING)
@@ -167,9 +166,7 @@ def _measure_system(stage: Stage, size: ModelSize, batch: Batch, seconds: Mappin
         "sys/train_tok_s": sum(lengths) / max(training_seconds, 1e-9),
         "sys/peak_memory_bytes": float(stage.trainer.peak_memory_bytes()),
         "sys/peak_memory_since_start": float(stage.trainer.peak_is_since_start),
-        "sys/kv_use": stats["kv_use"],
-        "sys/preemptions": stats["preemptions"],
-        **time_metrics(seconds, stats),
+        **time_metrics(seconds, stage.sampler.stats()),
         **mfu(size, lengths, training_seconds, _peak(stage)),
         **_judge_metrics(stage),
     }

@@ -194,8 +194,10 @@ class VllmEngine:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def stats(self) -> Mapping[str, float]:
-        counts, self._monitor.counts = self._monitor.counts, {}
-        return {name: counts.get(name, 0.0) for name in COUNTERS}
+        seen, self._monitor.counts = self._monitor.counts, {}
+        counts = {name: seen.get(name, 0.0) for name in COUNTERS}
+        asked = counts["prefix_hit_tokens"] + counts["prefill_tokens"]
+        return counts | {"prefix_hit_rate": counts["prefix_hit_tokens"] / asked if asked else 0.0}
 
     async def held(self, manifest: Manifest) -> Manifest:
         """What vLLM's model holds now, under the names of `manifest`."""

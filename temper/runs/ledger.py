@@ -35,6 +35,8 @@ PHASES: dict[str, str] = {
 WAITING = ("rollout", "data")
 TRAINING = ("proximal", "forward_backward", "optimizer")
 """What throughput and MFU of training are over."""
+COUNTED = ("kv_use", "preemptions", "prefix_hit_rate", "occupancy", "prefill_tok_s", "decode_tok_s")
+"""What a sampler counts that is a metric as it is."""
 
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     "B200": {"bfloat16": 2250e12, "float16": 2250e12},
@@ -68,7 +70,7 @@ def imbalance(phases: Mapping[str, float], wall_seconds: float) -> float:
 def time_metrics(phases: Mapping[str, float], stats: Mapping[str, float]) -> dict[str, float]:
     """sys/ metrics of a step from its balanced phases and what the sampler counted during it.
 
-    What a sampler does not count is left out.
+    The only reader of protocols.Sampler.stats. What a sampler does not count is left out: a 0 would be a claim.
     """
     wall = max(sum(phases.values()), 1e-9)
     metrics = {
@@ -77,13 +79,12 @@ def time_metrics(phases: Mapping[str, float], stats: Mapping[str, float]) -> dic
     }
     if "publish" in phases:
         metrics["sys/publish_latency"] = phases["publish"]
-    if stats.get("decode_tok_s"):
+    if "decode_tokens" in stats and stats.get("decode_tok_s"):
         busy = stats["decode_tokens"] / stats["decode_tok_s"]  # seconds inside the sampler's own steps
         metrics["sys/rollout_idle_frac"] = min(1.0, max(0.0, 1.0 - busy / wall))
     if "running" in stats and "waiting" in stats:
         metrics["sys/inflight"] = stats["running"] + stats["waiting"]
-    names = ("prefix_hit_rate", "occupancy", "prefill_tok_s", "decode_tok_s")
-    return metrics | {f"sys/{name}": stats[name] for name in names if name in stats}
+    return metrics | {f"sys/{name}": stats[name] for name in COUNTED if name in stats}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

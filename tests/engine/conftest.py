@@ -64,6 +64,9 @@ class Job:
 
 
 class SglangServer:
+    before_all = np.zeros(WIDTH, np.float32)
+    """What the model knows before the first token."""
+
     def __init__(self, checkpoint: Path, *faults: str, seconds_per_token: float = 0.0, **settings: Any) -> None:
         self.checkpoint, self.faults, self.seconds_per_token = checkpoint, set(faults), seconds_per_token
         self.settings: dict[str, Any] = {
@@ -225,23 +228,23 @@ class SglangServer:
     def _prefill(self, job: Job) -> np.ndarray:
         """Keys of the cache are prefixes, as in a radix cache; the last prompt token is always computed."""
         start = max((n for n in range(len(job.prompt)) if tuple(job.prompt[:n]) in self.cache), default=0)
-        hidden = self.cache.get(tuple(job.prompt[:start]), np.zeros(WIDTH, np.float32))
+        hidden = self.cache.get(tuple(job.prompt[:start]), self.before_all)
         job.cached = start
         for place in range(start, len(job.prompt)):
-            hidden = step_of(self.tensors, hidden, job.prompt[place])
+            hidden = self._read(hidden, job.prompt[place])
             self.cache[tuple(job.prompt[: place + 1])] = hidden
         return hidden
 
     # layers/sampler.py, and update_finish_state of managers/schedule_batch.py.
     def _draw(self, job: Job, hidden: np.ndarray) -> np.ndarray:
-        logits = (hidden @ self.tensors["lm_head.weight"].numpy().T).astype(np.float64)
+        logits = self._logits(hidden).astype(np.float64)
         temperature, is_greedy = job.params["temperature"], job.params["temperature"] < 1e-6
         scaled = logits if is_greedy else logits / temperature
         reported = _log_softmax(logits if "original_logprobs" in self.faults else scaled)
         if "silent_top_k" in self.faults:
             scaled = np.where(logits >= np.sort(logits)[-8], scaled, -np.inf)
         chances = np.exp(_log_softmax(scaled))
-        token = int(np.argmax(logits)) if is_greedy else int(self.random.choice(VOCABULARY, p=chances))
+        token = int(np.argmax(logits)) if is_greedy else int(self.random.choice(len(logits), p=chances))
         job.tokens.append(token)
         shown = token ^ 1 if "shifted_logprobs" in self.faults else token
         job.logprobs.append([float(reported[token]), shown, None])
@@ -252,7 +255,14 @@ class SglangServer:
             job.reason = {"type": "stop", "matched": token}
         elif len(job.tokens) >= job.params["max_new_tokens"]:
             job.reason = {"type": "length", "length": job.params["max_new_tokens"]}
+        return self._read(hidden, token)
+
+    # The model: what it knows after a token, and how likely the next ones are.
+    def _read(self, hidden: np.ndarray, token: int) -> np.ndarray:
         return step_of(self.tensors, hidden, token)
+
+    def _logits(self, hidden: np.ndarray) -> np.ndarray:
+        return hidden @ self.tensors["lm_head.weight"].numpy().T
 
     def _event(self, job: Job) -> dict[str, Any]:
         since = job.sent if self.settings["incremental_streaming_output"] else 0
@@ -291,10 +301,31 @@ def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
+class TransformerServer(SglangServer):
+    """Serves the checkpoint itself, so that a trainer agrees with it. What it knows is what it has read: no cache."""
+
+    before_all = np.zeros(0, np.int64)
+
+    def __init__(self, checkpoint: Path, *faults: str, **settings: Any) -> None:
+        from transformers import AutoModelForCausalLM
+
+        super().__init__(checkpoint, *faults, **settings)
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint)
+
+    def _read(self, hidden: np.ndarray, token: int) -> np.ndarray:
+        return np.append(hidden, token)
+
+    def _logits(self, hidden: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            outputs = torch.func.functional_call(self.model, self.tensors, (torch.from_numpy(hidden)[None],))
+        return outputs.logits[0, -1].numpy()
+
+
 class SglangWorld:
     """What the tests of the adapter share: the server's class, weights by seed, and the model's arithmetic."""
 
     Server, tensors, logits = SglangServer, staticmethod(tiny_tensors), staticmethod(logits_of)
+    TransformerServer = TransformerServer
     vocabulary, context, end_id = VOCABULARY, CONTEXT, END_ID
 
     def __init__(self, folder: Path) -> None:

@@ -155,7 +155,8 @@ class SglangEngine:
         names = ("prefill_tokens", "cached_tokens", "decode_tokens", "requests", "preemptions", "cuts")
         counts = {name: float(self._counts[name]) for name in names}
         self._counts.clear()
-        return counts
+        asked = counts["cached_tokens"] + counts["prefill_tokens"]
+        return counts | {"prefix_hit_rate": counts["cached_tokens"] / asked if asked else 0.0}
 
     async def close(self) -> None:
         for request_id in list(self._active):
