@@ -168,9 +168,9 @@ def _drawn(rows: Sequence[Sample], name: str) -> Tensor | None:
 
 
 def _reward_parts(members: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """Each part of the reward over all members; NaN where a member lacks it or it has no value."""
-    names = dict.fromkeys(name for member in members for name in member.score_parts)
-    scores = {name: [member.score_parts.get(name) for member in members] for name in names}
+    """What each part added to the reward of all members; NaN where a member lacks it or it has no value."""
+    names = dict.fromkeys(name for member in members for name in member.weighted_parts)
+    scores = {name: [member.weighted_parts.get(name) for member in members] for name in names}
     return {
         name: _float64(math.nan if s is None or s.value is None else s.value for s in column)
         for name, column in scores.items()

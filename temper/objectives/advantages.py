@@ -151,8 +151,9 @@ def mgpo(sharpness: float = 1.0, eps: float = 1e-6) -> AdvantageFn:
 def per_reward(eps: float = 1e-6) -> AdvantageFn:
     """A = sum_k w_k (R_k - mean(R_k)) / (std(R_k) + eps) over the group, for each part k of the reward.
 
-    A part on a small scale then counts as much as one on a large scale. A member that lacks a part enters none of its
-    statistics and gets nothing from it. Shaping changes the sum and not the parts, so it has no effect here.
+    A part on a small scale then counts as much as one on a large scale. R_k is the part within its bounds, and 0 where
+    a gate is closed: among parts that are never negative, nobody is below a closed gate. A member that lacks a part
+    enters none of its statistics and gets nothing from it. Shaping changes the sum and not the parts: it is refused.
     GDPO; verl, TRL, NeMo-RL, which whiten over the batch afterwards (normalizers.py). Specification 1.2 (gdpo).
     """
     require(eps >= 0, f"per_reward: eps={eps} must not be negative, e.g. 1e-6")
@@ -166,8 +167,9 @@ def per_reward(eps: float = 1e-6) -> AdvantageFn:
         total_B = torch.zeros_like(returns_of(credit))
         for name, part_B in credit.reward_parts.items():
             present = (~part_B.isnan()).nonzero()[:, 0]
-            given = _standardised(part_B[present], credit.group_ids[present], eps)
-            total_B = total_B.index_add(0, present, credit.part_weights.get(name, 1.0) * given)
+            # w (R - mean) / (std + eps), from w R as the part was added: the sign of w is in it already.
+            size = abs(credit.part_weights.get(name, 1.0))
+            total_B[present] += size * _standardised(part_B[present], credit.group_ids[present], eps * size)
         return total_B
 
     return advantage

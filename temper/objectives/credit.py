@@ -40,7 +40,7 @@ class Credit:
     turn_ids: Tensor | None = None
     """[N] number of the turn that each token belongs to, from 0 in each trajectory."""
     reward_parts: Mapping[str, Tensor] = field(default_factory=dict)
-    """[B] parts of the reward before weighting, by name; NaN where a member lacks the part."""
+    """[B] what each part added to the reward, by name: after bounds, weight and gates; NaN where a member lacks it."""
     part_weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of each part; absent: 1."""
     greedy_rewards: Tensor | None = None

@@ -107,7 +107,7 @@ def make_trajectory(rng: random.Random, group_id: str, index: int) -> Trajectory
         turns=tuple(turns),
         status=Status.COMPLETED,
         score=Score.of(float(index == 0 or rng.random() < 0.3)),
-        score_parts={"answer": Score.of(rng.random()), "format": Score.of(rng.random())},
+        weighted_parts={"answer": Score.of(rng.random()), "format": Score.of(rng.random())},
         step_starts=starts,
         step_values=tuple(rng.random() for _ in starts),
     )

@@ -10,6 +10,7 @@ import torch
 
 from temper.batching import CreditRules, assign_credit, make_batch, pack, rows_of, rows_of_groups, with_column
 from temper.objectives import POLICY_GRADIENTS, Scored, Tokens, measures_batch, objective_loss, resolve
+from temper.rewards.score import Rule, combine, weigh
 from temper.types import Sample, Score, Status
 
 PLAIN = [
@@ -228,17 +229,64 @@ def test_a_greedy_attempt_is_the_baseline_and_is_not_trained(group) -> None:
 def test_parts_of_the_reward_are_credited_one_by_one(group) -> None:
     parts = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 10.0}, {"right": 0.0}]
     made = group([(1.0, 1), (1.0, 1), (0.0, 1)])
+    weights = {"right": 1.0, "short": 0.5}
     members = tuple(
-        dataclasses.replace(t, score_parts={name: Score.of(value) for name, value in given.items()})
+        dataclasses.replace(t, weighted_parts={name: Score.of(weights[name] * value) for name, value in given.items()})
         for t, given in zip(made.trajectories, parts, strict=True)
     )
     groups = [dataclasses.replace(made, trajectories=members)]
-    given = rules("gdpo", {"normalizers": []}, part_weights={"right": 1.0, "short": 0.5})
+    given = rules("gdpo", {"normalizers": []}, part_weights=weights)
     (rows,) = credited(groups, given).updates
     right = torch.tensor([1.0, 0.0, 0.0]).double()
     right = (right - right.mean()) / right.std()
     expected = [right[0] - 0.5 / 2**0.5, right[1] + 0.5 / 2**0.5, right[2]]
     assert [drawn(row, row.advantages)[0] for row in rows] == pytest.approx([float(e) for e in expected], abs=1e-5)
+
+
+def test_a_closed_gate_is_never_pushed_up(group) -> None:
+    """Whatever the parts are worth before the gate: its member is nobody's better, and not above its group's mean."""
+    rng = random.Random(3)
+    for _ in range(100):
+        bounds = {name: rng.choice([None, (0.0, rng.uniform(0.1, 1.0))]) for name in ("right", "short")}
+        part_rules = {"form": Rule(is_gate=True)} | {
+            name: Rule(weight=rng.uniform(0.1, 3.0), clip=bounds[name]) for name in bounds
+        }
+        made = group([(0.0, rng.randint(1, 5)) for _ in range(4)])
+        is_open = [True, True, False, rng.random() < 0.5]
+        members = []
+        for member, opens in zip(made.trajectories, is_open, strict=True):
+            raw = {"form": float(opens), "right": rng.choice([0.0, 1.0]), "short": rng.uniform(0.0, 5.0)}
+            parts = {name: Score.of(value + (not opens)) for name, value in raw.items()} | {"form": Score.of(opens)}
+            members.append(
+                dataclasses.replace(
+                    member,
+                    score=combine(parts, part_rules),
+                    score_parts=parts,
+                    weighted_parts=weigh(parts, part_rules),
+                )
+            )
+        weights = {name: rule.weight if rule.adds else 0.0 for name, rule in part_rules.items()}
+        groups = [dataclasses.replace(made, trajectories=tuple(members))]
+        (rows,) = credited(groups, rules("gdpo", {"normalizers": []}, part_weights=weights)).updates
+        given = [drawn(row, row.advantages)[0] for row in rows]
+        for advantage, opens in zip(given, is_open, strict=True):
+            assert opens or (advantage <= 0 and advantage == pytest.approx(min(given)))
+
+
+def test_bounds_of_a_part_hold_where_parts_are_credited_one_by_one(group) -> None:
+    part_rules = {"right": Rule(), "short": Rule(weight=2.0, clip=(0.0, 1.0))}
+    parts = [{"right": Score.of(0.0), "short": Score.of(short)} for short in (1.0, 50.0, 0.0)]
+    made = group([(0.0, 1), (0.0, 1), (0.0, 1)])
+    members = [
+        dataclasses.replace(member, score_parts=own, weighted_parts=weigh(own, part_rules))
+        for member, own in zip(made.trajectories, parts, strict=True)
+    ]
+    groups = [dataclasses.replace(made, trajectories=tuple(members))]
+    given = rules("gdpo", {"normalizers": []}, part_weights={"right": 1.0, "short": 2.0})
+    (rows,) = credited(groups, given).updates
+    first, second, last = (drawn(row, row.advantages)[0] for row in rows)
+    assert first == second > 0 > last
+    assert last == pytest.approx(-2 * (2 / 3) / (1 / 3) ** 0.5, abs=1e-4)
 
 
 def test_a_learned_weighting_hands_on_its_slope(group) -> None:
