@@ -85,7 +85,7 @@ def as_sample(trajectory: Trajectory, answer_of: AnswerOf) -> SampleResult:
     score = trajectory.score
     return SampleResult(
         score=score.value,
-        reason=score.reason,
+        reason=score.reason if score.value is None else None,
         answer=answer_of(trajectory.text),
         num_tokens=trajectory.num_tokens,
         num_turns=len(trajectory.turns),

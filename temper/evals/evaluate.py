@@ -176,7 +176,7 @@ def _sample_result(trajectory: Trajectory, score: Score) -> SampleResult:
     events = [event for turn in trajectory.turns for event in turn.events]
     return SampleResult(
         score=score.value,
-        reason=score.reason,
+        reason=score.reason if score.value is None else None,
         num_tokens=trajectory.num_tokens,
         num_turns=len(trajectory.turns),
         status=trajectory.status.value,

@@ -11,11 +11,13 @@ from temper.errors import UserError
 from temper.rewards.answers import count_words, find_answers, gold_answer
 from temper.rewards.forms import decide, form, is_refused, plain_number, sides
 from temper.rewards.second_opinion import second_opinion as ask_second
-from temper.rewards.workers import WorkerFailed, WorkerPool
+from temper.rewards.workers import WorkerFailed, WorkerPool, blame
 from temper.types import Score, Task, Trajectory
 
 MAX_ANSWERS = 3
 """One answer may be written in a few ways. More is spam, and not worth a worker's time."""
+MEMORY_BYTES = 4 * 2**30
+"""Of a worker's address space. math-verify needs a quarter of it."""
 
 
 class MathReward:
@@ -45,7 +47,13 @@ class MathReward:
         self._require_boxed = require_boxed
         self._min_words = min_words
         self._has_second_opinion = second_opinion
-        self._pool = WorkerPool("temper.rewards.math_worker:verify", size=workers, deadline_seconds=deadline_seconds)
+        self._pool = WorkerPool(
+            "temper.rewards.math_worker:verify",
+            size=workers,
+            deadline_seconds=deadline_seconds,
+            is_pure=True,
+            memory_bytes=MEMORY_BYTES,
+        )
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         if task.answer is None:
@@ -72,7 +80,7 @@ class MathReward:
             try:
                 verdict = await self._equal(gold, side, is_final=place == len(claims))
             except WorkerFailed as error:
-                return Score.error(str(error))
+                return blame(error)
             if verdict is None:
                 return Score.error("the gold answer cannot be parsed")
             if self._has_second_opinion and ask_second(gold, side) is (not verdict):

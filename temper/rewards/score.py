@@ -43,7 +43,8 @@ def combine(parts: Mapping[str, Score], rules: Mapping[str, Rule]) -> Score:
 
     Any error makes an error: the sum without that part is another goal than the one asked for. A gate that could not be
     scored leaves the whole unscorable: it is neither open nor closed. So does a part that pays turns: unpaid, the
-    member would look worse than its group. Other unscorable parts are left out; when all are, so is the whole.
+    member would look worse than its group. Other unscorable parts are left out; when all are, so is the whole. What a
+    verifier says of its number stays with the whole.
     """
     for name, score in parts.items():
         if score.kind is ScoreKind.ERROR:
@@ -51,14 +52,15 @@ def combine(parts: Mapping[str, Score], rules: Mapping[str, Rule]) -> Score:
     for name, score in parts.items():
         if not rules[name].adds and not score.is_value:
             return Score.unscorable(f"{name}: {score.reason}")
+    said = "; ".join(f"{name}: {score.reason}" for name, score in parts.items() if score.is_value and score.reason)
     if _has_closed_gate(parts, rules):
-        return Score.of(0.0)
+        return Score.of(0.0, said or None)
     values = [score.value for name, score in weigh(parts, rules).items() if rules[name].adds]
     scored = [value for value in values if value is not None]
     if not scored:
         reasons = "; ".join(f"{name}: {score.reason}" for name, score in parts.items() if score.reason)
         return Score.unscorable(reasons or "there are no reward parts")
-    return finite(Score.of(sum(scored)))
+    return finite(Score.of(sum(scored), said or None))
 
 
 def weigh(parts: Mapping[str, Score], rules: Mapping[str, Rule]) -> dict[str, Score]:

@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import json
 import os
+import resource
 import signal
 import socket
 import struct
@@ -20,6 +21,8 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 MAX_FRAME_BYTES = 64 * 2**20
+CPU_SPENT = signal.SIGPROF
+"""What ends a worker whose call has used up its CPU seconds: the signal of ITIMER_PROF."""
 
 
 def send(connection: socket.socket, value: Any) -> None:
@@ -83,21 +86,36 @@ def main() -> None:
         except Exception as error:
             send(connection, {"error": f"{type(error).__name__}: {error}"})
             return
+        limit_memory(hello["memory_bytes"])
         send(connection, {"value": "ready"})
         while True:
             arguments = receive(connection)
-            send(connection, answer(function, arguments))
+            send(connection, answer(function, arguments, hello["cpu_seconds"]))
     except (EOFError, ConnectionError):
         return
 
 
-def answer(function: Any, arguments: list[Any]) -> dict[str, Any]:
-    """The result of one call, or the exception as text."""
+def limit_memory(num_bytes: int | None) -> None:
+    """From now on this process cannot map more; None: as much as there is."""
+    if num_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def answer(function: Any, arguments: list[Any], cpu_seconds: float | None) -> dict[str, Any]:
+    """The result of one call, or the exception as text; "overrun" when the call needed more than this process has.
+
+    After cpu_seconds of computing the kernel ends the process with CPU_SPENT, also while it is stuck in C code.
+    """
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds or 0.0)
     try:
         value = function(*arguments)
         json.dumps(value)
+    except (MemoryError, RecursionError) as error:
+        return {"error": f"{type(error).__name__}: {error}".rstrip(": "), "overrun": True}
     except (Exception, SystemExit) as error:
         return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
     return {"value": value}
 
 

@@ -1,6 +1,7 @@
 """A pool of killable worker processes with hard deadlines, usable from any thread and from asyncio.
 
-Owns: starting, feeding, killing and replacing workers. Refuses: knowing what they compute.
+Owns: starting, feeding, killing and replacing workers, and whose fault a failed call is. Refuses: knowing what they
+compute.
 Verifiers run here and not in-process because sympy, regular expressions and users' code can hang in C code that no
 signal and no thread can interrupt; a process can always be killed.
 """
@@ -17,24 +18,45 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from temper.errors import TaskError
 from temper.rewards import worker
+from temper.types import Score
 
 START_SECONDS = 120.0
 """For starting Python and importing the target; not part of a call's deadline."""
 POLL_SECONDS = 1.0
 """How long an idle thread sleeps before it looks again whether its pool was closed."""
+PATIENCE = 8
+"""Times its deadline in CPU seconds may a pure call take by the clock: other processes want the machine, too."""
 
 Json = Any
 """What JSON can hold."""
 
 
 class WorkerFailed(TaskError):
-    """The call raised, hung or killed its worker. The text is the reason; it becomes Score.error, never a number."""
+    """The call raised, hung or killed its worker. The text is the reason."""
+
+
+class Overrun(WorkerFailed):
+    """The call needed more than it may have: CPU seconds, memory, depth of recursion. What is checked is to blame."""
+
+
+class CpuSpent(Overrun):
+    """The call used up its CPU seconds. A quieter machine would not have helped it."""
+
+
+def blame(failure: WorkerFailed) -> Score:
+    """What a failed check is worth: 0 when the response caused the failure, an error when verifier or machine did.
+
+    Errors leave their group, and too many stop the run. If a response could bring one about, a policy could choose it
+    over being wrong.
+    """
+    return Score.of(0.0, str(failure)) if isinstance(failure, Overrun) else Score.error(str(failure))
 
 
 class WorkerPool:
@@ -43,18 +65,33 @@ class WorkerPool:
     Nothing starts before the first call, and no more workers than calls in flight. Each worker has one thread here that
     lives as long as the pool: Linux ties "die with parent" to the thread that started the child, so a worker started
     from a caller's short-lived thread would be shot when that thread ends.
+
+    is_pure: the function only computes. Then the deadline counts CPU seconds, which a busy machine does not spend, and
+    a call that used them up is an Overrun. One that ran out of memory, died or was late by the clock is repeated once
+    on a fresh worker with no other call beside it: what failed for want of a quiet machine succeeds there.
     """
 
-    def __init__(self, target: str, *, size: int = 2, deadline_seconds: float = 5.0) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        size: int = 2,
+        deadline_seconds: float = 5.0,
+        is_pure: bool = False,
+        memory_bytes: int | None = None,
+    ) -> None:
         self.target = target
         self.size = size
         self.deadline_seconds = deadline_seconds
+        self.is_pure = is_pure
+        self.memory_bytes = memory_bytes
         self._jobs: queue.SimpleQueue[tuple[Future[Json], list[Json]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._workers: dict[threading.Thread, _Worker] = {}
         self._in_flight = 0
         self._is_closed = False
         self._lock = threading.Lock()
+        self._room = _Room()
 
     async def call(self, *arguments: Json) -> Json:
         """The function's result. Raises WorkerFailed with the reason otherwise."""
@@ -112,16 +149,22 @@ class WorkerPool:
         self._discard()
 
     def _attempt(self, arguments: list[Json]) -> Json | WorkerFailed:
-        try:
-            return self._worker().exchange(arguments, self.deadline_seconds)
-        except WorkerFailed as error:
-            return error
-        except _Lost as error:
+        """The result of a call, or why it has none."""
+        failure = WorkerFailed("the worker pool was closed")
+        for enter in (self._room.together, self._room.alone) if self.is_pure else (self._room.together,):
+            try:
+                with enter():
+                    return self._worker().exchange(arguments, self.deadline_seconds * (PATIENCE if self.is_pure else 1))
+            except WorkerFailed as error:
+                return error
+            except _Lost as lost:
+                failure = lost.failure
+            except Exception as error:  # the rim: a thread that dies would leave its future waiting for ever
+                failure = WorkerFailed(f"{type(error).__name__}: {error}")
             self._discard()
-            return WorkerFailed(str(error))
-        except Exception as error:  # the rim: a thread that dies would leave its future waiting for ever
-            self._discard()
-            return WorkerFailed(f"{type(error).__name__}: {error}")
+            if isinstance(failure, CpuSpent) or self._is_closed:
+                break
+        return failure
 
     def _worker(self) -> _Worker:
         """This thread's worker, started now if there is none."""
@@ -130,11 +173,17 @@ class WorkerPool:
             # Listed before it has started, so that close() also kills one that is busy importing.
             self._workers[me] = _Worker()
             if self._is_closed:
-                raise _Lost("the worker pool was closed")
+                raise _Lost(WorkerFailed("the worker pool was closed"))
+            hello = {
+                "path": sys.path,
+                "target": self.target,
+                "cpu_seconds": self.deadline_seconds if self.is_pure else None,
+                "memory_bytes": self.memory_bytes,
+            }
             try:
-                self._workers[me].exchange({"path": sys.path, "target": self.target}, START_SECONDS)
+                self._workers[me].exchange(hello, START_SECONDS)
             except WorkerFailed as error:
-                raise _Lost(f"worker could not import {self.target}: {error}") from error
+                raise _Lost(WorkerFailed(f"worker could not import {self.target}: {error}")) from error
         return self._workers[me]
 
     def _discard(self) -> None:
@@ -145,6 +194,48 @@ class WorkerPool:
 
 class _Lost(Exception):
     """The worker is dead or must be killed."""
+
+    def __init__(self, failure: WorkerFailed) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+class _Room:
+    """Where calls run: side by side, or one alone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_together = 0
+        self._num_alone = 0
+        """Running or waiting: new calls side by side wait for them, or they would never be alone."""
+        self._alone = threading.Lock()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        with self._changed:
+            while self._num_alone:
+                self._changed.wait(timeout=POLL_SECONDS)
+            self._num_together += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_together -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._num_alone += 1
+            while self._num_together:
+                self._changed.wait(timeout=POLL_SECONDS)
+        try:
+            with self._alone:
+                yield
+        finally:
+            with self._changed:
+                self._num_alone -= 1
+                self._changed.notify_all()
 
 
 class _Worker:
@@ -171,9 +262,14 @@ class _Worker:
             worker.send(self.connection, message)
             reply = worker.receive(self.connection, deadline)
         except TimeoutError as error:
-            raise _Lost(f"timeout after {deadline_seconds:g} s") from error
+            raise _Lost(WorkerFailed(f"timeout after {deadline_seconds:g} s")) from error
         except (EOFError, OSError, ValueError) as error:
-            raise _Lost(f"worker died ({self._end()})") from error
+            end = self._end()
+            is_spent = end == f"signal {worker.CPU_SPENT.name}"
+            failure = CpuSpent("it used up its CPU time") if is_spent else WorkerFailed(f"worker died ({end})")
+            raise _Lost(failure) from error
+        if reply.get("overrun"):
+            raise _Lost(Overrun(reply["error"]))  # the memory may be what earlier calls left behind
         if "error" in reply:
             raise WorkerFailed(reply["error"])
         return reply["value"]

@@ -58,16 +58,16 @@ class Score:
     value: float | None = None
     """The number, exactly when kind is VALUE."""
     reason: str | None = None
-    """Why there is no number, exactly when kind is not VALUE."""
+    """Why there is no number; beside a number, what the verifier says of it, or None."""
 
     def __post_init__(self) -> None:
         has_value = self.kind is ScoreKind.VALUE
         assert (self.value is not None) == has_value, "a score has a value exactly when its kind is VALUE"
-        assert (self.reason is None) == has_value, "a score without a value says why"
+        assert has_value or self.reason is not None, "a score without a value says why"
 
     @staticmethod
-    def of(value: float) -> Score:
-        return Score(kind=ScoreKind.VALUE, value=float(value))
+    def of(value: float, reason: str | None = None) -> Score:
+        return Score(kind=ScoreKind.VALUE, value=float(value), reason=reason)
 
     @staticmethod
     def unscorable(reason: str) -> Score:

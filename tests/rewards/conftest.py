@@ -33,6 +33,19 @@ def reward(prompt, response, answer):
         open(prompt, "w").write(str(child.pid))
         time.sleep(3600)
     if response == "print": print("noise on stdout"); os.write(1, b"more noise")
+    if response == "memory": return float(len(bytearray(2**40)))
+    if response == "recursion": return reward(prompt, response, answer)
+    if response in ("note", "crash once"):
+        is_first = response == "crash once" and not os.path.exists(prompt + ".crashed")
+        name = "note" if response == "note" else "first" if is_first else "again"
+        log = os.open(prompt, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(log, f"{name}+ ".encode())
+        time.sleep(0.05)
+        if is_first:
+            open(prompt + ".crashed", "w").close()
+            os._exit(3)
+        os.write(log, f"{name}- ".encode())
+        os.close(log)
     if response == "none": return None
     if response == "text": return "good"
     if response == "nan": return float("nan")

@@ -67,13 +67,13 @@ def test_power_towers_are_wrong_and_cost_no_worker(reward: MathReward, say: Say)
     assert len(psutil.Process().children()) == before
 
 
-def test_an_answer_that_hangs_math_verify_is_an_error_and_the_next_one_is_scored(say: Say) -> None:
+def test_an_answer_that_hangs_math_verify_is_wrong_and_the_next_one_is_scored(say: Say) -> None:
     reward = MathReward(workers=1, deadline_seconds=2.0)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     hanging = score(reward, "x+1", say(r"\boxed{(x+y+z+w+1)^{400}}"))
     right = score(reward, "x+1", say(r"\boxed{1+x}"))
     asyncio.run(reward.close())
-    assert hanging == Score.error("timeout after 2 s")
+    assert hanging == Score.of(0.0, "it used up its CPU time")
     assert right == Score.of(1.0)
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 

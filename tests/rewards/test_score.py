@@ -27,6 +27,12 @@ def test_an_unscorable_part_is_left_out_and_all_unscorable_is_unscorable() -> No
     assert combine({"judge": judge}, {"judge": Rule()}).kind is ScoreKind.UNSCORABLE
 
 
+def test_what_a_verifier_says_of_its_number_stays_with_the_whole() -> None:
+    parts = {"math": Score.of(0.0, "it used up its CPU time"), "format": Score.of(0.5)}
+    rules = {"math": Rule(), "format": Rule()}
+    assert combine(parts, rules) == Score.of(0.5, "math: it used up its CPU time")
+
+
 @given(st.dictionaries(st.sampled_from("abcd"), SCORES, max_size=4))
 def test_an_error_never_becomes_a_number(parts: dict[str, Score]) -> None:
     total = combine(parts, dict.fromkeys("abcd", Rule()))

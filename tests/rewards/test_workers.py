@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from temper.rewards.workers import WorkerFailed, WorkerPool
+from temper.rewards.workers import CpuSpent, Overrun, WorkerFailed, WorkerPool, blame
+from temper.types import Score
 
 
 @pytest.fixture
@@ -68,6 +69,57 @@ def test_an_exception_travels_as_text_and_costs_no_worker(pool: WorkerPool, pois
     before = pool.process_ids
     assert outcome(pool, poison) == reason
     assert pool.process_ids == before
+
+
+@pytest.fixture
+def pure_pool(misbehaving: str) -> Iterator[WorkerPool]:
+    pool = WorkerPool(f"{misbehaving}:reward", size=2, deadline_seconds=0.5, is_pure=True, memory_bytes=2**30)
+    yield pool
+    pool.close()
+
+
+def failure(pool: WorkerPool, text: str, prompt: str = "p") -> BaseException | None:
+    return pool.submit(prompt, text, "right").exception(timeout=60)
+
+
+@pytest.mark.parametrize("poison", ["spin", "bomb", "tower"])
+def test_a_pure_call_that_spends_its_cpu_seconds_is_to_blame_itself(pure_pool: WorkerPool, poison: str) -> None:
+    spent = failure(pure_pool, poison)
+    assert isinstance(spent, CpuSpent)
+    assert blame(spent) == Score.of(0.0, str(spent))
+    assert outcome(pure_pool, "right") == 1.0
+
+
+@pytest.mark.parametrize("poison", ["memory", "recursion"])
+def test_a_pure_call_that_needs_too_much_memory_or_depth_is_to_blame_itself(pure_pool: WorkerPool, poison: str) -> None:
+    assert isinstance(failure(pure_pool, poison), Overrun)
+    assert outcome(pure_pool, "right") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("poison", "reason"), [("raise", "ValueError"), ("crash", "exit code 3"), ("sleep", "timeout after 0.8 s")]
+)
+def test_what_the_verifier_or_the_machine_did_is_an_error(misbehaving: str, poison: str, reason: str) -> None:
+    pool = WorkerPool(f"{misbehaving}:reward", deadline_seconds=0.1, is_pure=True)
+    failed = failure(pool, poison)
+    pool.close()
+    assert isinstance(failed, WorkerFailed)
+    assert not isinstance(failed, Overrun)
+    assert reason in str(failed)
+    assert blame(failed) == Score.error(str(failed))
+
+
+def test_a_pure_call_that_lost_its_worker_is_repeated_once_with_no_other_beside_it(
+    pure_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Every call notes when it began and ended; the first attempt at one of them crashes."""
+    log = tmp_path / "log"
+    texts = ["crash once", *["note"] * 12]
+    futures = [pure_pool.submit(str(log), text, "right") for text in texts]
+    assert [future.result(timeout=60) for future in futures] == [0.0] * len(texts)
+    events = log.read_text().split()
+    assert events.count("again+") == 1
+    assert events[events.index("again+") + 1] == "again-", "another call began or ended while one was to be alone"
 
 
 def test_printing_verifiers_do_not_disturb_the_protocol(pool: WorkerPool) -> None:
