@@ -74,6 +74,8 @@ class Reply:
 
     text: str
     model: str
+    is_cut: bool = False
+    """It ended at the limit on tokens, and not where the model ended it."""
 
 
 def read_key(variable: str) -> str:
@@ -203,12 +205,13 @@ def read_reply(answer: bytes) -> Reply:
     try:
         body: Any = json.loads(answer)
         content = body["choices"][0]["message"]["content"]
+        is_cut = body["choices"][0].get("finish_reason") == "length"
         signed = body.get("model") or ""
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise _Flaky(f"no chat completion in the answer {answer[:80]!r}") from error
     if not isinstance(content, str | None) or not isinstance(signed, str):
         raise _Flaky(f"no text in the answer {answer[:80]!r}")
-    return Reply(text=content or "", model=signed)
+    return Reply(text=content or "", model=signed, is_cut=is_cut)
 
 
 async def _connect(url: SplitResult) -> _Connection:

@@ -22,6 +22,7 @@ from temper.protocols import RewardFn
 from temper.rewards.agreement import LabelledSet
 from temper.rewards.endpoint import Endpoint, EndpointFailed, EndpointOptions
 from temper.rewards.judge_prompts import PAIRWISE, POINTWISE, Prompt, Unparsable, frame, pairwise_prompt, score_prompt
+from temper.rewards.visible import visible
 from temper.types import Scalar, Score, ScoreKind, Task, Trajectory
 
 MAX_RECORDS = 100_000
@@ -42,6 +43,8 @@ class JudgeOptions(EndpointOptions):
     """What to judge by; empty: correctness, completeness, clarity."""
     scale: int = 10
     """Highest score the judge may give; the reward is score / scale."""
+    thought_is_open: bool = False
+    """The server leaves out the <think> that begins a reply: what stands before the first </think> is thought."""
     show_answer: bool = False
     """Shows the task's gold answer to the judge."""
     whole_episode: bool = False
@@ -134,6 +137,11 @@ class Judge:
         if reply.model != self._signed:
             # Half a run judged by another model has two goals.
             raise EndpointFailed(f'the endpoint answered as model "{self._signed}" and now as "{reply.model}"')
+        if reply.is_cut:
+            # The end of a reply that is cut may be the middle of a quotation.
+            raise Unparsable(f"it was cut at max_tokens={self._options.max_tokens}")
+        if self._options.thought_is_open and "</think>" in reply.text:
+            return f"<think>{reply.text.lstrip().removeprefix('<think>')}"
         return reply.text
 
 
@@ -147,7 +155,7 @@ def decoding_of(options: JudgeOptions) -> dict[str, float]:
 
 def fingerprint_of(prompt: Prompt, options: JudgeOptions) -> str:
     """Everything that decides a verdict except the texts. Not the address: a judge that moves stays the same judge."""
-    words = [*prompt.words, options.model]
+    words = [*prompt.words, options.model, *(["thought_is_open"] if options.thought_is_open else [])]
     shown = [options.show_answer, options.whole_episode, options.max_characters]
     identity = json.dumps([words, sorted(decoding_of(options).items()), shown])
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -175,7 +183,7 @@ def shown_texts(task: Task, trajectory: Trajectory, options: JudgeOptions) -> di
 def episode_text(trajectory: Trajectory) -> str:
     """Each message after its role in brackets; in brackets of another kind where a message itself writes a role."""
     messages = [message for turn in trajectory.turns for message in (turn.message, *turn.replies)]
-    return "\n\n".join(f"[{m.role}] {re.sub(ROLE, '(role)', m.content)}" for m in messages)
+    return "\n\n".join(f"[{m.role}] {re.sub(ROLE, '(role)', visible(m.content))}" for m in messages)
 
 
 def identity_of(trajectory: Trajectory) -> str:

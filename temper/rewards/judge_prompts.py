@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from temper.rewards.visible import visible
 from temper.types import Message
 
 FRAME = (
@@ -26,7 +27,9 @@ FRAME = (
 REMOVED = "[removed]"
 REMINDER = "\nYour last reply could not be read. Write the JSON object alone: no other words, no second object."
 
-_MARKER = re.compile(r"<\s{0,4}/?\s{0,4}data-[^<>\n]{0,80}>?", re.IGNORECASE)
+_OPEN, _CLOSE = "[<\uff1c\ufe64\u2039\u3008\u27e8\u276e]", "[>\uff1e\ufe65\u203a\u3009\u27e9\u276f]"
+"""Angle brackets and what is read as one."""
+_MARKER = re.compile(rf"{_OPEN}\s{{0,4}}/?\s{{0,4}}data-[^<>\n]{{0,80}}>?", re.IGNORECASE)
 """Any marker of this shape, whoever's delimiter it bears: a judge may not compare sixteen digits carefully."""
 _CONTROL = re.compile(
     r"<[|\uff5c][^<>|\uff5c\n]{1,60}[|\uff5c]>|</?s>|</?(?:start|end)_of_turn>|\[/?(?:INST|SYSTEM_PROMPT)\]|<</?SYS>>",
@@ -34,8 +37,10 @@ _CONTROL = re.compile(
 )
 """What chat templates use to end a turn. Servers encode such text as the control token that it spells."""
 
-_INVISIBLE = re.compile("[\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]")
-"""Could hide a marker from the patterns and still show it to the judge. Joiners, which change words, are kept."""
+_REPLY_MARK = re.compile(
+    rf"{_OPEN}\s{{0,4}}[/\u2044\uff0f]?\s{{0,4}}(?:think|score|winner|items)\s{{0,4}}{_CLOSE}", re.IGNORECASE
+)
+"""What a verdict is read by (parse_object): a judge that quotes the judged text must not write it by that."""
 
 
 class Unparsable(Exception):
@@ -65,14 +70,20 @@ def make_delimiter(*identity: str) -> str:
 
 
 def clean(text: str, delimiter: str) -> str:
-    """The text with frame markers and the delimiter taken out, and control tokens spelled apart.
+    """The text with frame markers and the delimiter taken out, control tokens and marks of verdicts spelled apart.
+
+    What cannot be seen goes first: it could hide a marker from the patterns and still show it to the judge.
 
     A visible placeholder takes their place: were they simply removed, "<da<data-x>ta-x>" would become a marker, and
     removing until none is left takes quadratic time on a text that is nested deeply enough.
     """
-    text = _INVISIBLE.sub("", text.encode(errors="replace").decode())
+    text = visible(text.encode(errors="replace").decode())
     text = re.sub(re.escape(delimiter), REMOVED, _MARKER.sub(REMOVED, text), flags=re.IGNORECASE)
-    return _CONTROL.sub(lambda match: f"{match[0][0]} {match[0][1:-1]} {match[0][-1]}", text)
+    return _REPLY_MARK.sub(_spell_apart, _CONTROL.sub(_spell_apart, text))
+
+
+def _spell_apart(match: re.Match[str]) -> str:
+    return f"{match[0][0]} {match[0][1:-1]} {match[0][-1]}"
 
 
 def cut_middle(text: str, max_characters: int) -> str:
@@ -99,22 +110,38 @@ def frame(
 
 
 def parse_object(text: str, tag: str) -> dict[str, Any]:
-    """The reply as an object: all of it one JSON object, or exactly one <tag>...</tag> in it.
+    """The reply as an object: one JSON object, or one <tag>...</tag>, after a thought or not, and nothing else.
 
-    Reasoning before </think> is left out. Two verdicts are none: one of them may be quoted from the judged text.
+    Only what the reply begins with can be its thought, and only to the first </think>. Whatever else stands in a reply
+    may be quoted from the judged text: two verdicts are none, and a tag in a sentence or in an object is no verdict.
     """
-    text = text.rpartition("</think>")[2].strip()
-    fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text, re.DOTALL)
+    text = _without_thought(visible(text).strip())
     try:
-        found = json.loads(fenced[1] if fenced else text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        found = json.loads(_without_fence(text), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        tags = re.findall(rf"<{tag}>\s*([^<>]*?)\s*</{tag}>", text)
-        if not tags or text.count(f"<{tag}>") != 1:
-            raise Unparsable(f"neither one JSON object nor one <{tag}>: {text[:80]!r}") from None
-        return {tag: tags[0]}
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        inner = text.removeprefix(opening).removesuffix(closing)
+        if len(inner) != len(text) - len(opening) - len(closing) or "<" in inner:
+            raise Unparsable(f"neither one JSON object nor one {opening} alone: {text[:80]!r}") from None
+        return {tag: inner.strip()}
     if not isinstance(found, dict) or tag not in found or not set(found) <= {tag, "reason"}:
         raise Unparsable(f'not an object with "{tag}" and at most "reason": {text[:80]!r}')
     return found
+
+
+def _without_thought(text: str) -> str:
+    if not text.startswith("<think>"):
+        return text
+    thought, close, said = text.partition("</think>")
+    if not close:
+        raise Unparsable(f"a thought that does not end: {thought[:80]!r}")
+    return said.strip()
+
+
+def _without_fence(text: str) -> str:
+    if not (text.startswith("```") and text.endswith("```") and len(text) > 6):
+        return text
+    return text[3:-3].removeprefix("json").strip()
 
 
 def parse_score(text: str, scale: float) -> float:

@@ -92,6 +92,7 @@ class JudgeServer(ThreadingHTTPServer):
 
     daemon_threads = True
     model = "judge-1"
+    finish = "stop"
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -129,7 +130,10 @@ class _Handler(BaseHTTPRequestHandler):
         text = self.server.reply(system, user)
         self.send_response(500 if text is None else 200)
         self.end_headers()
-        answer = {"model": self.server.model, "choices": [{"message": {"content": text}}]}
+        answer = {
+            "model": self.server.model,
+            "choices": [{"message": {"content": text}, "finish_reason": self.server.finish}],
+        }
         self.wfile.write(json.dumps(answer).encode())
 
     def log_message(self, *_: Any) -> None:
