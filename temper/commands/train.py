@@ -6,7 +6,9 @@ Owns: the run directory and what a resume finds in it. Refuses: the steps themse
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +16,9 @@ from pathlib import Path
 from temper import loop
 from temper.build import Stage, build_stage, check_stage, first_model, make_plan
 from temper.config import FIRST, RunConfig, load_recipe, refer, to_toml
-from temper.errors import UserError
+from temper.errors import TemperError, UserError
 from temper.models.load import find_checkpoint
+from temper.rollout.roller import StepFailure
 from temper.runs.alarms import Alarms, StopRun, line_of
 from temper.runs.display import Display
 from temper.runs.mirrors import Mirror, open_mirrors
@@ -49,13 +52,28 @@ def train(recipe: Path, *, overrides: Sequence[str] = (), run: Path | None = Non
         store.finish()
     except StopRun as stop:
         store.event("warning", str(stop))
+        store.end("stopped", str(stop))
         display.note(str(stop))
+    except BaseException as error:
+        with suppress(TemperError):  # what broke the run matters more than that it could not be written down
+            record_end(store, error)
+        raise
     finally:
         display.close()
         for mirror in mirrors:
             mirror.close()
         store.close()
     return folder
+
+
+def record_end(store: RunStore, error: BaseException) -> None:
+    """Why a run ends before its last step. A mistake of ours or of a plug-in leaves its traceback, too."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit, asyncio.CancelledError)):
+        store.end("stopped", "interrupted")
+        return
+    text = str(error) if isinstance(error, TemperError) else f"{type(error).__name__}: {error}"
+    store.event("error", text if isinstance(error, TemperError) else "".join(traceback.format_exception(error)))
+    store.end("failed", text)
 
 
 def choose_folder(name: str, *, resume: bool) -> Path:
@@ -135,6 +153,9 @@ async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, records: 
     )
     try:
         await loop.run(plan)
+    except StepFailure as failure:
+        store.unfinished(stage.index, failure.step, failure.groups)
+        raise
     finally:
         await stage.close()
 

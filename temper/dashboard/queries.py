@@ -12,6 +12,7 @@ from typing import Any
 
 from temper.dashboard.database import Database, OutOfTime, Value
 from temper.dashboard.series import Point
+from temper.runs.state import QUERY, RunState, read_run_state
 
 SHOWN_TEXT = 300
 """Characters of a response in a list."""
@@ -26,8 +27,8 @@ STATUSES = (
 LAST_STEPS = "SELECT stage, step FROM steps WHERE groups_trained > 0 ORDER BY stage DESC, step DESC LIMIT ?"
 
 
-def is_finished(database: Database) -> bool:
-    return bool(database.rows("SELECT 1 FROM meta WHERE name = 'finished'"))
+def run_state(database: Database) -> RunState:
+    return read_run_state(dict(database.rows(QUERY)))
 
 
 def stages(database: Database) -> list[dict[str, Any]]:

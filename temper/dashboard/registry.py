@@ -96,12 +96,13 @@ def find_runs(root: Path, depth: int = DEPTH) -> list[Path]:
 def summary(run: Run) -> dict[str, Any]:
     """One line of the list of runs. A run that cannot be read is listed with what is wrong with it."""
     about: dict[str, Any] = {
-        "id": run.id, "name": run.name, "folder": str(run.folder), "finished": False, "stages": [],
+        "id": run.id, "name": run.name, "folder": str(run.folder), "state": "not finished", "ended": "", "stages": [],
         "last_stage": None, "last_step": None, "updated": _updated(run.folder), "error": None,
     }  # fmt: skip
     try:
         with reading(run.folder) as database:
-            about["finished"] = queries.is_finished(database)
+            state = queries.run_state(database)
+            about["state"], about["ended"] = state.name, state.text
             about["stages"] = queries.stages(database)
             about["last_stage"], about["last_step"] = queries.last_step(database)
     except (UserError, sqlite3.Error, OutOfTime) as error:

@@ -23,6 +23,7 @@ from temper.dashboard.answers import Receive, Scope, Send, refuse, to_json
 from temper.dashboard.database import DATABASE, OutOfTime, reading
 from temper.dashboard.registry import Registry, Run
 from temper.errors import UserError
+from temper.runs.state import DEAD_AFTER_SECONDS, RunState
 
 LOOK_EVERY_SECONDS = 1.0
 TICK_SECONDS = 0.25
@@ -41,7 +42,7 @@ class State:
 
     stage: int | None
     step: int | None
-    is_finished: bool
+    run: RunState
     evaluations: frozenset[tuple[int, int, str, float | None]]
     alarms: frozenset[tuple[int, int, str, str]]
 
@@ -52,7 +53,7 @@ def read_state(folder: Path) -> State:
         return State(
             stage=stage,
             step=step,
-            is_finished=queries.is_finished(database),
+            run=queries.run_state(database),
             evaluations=frozenset(queries.known_evaluations(database)),
             alarms=frozenset(queries.known_alarms(database)),
         )
@@ -68,8 +69,8 @@ def news(before: State | None, now: State) -> list[Event]:
             found.append(("evaluation", {"stage": stage, "step": step, "name": name, "score": score}))
         for stage, step, rule, level in sorted(now.alarms - before.alarms):
             found.append(("alarm", {"stage": stage, "step": step, "rule": rule, "level": level}))
-    if now.is_finished and not (before is not None and before.is_finished):
-        found.append(("finished", {}))
+    if before is None or (before.run.name, before.run.text) != (now.run.name, now.run.text):
+        found.append(("state", {"state": now.run.name, "text": now.run.text}))
     return found
 
 
@@ -106,13 +107,18 @@ class Feed:
         """None: nothing new, or the run is not there, or not yet."""
         try:
             signature = _signature(self.run.folder)
-            if signature == self._signature:
+            if signature == self._signature and not self._is_silent():
                 return None
             state = read_state(self.run.folder)
         except (OSError, UserError, sqlite3.Error, OutOfTime):
             return None  # tried again in a second; a run that comes back is then told of
         self._signature = signature
         return state
+
+    def _is_silent(self) -> bool:
+        """Whether a run that was alive should have shown it by now: a dead one changes no file."""
+        run = None if self._state is None else self._state.run
+        return run is not None and run.name == "running" and time.time() - (run.heartbeat or 0) > DEAD_AFTER_SECONDS
 
 
 def _signature(folder: Path) -> tuple[Any, ...]:

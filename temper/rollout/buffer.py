@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from temper.errors import BackendError
 from temper.types import Group
 
+NOT_TRAINED = "dropped:the run ended"
+"""What became of a group that was ready when its run ended."""
+
 
 @dataclass(slots=True)
 class Slot:
@@ -96,6 +99,12 @@ class Buffer:
             self._num_accepted += len(groups)
             self._check_age(groups)
             return Taken(groups=groups, dropped=dropped)
+
+    def settled(self) -> list[tuple[Group, str]]:
+        """Groups that are done and not taken, in draw order, with what became of them."""
+        slots = [self._slots[draw] for draw in sorted(self._slots)]
+        outcomes = [(slot.group, f"dropped:{slot.dropped}" if slot.dropped else NOT_TRAINED) for slot in slots]
+        return [(group, outcome) for group, outcome in outcomes if group is not None]
 
     async def release(self, version: int) -> None:
         """New weights are live: the bound moves on."""

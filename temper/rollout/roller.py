@@ -9,16 +9,16 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from temper.batching.measure import RecentPrompts
 from temper.errors import BackendError, TaskError
-from temper.rollout.buffer import Buffer, Taken
+from temper.rollout.buffer import NOT_TRAINED, Buffer, Taken
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.group import NOTHING, Extras, reason_to_drop, run_group
-from temper.types import Batch, Scalar, ScoreKind, Task
+from temper.types import Batch, Group, Scalar, ScoreKind, Task
 
 LONGEST_STEP_SECONDS = 7 * 24 * 3600.0
 """The feeder sleeps through training and evaluation; a run that stands still longer than this is dead."""
@@ -27,6 +27,16 @@ RECENT = "recent prompts"
 """Name of their list beside the state of the task stream."""
 
 State = Mapping[str, Scalar | list[Scalar]]
+
+
+class StepFailure(BackendError):
+    """No batch could be made of what was rolled."""
+
+    def __init__(self, text: str, step: int, groups: Sequence[tuple[Group, str]]) -> None:
+        super().__init__(text)
+        self.step = step
+        self.groups = groups
+        """Rolled and not trained, each with what became of it."""
 
 
 class TaskStream(Protocol):
@@ -75,10 +85,8 @@ class Roller:
 
     async def take(self, step: int) -> Batch:
         started = time.monotonic()
-        taken = await self._or_failure(self._buffer.take(self._settings.step_seconds))
+        taken = await self._take(step)
         rolled = time.monotonic()
-        self.num_queued = self._buffer.num_finished
-        self._check_failures(taken, step)
         batch = await asyncio.to_thread(self._make_batch, taken)
         await self._learn(taken)
         seconds = {"rollout": rolled - started, "credit": time.monotonic() - rolled, **batch.seconds}
@@ -91,6 +99,18 @@ class Roller:
             seconds=seconds,
             metrics={**batch.metrics, **self._recent.measure(batch.groups)},
         )
+
+    async def _take(self, step: int) -> Taken:
+        """What the step consumes. When there is no step, what was rolled for it goes with the error: people read it."""
+        taken = None
+        try:
+            taken = await self._or_failure(self._buffer.take(self._settings.step_seconds))
+            self.num_queued = self._buffer.num_finished
+            self._check_failures(taken, step)
+        except BackendError as error:
+            groups = _outcomes(taken) if taken else self._buffer.settled()
+            raise StepFailure(str(error), step, groups) from error
+        return taken
 
     async def release(self, version: int) -> None:
         await self._buffer.release(version)
@@ -173,6 +193,10 @@ class Roller:
                 f"step {step}: {len(failed)} of {len(trajectories)} episodes failed, more than "
                 f"rollout.error_limit={self._settings.error_limit:g}. {listed}. First: task {failed[0].task_id}"
             )
+
+
+def _outcomes(taken: Taken) -> list[tuple[Group, str]]:
+    return [*((group, NOT_TRAINED) for group in taken.groups), *((g, f"dropped:{why}") for g, why in taken.dropped)]
 
 
 def _first_cause(error: BaseException | None) -> BaseException:

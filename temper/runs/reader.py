@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from temper.errors import UserError
 from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
 from temper.runs.schema import prepare_reading
+from temper.runs.state import QUERY, RunState, read_run_state
 from temper.types import EvaluationResult, Message, Scalar
 
 DATABASE = "run.db"
@@ -165,8 +166,12 @@ class RunReader:
         self._connection.close()
 
     @property
+    def state(self) -> RunState:
+        return read_run_state({row["name"]: row["value"] for row in self.query(QUERY)})
+
+    @property
     def is_finished(self) -> bool:
-        return bool(self.query("SELECT 1 FROM meta WHERE name = 'finished'"))
+        return self.state.is_finished
 
     def stages(self) -> list[StageRecord]:
         return [StageRecord(**row) for row in self.query("SELECT * FROM stages ORDER BY stage")]

@@ -22,6 +22,7 @@ from temper.runs.nulls import finite
 from temper.runs.reader import LedgerEntry, Point, RunReader, StepRecord
 from temper.runs.sparkline import sparkline
 from temper.runs.stage_table import Kept, stage_lines
+from temper.runs.state import RunState
 from temper.types import EvaluationResult
 
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
@@ -81,6 +82,7 @@ class StageSummary:
 class Report:
     folder: str
     is_finished: bool
+    state: RunState
     scores: tuple[ScoreChange, ...]
     """First and last of the whole run, up to the first stage that starts elsewhere than where the last one ended."""
     work: Work
@@ -105,7 +107,7 @@ def make_report(folder: Path) -> Report:
         seconds, rewards = reader.seconds(), reader.metric("reward/mean")
         names = {record.stage: record.name for record in reader.stages()}
         numbers = sorted({record.stage for record in steps} | {result.stage for result in evaluations} | names.keys())
-        failures, is_finished = reader.failures(), reader.is_finished
+        failures, state = reader.failures(), reader.state
         memory = _largest(reader.metric("sys/peak_memory_bytes"))
         since_start = _largest(reader.metric("sys/peak_memory_since_start"))
         kept = _kept(reader)
@@ -128,7 +130,8 @@ def make_report(folder: Path) -> Report:
     line = min((number for number in numbers if origins.get(number)), default=math.inf)
     return Report(
         folder=str(folder),
-        is_finished=is_finished,
+        is_finished=state.is_finished,
+        state=state,
         scores=_changes(result for result in evaluations if result.stage < line),
         work=_work(steps, ledger, seconds),
         stages=stages,
@@ -247,9 +250,10 @@ def _pairs(report: Report, value: dict[str, Any]) -> Iterable[tuple[ScoreChange,
 
 def render(report: Report) -> str:
     """The report as text for a terminal."""
-    state = "finished" if report.is_finished else "not finished"
     total = sum(report.work.seconds.values())
-    lines = [f"{report.folder}: {state}, {report.work.num_steps} steps, {duration(total)}", ""]
+    lines = [f"{report.folder}: {report.state.name}, {report.work.num_steps} steps, {duration(total)}", ""]
+    if report.state.text:
+        lines += [f"  {report.state.name:<17}{report.state.text}", ""]
     lines += _score_lines(report)
     lines += _curve_lines(report)
     lines += _work_lines(report)

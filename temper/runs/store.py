@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import difflib
 import errno
+import math
 import queue
 import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from temper.runs import encode
 from temper.runs.lock import RunLock
 from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
 from temper.runs.schema import STEP_TABLES, prepare
-from temper.types import Batch, EvaluationResult, StepReport
+from temper.runs.state import BEAT_SECONDS, Ending, ended_row, heartbeat_row
+from temper.types import Batch, EvaluationResult, Group, StepReport
 
 DATABASE = "run.db"
 LOCK = "run.lock"
@@ -111,6 +113,7 @@ class RunStore:
 
     def start(self) -> None:
         self._writer.start()
+        self._submit(lambda connection: _drop_meta(connection, "ended"))  # it goes on, whatever ended it before
 
     def begin_stage(self, stage: int, name: str, steps: int) -> None:
         """Notes a stage, from its first step or again after a resume."""
@@ -153,6 +156,19 @@ class RunStore:
         self._submit(lambda connection: _insert(connection, "meta", [row], replace=True))
         self.flush(deadline_seconds)
 
+    def end(self, state: Ending, text: str) -> None:
+        """Notes that the run ends before its last step, and why."""
+        row = ended_row(state, text)
+        self._submit(lambda connection: _insert(connection, "meta", [row], replace=True))
+
+    def unfinished(self, stage: int, step: int, groups: Sequence[tuple[Group, str]]) -> None:
+        """Records rollouts of a step that broke before it was trained, with what became of each. A resume cuts them."""
+        report = StepReport(
+            stage=stage, step=step, version=0, loss=math.nan, metrics={}, seconds={}, system={}, groups_trained=0,
+            groups_dropped=len(groups), max_staleness=0,
+        )  # fmt: skip
+        self._submit(lambda connection: _insert_rollouts(connection, report, groups))
+
     def flush(self, deadline_seconds: float = PATIENCE_SECONDS) -> None:
         """Returns when everything submitted so far is on disk.
 
@@ -179,7 +195,7 @@ class RunStore:
                 return
             for table in STEP_TABLES:
                 connection.execute(f"DELETE FROM {table} WHERE stage = ? AND step > ?", (stage, step))
-            connection.execute("DELETE FROM meta WHERE name = 'finished'")
+            _drop_meta(connection, "finished")
 
         self._submit(cut)
         self.flush()
@@ -212,11 +228,16 @@ class RunStore:
 
     def _write(self) -> None:
         """The writer thread. Ends at the first failure or at None."""
+        beaten = -math.inf
         while True:
-            try:
-                job = self._jobs.get(timeout=1.0)
-            except queue.Empty:
-                continue
+            job: Job | None
+            if time.monotonic() - beaten >= BEAT_SECONDS:
+                job, beaten = _beat, time.monotonic()
+            else:
+                try:
+                    job = self._jobs.get(timeout=1.0)
+                except queue.Empty:
+                    continue
             if job is None:
                 return
             try:
@@ -256,18 +277,36 @@ class RunStore:
 
 def _insert_step(connection: sqlite3.Connection, report: StepReport, batch: Batch) -> None:
     groups = encode.outcomes(batch)
-    trained = {(sample.group_id, sample.index) for update in batch.updates for sample in update}
-    members = [member for group, _ in groups for member in group.trajectories]
-    left_out = [member for member in members if (member.group_id, member.index) not in trained]
     _insert(connection, "steps", [encode.step_row(report, batch)])
     _insert(connection, "metrics", encode.named_rows(report, {**report.metrics, **report.system}))
     _insert(connection, "seconds", encode.named_rows(report, report.seconds))
     _insert(connection, "ledger", encode.ledger_rows(report, batch))
-    _insert(connection, "groups", (encode.group_row(report, group, outcome) for group, outcome in groups))
-    _insert(connection, "trajectories", (encode.trajectory_row(report, member) for member in members))
+    trained = {(sample.group_id, sample.index) for update in batch.updates for sample in update}
+    _insert_rollouts(connection, report, groups, trained)
     if groups:
         _insert(connection, "token_rows", encode.trained_rows(report, batch))
-        _insert(connection, "token_rows", (row for member in left_out for row in encode.untrained_rows(report, member)))
+
+
+def _insert_rollouts(
+    connection: sqlite3.Connection,
+    report: StepReport,
+    groups: Sequence[tuple[Group, str]],
+    trained: Collection[tuple[str, int]] = (),
+) -> None:
+    """Groups with their outcomes, and the tokens of members that are not `trained`."""
+    members = [member for group, _ in groups for member in group.trajectories]
+    left_out = [member for member in members if (member.group_id, member.index) not in trained]
+    _insert(connection, "groups", (encode.group_row(report, group, outcome) for group, outcome in groups))
+    _insert(connection, "trajectories", (encode.trajectory_row(report, member) for member in members))
+    _insert(connection, "token_rows", (row for member in left_out for row in encode.untrained_rows(report, member)))
+
+
+def _beat(connection: sqlite3.Connection) -> None:
+    _insert(connection, "meta", [heartbeat_row()], replace=True)
+
+
+def _drop_meta(connection: sqlite3.Connection, name: str) -> None:
+    connection.execute("DELETE FROM meta WHERE name = ?", (name,))
 
 
 def _insert(

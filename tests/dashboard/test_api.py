@@ -63,7 +63,7 @@ def test_the_list_of_runs_says_where_each_is(trained: Path, serve: Serve) -> Non
         stages = [dataclasses.asdict(stage) for stage in reader.stages()]
     assert run["name"] == "tiny"
     assert run["folder"] == str(trained)
-    assert (run["finished"], run["last_stage"], run["last_step"], run["stages"]) == (True, STAGE, STEP, stages)
+    assert (run["state"], run["last_stage"], run["last_step"], run["stages"]) == ("finished", STAGE, STEP, stages)
     assert run["updated"] == (trained / "run.db").stat().st_mtime
 
 

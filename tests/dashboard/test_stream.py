@@ -7,6 +7,7 @@ import json
 import socket
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from temper.dashboard.registry import Run
 from temper.dashboard.stream import Feed, State, news
 from temper.runs.reader import RunReader
 from temper.runs.records import AlarmRecord
+from temper.runs.state import DEAD_AFTER_SECONDS, RunState
 from temper.runs.store import RunStore, open_run
 from temper.types import Batch, EvaluationResult, StepReport
 
@@ -99,9 +101,11 @@ def test_what_is_written_is_told_while_it_is_written(store: RunStore, serve: Ser
     told = dict(listener.heard)
     assert told["evaluation"] == {"stage": 0, "step": 3, "name": "greedy", "score": 0.5}
     assert told["alarm"] == {"stage": 0, "step": 3, "rule": "kl_spike", "level": "warn"}
-    assert "finished" not in listener.kinds()
+    assert told["state"] == {"state": "running", "text": ""}
+    store.end("failed", "the verifier is gone")
+    eventually(lambda: ("state", {"state": "failed", "text": "the verifier is gone"}) in listener.heard)
     store.finish()
-    eventually(lambda: "finished" in listener.kinds())
+    eventually(lambda: ("state", {"state": "finished", "text": ""}) in listener.heard)
     with RunReader(store.folder) as reader:
         assert [step.step for step in reader.steps()] == [1, 2, 3], "nothing was lost while it was watched"
 
@@ -179,7 +183,8 @@ def test_all_clients_of_a_run_share_one_look(store: RunStore, monkeypatch: pytes
 
     asyncio.run(look_all())
     assert len(looks) == 1
-    assert [list(one) for one in heard] == [[("step", {"stage": 0, "step": 1})]] * 6
+    told = [("step", {"stage": 0, "step": 1}), ("state", {"state": "running", "text": ""})]
+    assert [list(one) for one in heard] == [told] * 6
     assert list(feed.listener()) == list(heard[0]), "who comes later is told where the run is"
 
 
@@ -218,15 +223,30 @@ def test_a_run_that_vanishes_and_comes_back_is_told_of(tmp_path: Path, store: Ru
 
 
 def test_news_are_what_changed() -> None:
-    def state(step: int | None, *scores: float, is_finished: bool = False) -> State:
+    def state(step: int | None, *scores: float, name: str = "running") -> State:
         found = frozenset((0, k, "greedy", score) for k, score in enumerate(scores))
-        return State(stage=None if step is None else 0, step=step, is_finished=is_finished, evaluations=found,
+        return State(stage=None if step is None else 0, step=step, run=RunState(name=name), evaluations=found,
                      alarms=frozenset())  # fmt: skip
 
-    assert news(None, state(None)) == []
-    assert [kind for kind, _ in news(None, state(3, 0.1, 0.2))] == ["step"], "no history"
+    assert news(None, state(None)) == [("state", {"state": "running", "text": ""})]
+    assert [kind for kind, _ in news(None, state(3, 0.1, 0.2))] == ["step", "state"], "no history"
     assert news(state(3, 0.1), state(3, 0.1)) == []
     assert [content["score"] for _, content in news(state(3, 0.1), state(3, 0.1, 0.2))] == [0.2]
     assert news(state(9), state(4)) == [("step", {"stage": 0, "step": 4})], "a rewind is news"
-    assert news(state(4), state(4, is_finished=True)) == [("finished", {})]
-    assert news(state(4, is_finished=True), state(4, is_finished=True)) == []
+    assert news(state(4), state(4, name="finished")) == [("state", {"state": "finished", "text": ""})]
+    assert news(state(4, name="finished"), state(4, name="finished")) == []
+
+
+def test_a_run_that_falls_silent_is_told_to_be_dead_though_no_file_changes(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = Feed(Run(id="x", name="x", folder=store.folder))
+    store.flush()
+    feed._state = feed._read_if_changed()
+    assert feed._state is not None
+    assert feed._state.run.name == "running"
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2 * DEAD_AFTER_SECONDS)
+    found = feed._read_if_changed()
+    assert found is not None
+    assert [content["state"] for kind, content in news(feed._state, found)] == ["dead"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,3 +118,16 @@ def make_evaluation() -> Callable[..., EvaluationResult]:
 def store(tmp_path: Path) -> RunStore:
     """A new run in tmp_path/run; tests close it."""
     return open_run(tmp_path / "run", config="steps = 5\n", resume=False)
+
+
+@pytest.fixture(scope="session")
+def wait() -> Callable[[Callable[[], bool]], None]:
+    """wait(is_true): for something that another thread is about to do."""
+
+    def until(is_true: Callable[[], bool], seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_true():
+            assert time.monotonic() < deadline, "it never happened"
+            time.sleep(0.02)
+
+    return until

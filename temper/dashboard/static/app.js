@@ -118,25 +118,25 @@ function listRuns(run) {
   fill(select, run ? [] : el("option", { value: "" }, "Choose a run"), options);
 }
 
-function tellState(run, state) {
+/** state: "running", "finished", "failed", "stopped", "dead", "not finished", or "lost" for the connection. */
+function tellState(run, state, text = "") {
   const node = document.getElementById("live");
-  node.dataset.state = state;
   const words = {
-    live: "live",
+    running: "live",
     lost: "connection lost, trying again",
-    finished: "finished",
-    quiet: `not finished · ${ago(run.updated)}`,
+    "not finished": `not finished · ${ago(run.updated)}`,
   };
-  node.textContent = words[state];
-  node.title = words[state];
+  node.dataset.state = state;
+  node.textContent = words[state] || (text ? `${state}: ${text.slice(0, 100)}` : state);
+  node.title = text || node.textContent;
 }
 
 function watch(run) {
   if (followed.id === run.id) return;
   followed.end();
   followed = { id: run.id, end: () => {} };
-  tellState(run, run.finished ? "finished" : "quiet");
-  if (run.finished) return;
+  tellState(run, run.state, run.ended);
+  if (run.state === "finished") return;
   const end = follow(
     run,
     async (kinds) => {
@@ -150,7 +150,7 @@ function watch(run) {
         console.warn(error.message);
       }
     },
-    (state) => tellState(runs.find((one) => one.id === run.id) || run, state),
+    (state, text) => tellState(runs.find((one) => one.id === run.id) || run, state, text),
   );
   followed = { id: run.id, end };
 }

@@ -62,7 +62,7 @@ export async function mount(root, { run, isCurrent }) {
   return {
     update: (kinds, current) => {
       state.run = current;
-      return kinds.has("evaluation") || kinds.has("finished") ? load() : null;
+      return kinds.has("evaluation") || kinds.has("state") ? load() : null;
     },
   };
 }
