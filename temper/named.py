@@ -1,27 +1,70 @@
-"""Functions that recipes name: finding "package.module:function", and checking options against a signature.
+"""Functions that recipes name: finding "package.module:function" or "file.py:function", and checking options against a
+signature.
 
 Owns: the messages for names and options that do not fit. Refuses: registries; each package keeps its own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from temper.errors import UserError, did_you_mean
 
+_GIVEN: dict[str, Callable[..., Any]] = {}
+"""Functions handed over in Python, by the name that a recipe calls them. They live as long as the process."""
+_LOADING: list[str] = []
+"""Files that are being run in order to find a function in them, outermost first."""
+UNNAMED = "python:"
+"""Before the name of a function that no file holds: one typed into a notebook, a closure, a lambda."""
+
+
+def name_function(function: Callable[..., Any]) -> str:
+    """A name under which a recipe finds this function: in its module, in its file, or as long as this process lives."""
+    name, module = function.__qualname__, function.__module__
+    path = inspect.getsourcefile(function) if inspect.isfunction(function) or inspect.isclass(function) else None
+    if "." in name or "<" in name:
+        target = f"{UNNAMED}{name.rpartition('.')[2]}"
+    elif module != "__main__" and getattr(sys.modules.get(module), name, None) is function:
+        return f"{module}:{name}"
+    elif path is not None and Path(path).is_file():
+        target = f"{Path(path).resolve()}:{name}"
+    else:
+        target = f"{UNNAMED}{name}"
+    _GIVEN[target] = function
+    return target
+
+
+def given_function(target: str) -> Callable[..., Any] | None:
+    """The function that Python code of this process handed over under that name."""
+    return _GIVEN.get(target)
+
+
+def loading_file() -> str | None:
+    """The file that is being run at the moment only to find a function in it."""
+    return _LOADING[-1] if _LOADING else None
+
 
 def load_function(target: str, *, where: str) -> Callable[..., Any]:
-    """The function that "package.module:function" names; `where` begins the error message."""
-    module_name, _, function_name = target.partition(":")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # last: a file beside the recipe can be named, and shadows nothing
+    """The function that "package.module:function" or "folder/file.py:function" names; `where` begins the message."""
+    if (given := given_function(target)) is not None:
+        return given
+    if target.startswith(UNNAMED):
+        raise UserError(
+            f"{where}: this function was handed over in Python and stands in no file, so it cannot be found again. "
+            "Hand it over again (temper.train(..., resume=True)), or put it into a file"
+        )
+    module_name, _, function_name = target.rpartition(":")
     try:
-        module = importlib.import_module(module_name)
+        module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
     except Exception as error:
         raise UserError(f"{where}: cannot import {module_name} ({type(error).__name__}: {error})") from error
     function = getattr(module, function_name, None)
@@ -31,6 +74,36 @@ def load_function(target: str, *, where: str) -> Callable[..., Any]:
             f'{where}: {module_name} has no function "{function_name}".{did_you_mean(function_name, known)}'
         )
     return function  # type: ignore[no-any-return]
+
+
+def _import(name: str) -> ModuleType:
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # last: a file beside the recipe can be named, and shadows nothing
+    return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Runs a file as a module, once. Its folder can be imported from, after everything else."""
+    resolved = path.expanduser().resolve()
+    name = f"{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    if spec is None or spec.loader is None or not resolved.is_file():
+        raise FileNotFoundError(f"{resolved} is not there")
+    if (folder := str(resolved.parent)) not in sys.path:
+        sys.path.append(folder)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    _LOADING.append(str(path))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        _LOADING.pop()
+    return module
 
 
 def require_options(function: Callable[..., Any], options: Mapping[str, object], *, where: str, skip: int = 0) -> None:

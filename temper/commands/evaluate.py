@@ -25,7 +25,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-import temper
 from temper.build import pick_device, pick_dtype
 from temper.commands.checkpoints import find_model
 from temper.data import ENV_GENERATORS
@@ -51,6 +50,7 @@ from temper.tasks.generators import GENERATORS
 from temper.tasks.render import Renderer
 from temper.trainer.checkpoint import sha256_of
 from temper.types import SamplingParams, Scalar, Task
+from temper.version import __version__
 
 BLOCK_SIZE = 16
 MAX_RUNNING = {"cpu": 16, "cuda": 256}
@@ -160,7 +160,7 @@ def budget_of(suite: Suite, tasks: Sequence[Task], seed: int) -> dict[str, Scala
 
 def verifier_version(suite: Suite) -> str:
     """Temper's version, that of packages which judge, and the hash of files with functions of the user's own."""
-    versions = [f"temper {temper.__version__}"]
+    versions = [f"temper {__version__}"]
     for kind in dict.fromkeys(part.kind for part in suite.reward):
         if kind in PACKAGES:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):

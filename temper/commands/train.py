@@ -36,7 +36,11 @@ NO_POLICY = ("rejection", "reward_model")
 
 def train(recipe: Path, *, overrides: Sequence[str] = (), run: Path | None = None, resume: bool = False) -> Path:
     """Trains a recipe and returns its run directory."""
-    stages = load_recipe(recipe, overrides)
+    return train_stages(load_recipe(recipe, overrides), run=run, resume=resume)
+
+
+def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume: bool = False) -> Path:
+    """Trains resolved stages and returns the run directory."""
     for config in stages:  # a misspelt rule must not wait for its stage
         configure(config.alarms)
         check_stage(config)

@@ -1,6 +1,6 @@
 """What a recipe may say (sections), how it is read (recipe) and written (toml)."""
 
-from temper.config.recipe import load_recipe, merge, parse_override, resolve, section_of
+from temper.config.recipe import load_recipe, merge, parse_override, read_table, resolve, section_of
 from temper.config.references import FIRST, check_references, refer, references
 from temper.config.sections import RewardConfig, RunConfig, Section, SourceConfig
 from temper.config.toml import to_toml
@@ -15,6 +15,7 @@ __all__ = [
     "load_recipe",
     "merge",
     "parse_override",
+    "read_table",
     "refer",
     "references",
     "resolve",

@@ -19,17 +19,29 @@ from temper.errors import UserError, did_you_mean
 
 def load_recipe(path: Path, overrides: Iterable[str] = ()) -> list[RunConfig]:
     """Reads a recipe and returns its stages in order, each fully resolved and validated."""
+    text = _read(path)
+    return resolve(_parse(text, path), overrides, where=str(path), text=text)
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A recipe as it stands in its file, neither resolved nor checked."""
+    return _parse(_read(path), path)
+
+
+def _read(path: Path) -> str:
     try:
-        text = path.read_text()
+        return path.read_text()
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}). Give the path of a recipe, e.g. recipes/demo.toml"
         ) from error
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
     try:
-        table = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from error
-    return resolve(table, overrides, where=str(path), text=text)
 
 
 def resolve(table: Mapping[str, Any], overrides: Iterable[str], *, where: str, text: str = "") -> list[RunConfig]:

@@ -1,4 +1,5 @@
-"""Rewards of the user's own: a function named "package.module:function", run in killable workers like every verifier.
+"""Rewards of the user's own: a function named "package.module:function" or "file.py:function", run in killable workers
+like every verifier, or one that was handed over in Python, run in threads of this process.
 
 Owns: its contract, (prompt, response, answer) -> float | None, and by turn (prompt, turns, answer) -> list of these.
 Refuses: guessing at anything else it returns.
@@ -11,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from temper.errors import UserError
-from temper.named import load_function
+from temper.named import given_function, load_function
+from temper.rewards.live import Calls, LiveCalls
 from temper.rewards.workers import WorkerFailed, WorkerPool
 from temper.types import Score, Task, Trajectory
 
@@ -26,7 +28,12 @@ class UserReward:
         require_reward_function(target, "turns" if by_turn else "response")
         self.name = target.partition(":")[2]
         self.pays_turns = by_turn
-        self._pool = WorkerPool(target, size=workers, deadline_seconds=deadline_seconds)
+        given = given_function(target)
+        self._pool: Calls = (
+            WorkerPool(target, size=workers, deadline_seconds=deadline_seconds)
+            if given is None
+            else LiveCalls(given, deadline_seconds=deadline_seconds)
+        )
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         if self.pays_turns:

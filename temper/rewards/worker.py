@@ -81,8 +81,7 @@ def main() -> None:
         hello = receive(connection)
         sys.path[:] = hello["path"]
         try:
-            module, _, name = hello["target"].partition(":")
-            function = getattr(importlib.import_module(module), name)
+            function = find(hello["target"])
         except Exception as error:
             send(connection, {"error": f"{type(error).__name__}: {error}"})
             return
@@ -93,6 +92,15 @@ def main() -> None:
             send(connection, answer(function, arguments, hello["cpu_seconds"]))
     except (EOFError, ConnectionError):
         return
+
+
+def find(target: str) -> Any:
+    module, _, name = target.rpartition(":")
+    if not module.endswith(".py"):
+        return getattr(importlib.import_module(module), name)
+    from temper.named import load_function  # only now: sys.path has just been set
+
+    return load_function(target, where=target)
 
 
 def limit_memory(num_bytes: int | None) -> None:

@@ -28,7 +28,17 @@ from temper.types import Batch, EvaluationResult, Group, StepReport
 DATABASE = "run.db"
 LOCK = "run.lock"
 CONFIG = "config.toml"
-OWN_NAMES = {DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", LOCK, CONFIG, f"{CONFIG}.new", "checkpoints", "model"}
+OWN_NAMES = {
+    DATABASE,
+    f"{DATABASE}-wal",
+    f"{DATABASE}-shm",
+    LOCK,
+    CONFIG,
+    f"{CONFIG}.new",
+    "checkpoints",
+    "data",
+    "model",
+}
 """What a directory without a run.db may hold: what is left of a run that was killed in its first instant."""
 QUEUE_STEPS = 2
 """Steps that may wait for the disk; then append() waits. Bounds host memory."""
