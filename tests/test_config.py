@@ -177,3 +177,29 @@ def _sections(section: type[Any]) -> list[type[Any]]:
 def test_toml_of_the_demo_is_what_the_reader_expects() -> None:
     demo = tomllib.loads((RECIPES[0].parent / "demo.toml").read_text())
     assert [stage["kind"] for stage in demo["stage"]] == ["sft", "rl"]
+
+
+def test_files_beside_the_recipe_are_found_first_and_others_where_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(
+        'model = { path = "model" }\n'
+        'train = [{ path = "rows.jsonl" }, { path = "elsewhere.jsonl" }, { generator = "words:make" }]\n'
+        'reward = [{ kind = "judge_it.py:score" }, { kind = "math" }]\n'
+        'evaluation = { reward = [{ kind = "absent:score" }] }\nheldout = { path = "rows.jsonl" }\n'
+    )
+    for name in ("rows.jsonl", "words.py", "judge_it.py", "model"):
+        (folder / name).write_text("")
+    (tmp_path / "elsewhere.jsonl").write_text("")
+    (tmp_path / "rows.jsonl").write_text("")
+    monkeypatch.chdir(tmp_path)
+    (config,) = load_recipe(Path("project/recipe.toml"))
+    assert config.model.path == "project/model"
+    assert [source.path for source in config.train] == ["project/rows.jsonl", "elsewhere.jsonl", ""]
+    assert config.train[2].generator == "project/words.py:make"
+    assert config.heldout is not None
+    assert config.heldout.path == "project/rows.jsonl"
+    assert [part.kind for part in config.reward] == ["project/judge_it.py:score", "math"]
+    assert [part.kind for part in config.evaluation.reward] == ["absent:score"]

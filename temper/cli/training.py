@@ -14,6 +14,20 @@ from temper.cli.console import Overrides, Recipe, app, out
 
 
 @app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where to write; made if it is not there")] = Path("."),
+) -> None:
+    """Write a commented recipe, a reward and five rows of data: something that trains at once, to change."""
+    from temper.commands.init import init as write_files
+
+    for path in write_files(folder):
+        out.print(f"wrote {path}", markup=False, highlight=False)
+    recipe = folder / "recipe.toml"
+    out.print(f"\n  temper train {recipe} --dry-run     checks everything in seconds", markup=False, highlight=False)
+    out.print(f"  temper train {recipe}               trains", markup=False, highlight=False)
+
+
+@app.command()
 def train(
     recipe: Recipe,
     set_: Overrides = None,

@@ -33,8 +33,8 @@ LOOK_SECONDS = 0.2
 
 Rows = str | Path | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 """A file, a table of recipe keys ({"generator": ...}), or rows: a list of dicts, a datasets.Dataset."""
-Judge = str | Mapping[str, Any] | Callable[..., Any]
-"""The name of a reward, a table of recipe keys, or a function (prompt, response, answer) -> number or None."""
+Named = str | Mapping[str, Any] | Callable[..., Any]
+"""What a recipe names: its name, a table of recipe keys, or the function or class itself."""
 Conversation = str | Sequence[Mapping[str, str]]
 """What a user says, or messages with role and content."""
 Value = TypeVar("Value")
@@ -43,7 +43,7 @@ Value = TypeVar("Value")
 def train(
     model: str | Path | Mapping[str, Any] | None = None,
     data: Rows | None = None,
-    reward: Judge | Sequence[Judge] | None = None,
+    reward: Named | Sequence[Named] | None = None,
     *,
     recipe: str | Path | None = None,
     run: str | Path | None = None,
@@ -52,7 +52,8 @@ def train(
 ) -> Run:
     """Trains and returns the run.
 
-    model: a checkpoint directory. data: a file or rows. reward: a function, a name such as "math", or several of them.
+    model: a checkpoint directory. data: a file or rows. reward: a function (prompt, response, answer) -> number or
+    None, a name such as "math", or several of them.
     recipe: a TOML file to start from; everything else is put over it. Further keyword arguments are keys of a recipe:
     steps=100, preset="dapo", rollout={"group_size": 16}, heldout="test.jsonl" (`temper recipe` lists all).
     run: the run directory; default runs/NAME. resume: go on where that run stopped, with what is not given again taken
@@ -254,7 +255,7 @@ def _source(value: Rows, file: Path) -> dict[str, Any]:
     if isinstance(value, str | Path):
         return {"path": str(value)}
     if isinstance(value, Mapping):
-        return dict(value)
+        return _named(value, "generator")
     write_rows(value, file)
     return {"path": str(file)}
 
@@ -279,16 +280,23 @@ def write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def _reward(value: Judge | Sequence[Judge], rows: Path) -> dict[str, Any]:
+def _reward(value: Named | Sequence[Named], rows: Path) -> dict[str, Any]:
     several = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     return {"reward": [_judge(one) for one in several]}
 
 
-def _judge(value: Judge) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        kind = value.get("kind")
-        return {**value, "kind": name_function(kind)} if callable(kind) else dict(value)
-    return {"kind": value if isinstance(value, str) else name_function(value)}
+def _judge(value: Named) -> dict[str, Any]:
+    return _named(value if isinstance(value, Mapping) else {"kind": value}, "kind")
+
+
+def _env(value: Named, rows: Path) -> dict[str, Any]:
+    return {"env": _named(value if isinstance(value, Mapping) else {"name": value}, "name")}
+
+
+def _named(table: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The table, with a name in place of a function or class."""
+    value = table.get(key)
+    return {**table, key: name_function(value)} if callable(value) else dict(table)
 
 
 def _preset(value: str, rows: Path) -> dict[str, Any]:
@@ -299,6 +307,7 @@ _TURNED: dict[str, Callable[[Any, Path], dict[str, Any]]] = {
     "model": _model,
     "data": _data,
     "heldout": _heldout,
+    "env": _env,
     "reward": _reward,
     "preset": _preset,
 }

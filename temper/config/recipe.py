@@ -12,15 +12,17 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
+from temper.config.beside import look_beside
 from temper.config.references import check_references
 from temper.config.sections import RunConfig
 from temper.errors import UserError, did_you_mean
 
 
 def load_recipe(path: Path, overrides: Iterable[str] = ()) -> list[RunConfig]:
-    """Reads a recipe and returns its stages in order, each fully resolved and validated."""
+    """Reads a recipe and returns its stages in order, each fully resolved and validated; files beside it are found."""
     text = _read(path)
-    return resolve(_parse(text, path), overrides, where=str(path), text=text)
+    stages = resolve(_parse(text, path), overrides, where=str(path), text=text)
+    return [look_beside(config, path.parent) for config in stages]
 
 
 def read_table(path: Path) -> dict[str, Any]:

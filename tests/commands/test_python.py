@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,6 +15,7 @@ import pytest
 
 import temper
 from temper.commands.python import as_messages, make_table, write_rows
+from temper.config import resolve
 from temper.errors import UserError
 from temper.named import name_function
 from temper.runs.reader import RunReader
@@ -165,3 +168,28 @@ def test_a_function_that_hangs_or_exits_is_an_error_and_never_a_reward(here: Pat
         judge = {"kind": function, "options": {"deadline_seconds": 0.1}}
         with pytest.raises(temper.TemperError, match=reason):
             temper.train(data=ROWS, reward=judge, name=function.__name__, **SMALL)
+
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "python.md").read_text()
+
+
+def test_every_translation_from_trl_is_a_recipe_that_is_accepted(here: Path) -> None:
+    rows = [line.split(" | ")[1] for line in PAGE.splitlines() if line.startswith("| `") and " | " in line]
+    snippets = [code for row in rows for code in re.findall(r"`(\w+=[^`]+)`", row)]
+    assert len(snippets) >= 18
+    for code in snippets:
+        given = eval(f"dict({code})", {"f": starts_with_a, "g": starts_with_a})
+        full = {"model": "m", "data": "train.jsonl", "reward": "exact", **given}
+        if full.get("stage") in ("preference", "reward_model"):
+            full["reward"] = None
+        resolve(make_table({}, full, here), (), where="docs/python.md")
+
+
+def test_the_first_lines_of_the_page_are_a_recipe_that_is_accepted(here: Path) -> None:
+    block = PAGE.split("```python\n")[1].split("```")[0]
+    call = next(node for node in ast.walk(ast.parse(block)) if ast.unparse(node).startswith("temper.train("))
+    assert isinstance(call, ast.Call)
+    given = {word.arg: word.value for word in call.keywords}
+    given = {name: ast.literal_eval(value) for name, value in given.items() if not isinstance(value, ast.Name)}
+    (config,) = resolve(make_table({}, {**given, "reward": starts_with_a}, here), (), where="docs/python.md")
+    assert (config.steps, config.objective.preset, config.rollout.group_size) == (100, "dapo", 16)

@@ -1,0 +1,61 @@
+"""Files that lie beside a recipe: data, checkpoints, functions of the user's own.
+
+Owns: which keys name files, and that a file beside the recipe is found first. Refuses: complaining about files that are
+nowhere; whoever opens them does. A path that is not there beside the recipe is looked for in the working directory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from temper.config.sections import RewardConfig, RunConfig, Section, SourceConfig
+
+Part = TypeVar("Part", bound=Section)
+
+
+def look_beside(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration with every file that lies in `folder` named by its place there."""
+    evaluation = config.evaluation.model_copy(
+        update={"reward": [_reward(part, folder) for part in config.evaluation.reward]}
+    )
+    return config.model_copy(
+        update={
+            "model": _with(config.model, folder, "path", "teacher"),
+            "train": [_source(source, folder) for source in config.train],
+            "heldout": config.heldout and _source(config.heldout, folder),
+            "env": config.env.model_copy(update={"name": find_function(config.env.name, folder)}),
+            "reward": [_reward(part, folder) for part in config.reward],
+            "evaluation": evaluation,
+        }
+    )
+
+
+def _with(part: Part, folder: Path, *names: str) -> Part:
+    return part.model_copy(update={name: find_file(getattr(part, name), folder) for name in names})
+
+
+def _source(source: SourceConfig, folder: Path) -> SourceConfig:
+    return _with(source, folder, "path").model_copy(update={"generator": find_function(source.generator, folder)})
+
+
+def _reward(part: RewardConfig, folder: Path) -> RewardConfig:
+    options = dict(part.options)
+    if isinstance(path := options.get("path"), str):
+        options["path"] = find_file(path, folder)
+    return part.model_copy(update={"kind": find_function(part.kind, folder), "options": options})
+
+
+def find_file(text: str, folder: Path) -> str:
+    """Its path below `folder` where it is there, else as it was given."""
+    is_elsewhere = not text or text.startswith("~") or Path(text).is_absolute()
+    return text if is_elsewhere or not (folder / text).exists() else str(folder / text)
+
+
+def find_function(text: str, folder: Path) -> str:
+    """Names "rewards:score" and "rewards.py:score" as "FOLDER/rewards.py:score" where that file is there."""
+    module, sign, name = text.rpartition(":")
+    if not sign:
+        return text
+    file = module if module.endswith(".py") else f"{module}.py"
+    return f"{found}:{name}" if (found := find_file(file, folder)) != file else text
