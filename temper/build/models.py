@@ -110,7 +110,7 @@ def _other_models(
         critic = Critic(
             load(folder),
             optimizer_settings(config, 10 * config.optim.learning_rate if rate is None else rate),
-            total_steps=config.steps * config.trainer.updates_per_batch,
+            total_steps=config.steps,
             gradient_checkpointing=config.model.gradient_checkpointing,
         )
 

@@ -215,7 +215,8 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 class OptimConfig(Section):
     learning_rate: float = Field(1e-6, ge=0)
     critic_learning_rate: float | None = Field(None, ge=0)
-    """Of the critic, if there is one; same schedule. Unset: ten times learning_rate."""
+    """Learning rate of the critic, if there is one. Same schedule, but over all steps: the policy's begins with the
+    first step that trains the policy. Unset: ten times learning_rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """After warm-up. linear and cosine fall towards 0, which they would reach one step after the last; wsd (warm-up,
     stable, decay) stays at the full rate and falls linearly in the last fifth."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from temper.objectives.credit import Credit
 from temper.objectives.factor import factor, require
 from temper.objectives.metrics import MetricSums, mean_sums
-from temper.objectives.objective import Critic
+from temper.objectives.objective import Critic, Objective
 from temper.objectives.token_advantages import generalized_advantages, require_share
 
 CriticFn = Callable[[Credit], Tensor]
@@ -44,6 +44,11 @@ def gae_targets(
         return generalized_advantages(credit, gamma, lam, bool(bootstrap_truncated)) + credit.values
 
     return targets
+
+
+def pretraining_steps(objective: Objective) -> int:
+    """Steps at the start of a stage in which the critic learns and the policy waits; 0 without a critic."""
+    return 0 if objective.critic is None else int(objective.critic.argument("pretraining_steps"))
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, targets_T: Tensor, weights_T: Tensor, clip: float) -> Tensor:

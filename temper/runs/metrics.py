@@ -114,7 +114,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                "L2 norm after clipping; never above optim.max_grad_norm"),
         Metric("policy/update_norm_ratio", "ratio", UPDATES, MEAN,
                "Norm of the change of the master weights over their norm"),
-        Metric("policy/learning_rate", "rate", STEP, ONCE, "Of the last update"),
+        Metric("policy/learning_rate", "rate", STEP, ONCE, "Of the last update; 0 while the critic is trained alone"),
         Metric("critic/explained_var", "share", TOKENS, ONCE, "1 - Var(R - V)/Var(R): 1 is perfect, 0 a constant"),
         Metric("critic/*", "", TOKENS, MEAN, "The value model: its predictions, its bound, its gradient"),
         Metric("control/*", "", STEP, ONCE, "What a controller remembers, e.g. the factor on a coefficient"),

@@ -41,7 +41,7 @@ class Critic:
     def __init__(
         self, model: nn.Module, settings: OptimizerSettings, *, total_steps: int, gradient_checkpointing: bool = False
     ) -> None:
-        """Takes the decoder of `model` for itself: give it a copy of the policy. total_steps counts critic updates."""
+        """Takes the decoder of `model` for itself: give it a copy of the policy. total_steps are those of the stage."""
         self._module = ValueModel(model)
         self._settings, self._total_steps = settings, total_steps
         self._is_recomputing = gradient_checkpointing
@@ -57,13 +57,12 @@ class Critic:
         values_T[microbatch.loss_mask.cpu().bool()] = values_A
         return values_T
 
-    def step(
-        self, share: Sequence[Microbatch], *, clip: float, num_batch_tokens: int, rate: float | None = None
-    ) -> MetricSums:
+    def step(self, share: Sequence[Microbatch], *, clip: float, num_batch_tokens: int, step: int) -> MetricSums:
         """One update on this rank's microbatches, which hold `values` (when the batch started) and `targets`.
 
         num_batch_tokens counts the drawn tokens of the whole update, over all ranks; the loss is the mean over them.
-        `rate` None: by the settings' schedule. Metrics are of all ranks; `explained` completes them.
+        `step` is that of the stage, from 1: all updates of a step have its learning rate, as the policy's have. Metrics
+        are of all ranks; `explained` completes them.
         """
         metrics = MetricSums()
         self._optimizer.discard_gradients()  # what an interrupted pass may have left
@@ -72,16 +71,13 @@ class Critic:
         gradients = self._optimizer.gradients()
         sum_over_ranks(gradients.values())
         norm = nn.utils.get_total_norm(list(gradients.values()))
-        number = self._optimizer.num_steps + 1
         if not torch.isfinite(norm):
             self._optimizer.discard_gradients()
             raise BackendError(
-                f"critic update {number}: gradient norm {float(norm)}. This update was not applied. Resume from the "
-                f"last checkpoint with a lower learning rate of the critic, and look at the rewards of this step"
+                f"critic update of step {step}: gradient norm {float(norm)}. This update was not applied. Resume from "
+                f"the last checkpoint with a lower learning rate of the critic, and look at the rewards of this step"
             )
-        if rate is None:
-            rate = learning_rate_at(self._settings, number, self._total_steps)
-        self._optimizer.step(rate, norm)
+        self._optimizer.step(learning_rate_at(self._settings, step, self._total_steps), norm)
         # All ranks have the same norm, and their mean is that norm.
         return merge_over_ranks(metrics.merge(mean_sums({"critic/grad_norm": norm.reshape(1)})))
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from temper.errors import BackendError, UserError
 from temper.models.adapters import has_adapter
 from temper.objectives import MetricSums, Objective, control
+from temper.objectives.critics import pretraining_steps
 from temper.objectives.finish import finished as with_derived
 from temper.trainer.critic import Critic, explained
 from temper.trainer.divergence import EVERYONE
@@ -151,7 +152,7 @@ class LocalTrainer:
 
     def step(self, batch: Batch) -> TrainResult:
         seconds: dict[str, float] = {}
-        rate = learning_rate_at(self._settings.optimizer, self._version + 1, self._settings.total_steps)
+        rate = policy_rate(self._settings, self._version + 1, pretraining_steps(self._objective))
         shares = self._prepared(batch, seconds)
         metrics, applied = MetricSums(), _Applied()
         for number, (update, share) in enumerate(zip(batch.updates, shares, strict=True)):
@@ -236,8 +237,7 @@ class LocalTrainer:
     @property
     def _is_pretraining_critic(self) -> bool:
         """Whether the policy still waits for its critic."""
-        critic = self._objective.critic
-        return critic is not None and self._version < critic.argument("pretraining_steps")
+        return self._version < pretraining_steps(self._objective)
 
     def _prepared(self, batch: Batch, seconds: dict[str, float]) -> list[Share]:
         """This rank's microbatches of every update, with all columns that do not depend on the updates before it."""
@@ -292,6 +292,7 @@ class LocalTrainer:
             share.microbatches,
             clip=self._objective.critic.argument("clip"),
             num_batch_tokens=facts.num_batch_tokens,
+            step=self._version + 1,
         )
 
     def _finished(
@@ -314,6 +315,14 @@ class LocalTrainer:
             if resets_optimizer:
                 self._optimizer.reset()
         return TrainResult(loss=loss, metrics=finished, seconds=seconds, traces=applied.traces or None)
+
+
+def policy_rate(settings: TrainerSettings, step: int, waiting_steps: int) -> float:
+    """Learning rate of a step. The policy's schedule begins with its own first step, not with its critic's; before that
+    it is 0."""
+    if step <= waiting_steps:
+        return 0.0
+    return learning_rate_at(settings.optimizer, step - waiting_steps, settings.total_steps - waiting_steps)
 
 
 def _require_own_weights(reference: nn.Module, model: nn.Module) -> None:

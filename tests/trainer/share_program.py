@@ -28,7 +28,7 @@ from temper.types import Microbatch
 
 
 def update_critic(critic: Critic, share: list[Microbatch], num_batch_tokens: int) -> Any:
-    metrics = critic.step(share, clip=0.2, num_batch_tokens=num_batch_tokens)
+    metrics = critic.step(share, clip=0.2, num_batch_tokens=num_batch_tokens, step=1)
     moments = {name: t for name, t in critic._optimizer.tensors().items() if name.startswith("exp_avg.")}
     return moments, explained(metrics.finish())
 

@@ -64,7 +64,7 @@ def update(
     """First moments after one update from zero: a tenth of the gradient; and its metrics."""
     critic = make_critic(deepcopy(model))
     share = pack(rows, budget, torch.float64)
-    metrics = critic.step(share[::-1] if is_reversed else share, clip=0.2, num_batch_tokens=num_drawn(rows))
+    metrics = critic.step(share[::-1] if is_reversed else share, clip=0.2, num_batch_tokens=num_drawn(rows), step=1)
     moments = {name: t for name, t in critic._optimizer.tensors().items() if name.startswith("exp_avg.")}
     return moments, explained(metrics.finish())
 
@@ -170,7 +170,7 @@ def test_loss_and_metrics_are_those_of_the_specification(make_model: MakeModel, 
     mask = [0, 1, 1] + [0] * (len(row.token_ids) - 3)
     targets = [0.0, 0.2, 2.0] + [0.0] * (len(mask) - 3)
     row = replace(row, loss_mask=mask, values=[0.5] * len(mask), targets=targets)
-    metrics = explained(critic.step(pack([row], 64, torch.float64), clip=0.2, num_batch_tokens=2).finish())
+    metrics = explained(critic.step(pack([row], 64, torch.float64), clip=0.2, num_batch_tokens=2, step=1).finish())
     assert metrics["loss/value"] == pytest.approx((0.32 + 0.845) / 2)
     assert metrics["critic/clip_frac"] == 0.5
     assert metrics["critic/value_mean"] == 1.0
@@ -217,16 +217,19 @@ def test_it_learns_a_value_that_depends_on_the_prompt_and_on_the_place(tmp_path:
     metrics: list[dict[str, float]] = []
     for _ in range(60):
         share = [replace(m, values=critic.score(m)) for m in pack(rows, 40)]
-        metrics.append(explained(critic.step(share, clip=0.2, num_batch_tokens=num_drawn(rows)).finish()))
+        metrics.append(explained(critic.step(share, clip=0.2, num_batch_tokens=num_drawn(rows), step=1).finish()))
     assert metrics[0]["critic/value_mean"] == 0.0
     assert metrics[0]["critic/explained_var"] < 0.01
     assert metrics[-1]["critic/explained_var"] > 0.9
     assert metrics[-1]["loss/value"] < metrics[0]["loss/value"] / 10
 
 
-def train(critic: Critic, rows: list[Sample], steps: int) -> list[dict[str, float]]:
+def train(critic: Critic, rows: list[Sample], steps: int, first: int = 1) -> list[dict[str, float]]:
     share = pack(rows, 64)
-    return [critic.step(share, clip=0.2, num_batch_tokens=num_drawn(rows)).finish() for _ in range(steps)]
+    return [
+        critic.step(share, clip=0.2, num_batch_tokens=num_drawn(rows), step=step).finish()
+        for step in range(first, first + steps)
+    ]
 
 
 def bits(critic: Critic) -> dict[str, Tensor]:
@@ -257,7 +260,7 @@ def test_two_steps_saved_loaded_and_two_more_are_four_steps(
     train(second, rows, 1)  # what it did before must not matter
     second.load(tmp_path)
     assert is_same(bits(first), bits(second))
-    found += train(second, rows, 2)
+    found += train(second, rows, 2, first=3)
     assert found == expected
     assert is_same(bits(through), bits(second))
 
@@ -285,19 +288,28 @@ def test_a_gradient_that_is_not_finite_is_never_applied(make_model: MakeModel, m
     critic = make_critic(make_model(dtype=torch.float32))
     before = bits(critic)
     broken = [replace(m, targets=torch.full((len(m.token_ids),), float("nan"))) for m in pack(rows, 64)]
-    with pytest.raises(BackendError, match=r"critic update 1: gradient norm nan. This update was not applied"):
-        critic.step(broken, clip=0.2, num_batch_tokens=num_drawn(rows))
+    with pytest.raises(BackendError, match=r"critic update of step 1: gradient norm nan. This update was not applied"):
+        critic.step(broken, clip=0.2, num_batch_tokens=num_drawn(rows), step=1)
     assert is_same(before, bits(critic))
     untouched = make_critic(make_model(dtype=torch.float32))
     assert train(critic, rows, 1) == train(untouched, rows, 1), "the broken update left something behind"
 
 
-def test_a_given_rate_replaces_the_schedule(make_model: MakeModel, make_rows: MakeRows) -> None:
-    rows = with_targets(make_rows())
-    critic = make_critic(make_model(dtype=torch.float32))
-    before = {name: tensor.clone() for name, tensor in critic._tensors().items()}
-    critic.step(pack(rows, 64), clip=0.2, num_batch_tokens=num_drawn(rows), rate=0.0)
-    assert is_same(before, dict(critic._tensors()))
+def test_all_updates_of_a_step_have_its_learning_rate(
+    make_model: MakeModel, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warm-up and decay count steps of the stage, however many updates each has."""
+    rows, rates = with_targets(make_rows()), []
+    critic = make_critic(make_model(dtype=torch.float32), schedule="linear", warmup_steps=4)
+
+    def apply(rate: float, norm: Tensor) -> Tensor:
+        rates.append(rate)
+        return norm
+
+    monkeypatch.setattr(critic._optimizer, "step", apply)
+    for step in (1, 1, 4, 4, 8):
+        critic.step(pack(rows, 64), clip=0.2, num_batch_tokens=num_drawn(rows), step=step)
+    assert rates == pytest.approx([0.0025, 0.0025, 0.01, 0.01, 0.01 * (1 - 3 / 6)])
 
 
 def test_gradient_checkpointing_changes_no_bit(make_model: MakeModel, make_rows: MakeRows) -> None:

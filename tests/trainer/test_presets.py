@@ -257,6 +257,38 @@ def test_a_critic_is_trained_alone_before_the_policy(
     assert trainer.score(rows, "critic") != values
 
 
+def test_the_schedule_of_the_policy_begins_when_the_policy_does(
+    make_model: Callable[..., Any], make_rows: Callable[..., list[Sample]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warm-up and decay over the steps in which the policy is trained; the critic's run over all of them."""
+    optimizer = OptimizerSettings(learning_rate=1.0, schedule="linear", warmup_steps=2, max_grad_norm=1e6)
+    objective = resolve("vapo", {"critic": {"pretraining_steps": 4}})
+    model, policy, critic = make_model(), [], []
+    others = OtherModels(critic=Critic(deepcopy(model), optimizer, total_steps=10))
+    settings = TrainerSettings(optimizer=optimizer, temperature=1.0, total_steps=10)
+    packed = partial(pack, tokens_per_microbatch=40, dtype=torch.float64)
+    trainer = LocalTrainer(model, None, objective, settings, pack=packed, others=others)
+    assert others.critic is not None
+
+    def noted(rates: list[float]) -> Callable[[float, torch.Tensor], torch.Tensor]:
+        def apply(rate: float, norm: torch.Tensor) -> torch.Tensor:
+            rates.append(rate)
+            return torch.stack([norm, norm])
+
+        return apply
+
+    monkeypatch.setattr(trainer._optimizer, "step", noted(policy))
+    monkeypatch.setattr(others.critic._optimizer, "step", noted(critic))
+    rows = columns_of(make_rows())
+    half = len(rows) // 2
+    batch = Batch(updates=(tuple(rows[:half]), tuple(rows[half:])))
+    reported = [trainer.step(batch).metrics["policy/learning_rate"] for _ in range(10)]
+    assert reported == pytest.approx([0, 0, 0, 0, 0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
+    assert policy == [rate for rate in reported[4:] for _ in range(2)]
+    falling = [0.5, 1.0, *(1 - place / 8 for place in range(8))]
+    assert critic == pytest.approx([rate for rate in falling for _ in range(2)])
+
+
 def test_a_reset_copies_the_policy_and_forgets_the_moments(
     make_model: Callable[..., Any], make_rows: Callable[..., list[Sample]]
 ) -> None:

@@ -48,7 +48,8 @@ VAPO = replace(
     regularizers=(positive_nll(coefficient=0.1),),
     formula="1/N sum_it min(r A, clip(r, 0.8, 1.28) A) - 0.1 NLL of right answers, A = whiten(GAE(1 - 1/(0.05 T)))",
     source="arXiv 2504.05118, from summaries; NeMo-RL (NLL)",
-    note="The critic is trained alone for 50 steps first, on whole returns. 16 samples per task in the paper.",
+    note="The critic is trained alone for 50 steps first, on whole returns; then the policy's learning rate begins to "
+    "warm up. For fewer steps: objective.critic = {pretraining_steps = 10}. 16 samples per task in the paper.",
     experimental="pieced together from summaries of the paper; the floor of lambda at 0 is ours",
 )
 
