@@ -43,6 +43,8 @@ class CreditRules:
 
     objective: Objective
     max_new_tokens: int
+    max_episode_tokens: int = 0
+    """As in Credit."""
     updates: int = 1
     """Optimiser steps per batch. A group is never split over two of them."""
     train_truncated: bool = True
@@ -138,6 +140,7 @@ def _credit(
         lengths=torch.tensor(lengths, dtype=torch.int64),
         is_truncated=torch.tensor([trajectory.is_truncated for trajectory in members], dtype=torch.bool),
         max_new_tokens=rules.max_new_tokens,
+        max_episode_tokens=rules.max_episode_tokens,
         reward_parts=_reward_parts(members),
         part_weights=rules.part_weights,
         greedy_rewards=_greedy_rewards(groups),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from temper.build.models import first_model, pick_device, pick_dtype
-from temper.build.objective import require_turn_credit, resolve_objective
+from temper.build.objective import doubts_about, require_turn_credit, resolve_objective
 from temper.build.plan import make_plan
 from temper.build.stage import Stage, build_stage, check_stage
 from temper.build.trial import Trial, try_rows
@@ -13,6 +13,7 @@ __all__ = [
     "Trial",
     "build_stage",
     "check_stage",
+    "doubts_about",
     "first_model",
     "make_plan",
     "pick_device",

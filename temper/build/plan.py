@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from temper import loop
+from temper.build.objective import doubts_about
 from temper.build.stage import Stage
 from temper.evals import contamination, readiness
 from temper.protocols import SharesDevice
@@ -92,6 +93,8 @@ def _sides(stage: Stage) -> Sides:
 async def _gate(stage: Stage, first_step: int) -> None:
     """Rows of a pack are apart, and sampler and trainer agree: both proven on this model before it is trained."""
     await asyncio.to_thread(check_isolation, stage.model, stage.data.shape.vocab_size)
+    for doubt in doubts_about(stage.config, stage.objective):
+        stage.warn(doubt)
     if warning := await asyncio.to_thread(contamination.check, stage.data.known, stage.data.heldout):
         stage.warn(warning)
     if stage.data.heldout and stage.data.verifier is not stage.data.rubric:

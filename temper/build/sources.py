@@ -222,6 +222,7 @@ def _credit_rules(config: RunConfig, objective: Objective, data: StageData) -> C
     return CreditRules(
         objective=objective,
         max_new_tokens=config.sampling.max_new_tokens,
+        max_episode_tokens=config.rollout.max_episode_tokens,
         updates=config.trainer.updates_per_batch,
         train_truncated="overlong_filter" not in objective.wants if trains is None else trains,
         part_weights=data.rubric.weights,

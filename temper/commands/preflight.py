@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from temper.build import check_stage, first_model, require_turn_credit, try_rows
+from temper.build import check_stage, doubts_about, first_model, require_turn_credit, try_rows
 from temper.build.sources import is_rolling, keep_rule
 from temper.commands.train import NO_POLICY, starts_elsewhere
 from temper.config import FIRST, RewardConfig, RunConfig, SourceConfig, load_recipe, refer
@@ -157,8 +157,8 @@ def _describe(stage: Opened) -> str:
         rows |= asyncio.run(_reward_rows(data, data.verifier, "held-out verifier"))
     width = max(map(len, rows))
     body = "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
-    if warning := contamination.check(data.known, data.heldout):
-        body = f"{body}\n{warning}"
+    warnings = (*doubts_about(config, objective), contamination.check(data.known, data.heldout))
+    body = "\n".join([body, *(f"warning: {doubt}" for doubt in warnings if doubt)])
     return f"stage {stage.number}: {config.stage}, {config.steps} steps\n{body}"
 
 

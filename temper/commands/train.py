@@ -101,6 +101,10 @@ class Records:
     display: Display
     mirrors: Sequence[Mirror] = ()
 
+    def warn(self, doubt: str) -> None:
+        self.store.event("warning", doubt)
+        self.display.note(f"warning: {doubt}")
+
     def tell(self, alarm: AlarmRecord) -> None:
         self.store.alarm(alarm)
         self.display.note(line_of(alarm))
@@ -140,7 +144,7 @@ def starts_elsewhere(config: RunConfig, stages: Sequence[RunConfig]) -> bool:
 async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, records: Records) -> None:
     store, display = records.store, records.display
     stage.note = partial(store.event, "info")
-    stage.warn = partial(store.event, "warning")
+    stage.warn = records.warn
     stage.show = display.show
     stage.audit = store.audit
     verdicts = Verdicts(stage.verdicts, store.verdicts)

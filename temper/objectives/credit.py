@@ -32,6 +32,9 @@ class Credit:
     is_truncated: Tensor
     """[B]"""
     max_new_tokens: int
+    """Most tokens of one turn."""
+    max_episode_tokens: int = 0
+    """Most tokens of all turns of a trajectory together; 0: no limit but that of each turn."""
     token_rewards: Tensor | None = None
     """[N] rewards inside the trajectories, such as -beta KL, added to the outcome. None: none."""
     turn_rewards: Tensor | None = None
@@ -84,6 +87,15 @@ class Credit:
             return self.rewards
         return self.rewards.index_add(0, self.owners, self.token_rewards)
 
+    @property
+    def longest_turns(self) -> Tensor:
+        """[B] drawn tokens of each trajectory's longest turn."""
+        if self.turn_ids is None or not len(self.turn_ids):
+            return self.lengths
+        number_N = self.owners * (self.turn_ids.max() + 1) + self.turn_ids
+        _, turn_of_N, sizes = torch.unique(number_N, return_inverse=True, return_counts=True)
+        return torch.zeros_like(self.lengths).scatter_reduce(0, self.owners, sizes[turn_of_N], "amax")
+
     def spread(self, values_B: Tensor) -> Tensor:
         """[N] the trajectory's value at each of its tokens."""
         return values_B.repeat_interleave(self.lengths)
@@ -108,5 +120,6 @@ class Extent:
     group_ids: Tensor
     """[B] ints from 0."""
     max_new_tokens: int
+    """Most tokens of one turn."""
     scales: Mapping[str, float] = field(default_factory=dict)
     """As in Credit."""

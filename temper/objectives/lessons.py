@@ -20,6 +20,9 @@ LESSONS: dict[str, Callable[..., Lesson]] = {
     **DIVERGENCE_LESSONS,
 }
 
+WEIGHED_LESSONS = frozenset({*LIKELIHOOD_LESSONS, *DIVERGENCE_LESSONS})
+"""Those whose tokens the objective's weighting weighs; pairs and scores all count the same."""
+
 LESSONS_OF: Mapping[str, tuple[str | None, ...]] = {
     "rl": (None,),
     "rejection": (None,),

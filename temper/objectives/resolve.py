@@ -1,6 +1,7 @@
 """From names to an objective: a preset, and what a recipe changes in it. Also: what a preset is, in words.
 
-Owns: the registry of factors by kind, and every complaint about a name, an argument or a combination.
+Owns: the registry of factors by kind, and every complaint about a name or an argument. Refuses: judging which factors
+go together (combinations.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from temper.objectives.critics import CRITICS
 from temper.objectives.emphasis import EMPHASES
 from temper.objectives.factor import NEEDS, Factor
 from temper.objectives.gates import GATES
-from temper.objectives.lessons import LESSONS, stages_for
+from temper.objectives.lessons import LESSONS, WEIGHED_LESSONS, stages_for
 from temper.objectives.normalizers import NORMALIZERS
 from temper.objectives.objective import Objective
 from temper.objectives.pair_lessons import PAIR_CONTROLLERS
@@ -58,14 +59,6 @@ REGISTRY: dict[str, Mapping[str, Builder]] = {
 }
 """Factors by kind, in the order in which they act."""
 
-SAMPLER_WEIGHTS = frozenset(
-    {
-        "token_tis", "token_mis", "token_importance", "sequence_tis", "sequence_mis", "geometric_keep", "kl_keep",
-        "veto", "m2po",
-    }
-)  # fmt: skip
-"""Corrections that compare the proximal policy with the sampler."""
-
 _ACCEPTED: dict[str, tuple[type, ...]] = {"float": (float, int), "int": (int,), "str": (str,)}
 _LIST_OF_PRESETS = 'Run "temper presets" to list all.'
 
@@ -78,7 +71,7 @@ IDLE_KINDS = frozenset(
         "regularizers",
     }
 )  # fmt: skip
-"""Kinds that do nothing beside a lesson."""
+"""Kinds that do nothing beside a lesson. Nor does a weighting where a loss of pairs or scores counts each the same."""
 IDLE = "idle"
 
 
@@ -102,7 +95,7 @@ def resolve(preset: str, overrides: Mapping[str, FactorSpec | Sequence[FactorSpe
             owns = [*own, *[None] * len(wanted)]
             changes[kind] = tuple(_build(kind, spec, owns[place]) for place, spec in enumerate(wanted))
     changed = dataclasses.replace(objective, **changes)
-    if changed.lesson is not None and (idle := sorted(changes.keys() & IDLE_KINDS)):
+    if changed.lesson is not None and (idle := sorted(changes.keys() & _idle_kinds(changed.lesson.name))):
         raise UserError(
             f"objective.{idle[0]} would do nothing: {changed.name} has the lesson {changed.lesson.name}, a loss of its "
             f"own. Leave it out here; a key that several stages share goes to the stages that use it"
@@ -110,112 +103,14 @@ def resolve(preset: str, overrides: Mapping[str, FactorSpec | Sequence[FactorSpe
     return changed
 
 
+def _idle_kinds(lesson: str) -> frozenset[str]:
+    return IDLE_KINDS if lesson in WEIGHED_LESSONS else IDLE_KINDS | {"weighting"}
+
+
 def preset_named(name: str) -> Objective:
     if name not in PRESETS:
         raise UserError(f'objective "{name}" is unknown.{did_you_mean(name, PRESETS)} {_LIST_OF_PRESETS}')
     return PRESETS[name]
-
-
-def check_objective(objective: Objective, *, group_size: int) -> None:
-    """Refuses combinations that would train something else than they say."""
-    for check in _CHECKS:
-        if (problem := check(objective, group_size)) is not None:
-            raise UserError(problem)
-
-
-def _check_group_size(objective: Objective, group_size: int) -> str | None:
-    """Silently falling back to A = R would train something else."""
-    if group_size >= objective.min_group:
-        return None
-    comparing = max(objective.factors, key=lambda factor: factor.min_group)
-    return (
-        f"group_size={group_size} is too small for objective {objective.name}: {comparing.name} compares a "
-        f"completion with others of its group. Use group_size={objective.min_group} or more (8 is usual), or the "
-        f'preset "reinforce", which needs no group.'
-    )
-
-
-def _check_bypass(objective: Objective, group_size: int) -> str | None:
-    """A ratio against the sampler already holds the correction; corrections on top would count it twice."""
-    twice = [correct.name for correct in objective.corrections if correct.name in SAMPLER_WEIGHTS]
-    if objective.proximal.name != "behavior" or not twice:
-        return None
-    return (
-        f'objective.proximal="behavior" takes the ratio against the sampler, which already contains the correction; '
-        f'corrections {", ".join(twice)} would count it twice. Use proximal="trainer", or corrections = [].'
-    )
-
-
-def _check_top_tokens(objective: Objective, group_size: int) -> str | None:
-    if not {"sampler_top_k", "policy_top_k"} <= objective.needs:
-        return None
-    return (
-        f"objective {objective.name} asks for the likeliest tokens of both the sampler and the trainer, and a batch "
-        f"carries one of them. Use factors of dppo_topk or of simko, not of both."
-    )
-
-
-def _check_critic(objective: Objective, group_size: int) -> str | None:
-    if "values" not in objective.advantage.needs or objective.critic is not None:
-        return None
-    return f'objective.advantage {objective.advantage.name} needs a critic. Add objective.critic = "gae_targets".'
-
-
-def _check_reference(objective: Objective, group_size: int) -> str | None:
-    readers = [factor for factor in objective.factors if factor is not objective.reference]
-    if objective.reference is None or any("reference" in factor.needs for factor in readers):
-        return None
-    return (
-        f"objective.reference = {objective.reference} moves a reference model, but nothing compares with one. Add "
-        f'objective.regularizers = [{{name = "kl", coefficient = 0.001}}], or leave objective.reference out.'
-    )
-
-
-def _check_scales(objective: Objective, group_size: int) -> str | None:
-    """A controller of a factor that is not there would run and change nothing."""
-    scaled = {name for controller in objective.controllers for name in controller({}, {}) if "." not in name}
-    if not (missing := scaled - {factor.name for factor in objective.factors}):
-        return None
-    return f"objective.controllers steer {', '.join(sorted(missing))}, which objective {objective.name} does not have."
-
-
-def _check_shaping(objective: Objective, group_size: int) -> str | None:
-    """Terms first, then the rule for cut answers, then the clip, then the KL: in another order they undo each other."""
-    names, order = [shape.name for shape in objective.shaping], list(SHAPINGS)
-    if names != sorted(names, key=order.index):
-        return f"objective.shaping = {names} is out of order. Use {sorted(names, key=order.index)}."
-    if names and objective.advantage.name == "per_reward":
-        return (
-            f"objective.advantage per_reward compares the parts of the reward, which objective.shaping = {names} does "
-            f"not reach. Use shaping = [], and put such a term into a [[reward]] of its own."
-        )
-    return None
-
-
-def _check_rescaling(objective: Objective, group_size: int) -> str | None:
-    if not {"batch_normalize", "kept_denominator"} <= {correct.name for correct in objective.corrections}:
-        return None
-    return "kept_denominator and batch_normalize both make up for dropped tokens, twice together. Use one of them."
-
-
-def _check_clip_cov(objective: Objective, group_size: int) -> str | None:
-    reads = (objective.ratio.needs | objective.gate.needs) & {"sampler_top_k", "policy_top_k"}
-    if not reads or all(correct.name != "clip_cov" for correct in objective.corrections):
-        return None
-    return 'clip_cov cannot ask a gate that reads the likeliest tokens. Use ratio = "token" and gate = "clip".'
-
-
-_CHECKS = (
-    _check_group_size,
-    _check_bypass,
-    _check_top_tokens,
-    _check_critic,
-    _check_reference,
-    _check_scales,
-    _check_shaping,
-    _check_rescaling,
-    _check_clip_cov,
-)
 
 
 def describe(name: str) -> str:
@@ -252,7 +147,7 @@ def _factor_texts(objective: Objective) -> dict[str, str]:
     texts = {}
     for kind in REGISTRY:
         own = getattr(objective, kind)
-        if objective.lesson is not None and kind in IDLE_KINDS:
+        if objective.lesson is not None and kind in _idle_kinds(objective.lesson.name):
             texts[kind] = IDLE
             continue
         texts[kind] = ", ".join(map(str, own)) or "none" if isinstance(own, tuple) else str(own or "none")

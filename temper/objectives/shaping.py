@@ -1,7 +1,7 @@
 """What is done to rewards before credit is given. Penalties come before group statistics, or they partly cancel.
 
 Owns: reward terms that depend on lengths, limits or log-probabilities. Refuses: task scores (rewards/).
-The registry is in the order in which they belong: step rewards, length terms, truncation rules, clip range, KL.
+The registry is in the order in which they belong: length terms, truncation rules, clip range, KL.
 Shapes: _B trajectories of the batch, _N its drawn tokens.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from temper.errors import UserError
 from temper.objectives.credit import Credit
@@ -21,45 +22,34 @@ ShapingFn = Callable[[Credit], Credit]
 
 
 @factor()
-def cap_step_rewards(limit: float = 0.5) -> ShapingFn:
-    """Rewards inside a trajectory, times min(1, limit / sum_t |R_t|): together at most `limit`.
-
-    Keeps the outcome in charge when a process reward model pays for every step; choose less than the outcome's scale.
-    Name it before kl_in_reward, which also pays inside trajectories. The limit is ours. Specification 3.3.
-    """
-    require(limit > 0, f"cap_step_rewards: limit={limit} must be positive, e.g. 0.5 for outcomes of 0 and 1")
-
-    def shaped(credit: Credit) -> Credit:
-        if credit.token_rewards is None:
-            return credit
-        paid_B = torch.zeros_like(credit.rewards).index_add(0, credit.owners, credit.token_rewards.abs())
-        scale_B = limit / paid_B.clamp(min=limit)
-        return replace(credit, token_rewards=credit.token_rewards * credit.spread(scale_B))
-
-    return shaped
-
-
-@factor()
 def soft_overlong(buffer: int | None = None, coefficient: float = 1.0) -> ShapingFn:
-    """DAPO's soft punishment: from 0 to -1 over the last `buffer` tokens before max_new_tokens.
+    """DAPO's soft punishment: from 0 to -1 over the last `buffer` tokens before a limit.
 
-    Unset: the last fifth, as in the paper, where it is 4096 of 20480.
+    The limits are max_new_tokens, for the longest turn, and rollout.max_episode_tokens, for all turns together; the
+    nearer one counts. Unset: the last fifth of each, as in the paper, where it is 4096 of 20480.
     Counts drawn tokens only, so long observations are not punished. Yu et al. 2025, eq. 13. Specification 1.1.
     """
     require(buffer is None or buffer > 0, f"soft_overlong: buffer={buffer} must be at least 1 token")
 
     def shaped(credit: Credit) -> Credit:
-        longest = credit.max_new_tokens
-        width = max(1, longest // 5) if buffer is None else buffer
-        if width > longest:
-            raise UserError(
-                f"soft_overlong: buffer={width} is longer than max_new_tokens={longest}, so every completion would be "
-                f"punished. Use a part of it, e.g. buffer={max(1, longest // 5)}."
-            )
-        over_B = (credit.lengths - (longest - width)).to(credit.rewards.dtype)
-        return replace(credit, rewards=credit.rewards - coefficient * (over_B / width).clamp(0.0, 1.0))
+        punished_B = _nearness("max_new_tokens", credit.max_new_tokens, credit.longest_turns, buffer)
+        if credit.max_episode_tokens:
+            whole_B = _nearness("max_episode_tokens", credit.max_episode_tokens, credit.lengths, buffer)
+            punished_B = torch.maximum(punished_B, whole_B)
+        return replace(credit, rewards=credit.rewards - coefficient * punished_B)
 
     return shaped
+
+
+def _nearness(name: str, limit: int, drawn_B: Tensor, buffer: int | None) -> Tensor:
+    """[B] how far into the buffer before a limit an answer reaches: 0 before it, 1 at the limit."""
+    width = max(1, limit // 5) if buffer is None else buffer
+    if width > limit:
+        raise UserError(
+            f"soft_overlong: buffer={width} is longer than {name}={limit}, so every completion would be punished. Use "
+            f"a part of it, e.g. buffer={max(1, limit // 5)}."
+        )
+    return ((drawn_B - (limit - width)).double() / width).clamp(0.0, 1.0)
 
 
 @factor()
@@ -157,7 +147,6 @@ def kl_in_reward(coefficient: float) -> ShapingFn:
 
 
 SHAPINGS: dict[str, Callable[..., Shaping]] = {
-    "cap_step_rewards": cap_step_rewards,
     "soft_overlong": soft_overlong,
     "length_exact": length_exact,
     "length_max": length_max,

@@ -109,7 +109,7 @@ def turn_returns(gamma: float = 1.0) -> AdvantageFn:
     Credit by turn for environments that pay per turn: a good first call is not blamed for a bad last answer. The mean
     is over the members that reached turn k; one alone there gets 0. Without payment per turn: group_mean.
     The outcome is not added: use it when the reward is what the environment pays, or with a process reward by turn,
-    which pays the outcome to the last turn. Specification 1.2 (group_mean).
+    which pays the outcome to the last turn. Shaping changes the outcome: it is refused. Specification 1.2 (group_mean).
     """
     require_share("turn_returns", "gamma", gamma)
 

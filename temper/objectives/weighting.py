@@ -57,7 +57,7 @@ def sequence_sum() -> WeightingFn:
 
 @factor()
 def constant_length(length: int | None = None) -> WeightingFn:
-    """1/(B L) with a constant L, the longest answer the run allows unless `length` is given. No length bias.
+    """1/(B L) with a constant L, max_new_tokens unless `length` is given. No length bias.
 
     Dr. GRPO. Specification 1.7 (seq-mean-token-sum-norm).
     """

@@ -49,6 +49,27 @@ def test_a_dry_run_tells_of_held_out_prompts_in_the_training_data(leaky: dict[st
     assert "contamination" not in dry_run(write_recipe(leaky, tmp_path))
 
 
+def test_a_dry_run_and_a_run_tell_of_stale_samples_that_nothing_corrects(
+    tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    tiny_recipe["stage"][1]["rollout"]["max_staleness"] = 2
+    said = "warning: rollout.max_staleness=2 trains on samples of older weights"
+    assert said in dry_run(write_recipe(tiny_recipe, tmp_path))
+    warnings: list[str] = []
+
+    async def start() -> None:
+        config = resolve(tiny_recipe, [], where="tiny")[1]
+        stage = build_stage(config, 0, first_model(config, tmp_path))
+        stage.warn = warnings.append
+        await make_plan(stage, first_step=1, recorders=(), checkpoint=lambda step: None).gate()
+        await stage.close()
+
+    asyncio.run(start())
+    assert any(f"warning: {doubt}".startswith(said) for doubt in warnings)
+    tiny_recipe["stage"][1]["objective"] = {"corrections": ["token_tis"]}
+    assert said not in dry_run(write_recipe(tiny_recipe, tmp_path))
+
+
 def test_a_run_tells_of_them_before_its_first_step(leaky: dict[str, Any], tmp_path: Path) -> None:
     warnings: list[str] = []
 

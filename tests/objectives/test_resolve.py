@@ -133,6 +133,22 @@ KL = {"name": "kl", "coefficient": 0.1}
             r"out of order\. Use \['soft_overlong', 'clip_reward'\]",
         ),
         ("gdpo", {"shaping": ["soft_overlong"]}, "per_reward compares the parts"),
+        ("dapo", {"advantage": "turn_returns"}, "compares what turns were paid, which objective.shaping"),
+        ("dapo", {"advantage": "turn_returns", "shaping": []}, None),
+        ("opd", {"shaping": ["soft_overlong"]}, "reads a teacher and no reward"),
+        ("reinforce", {"shaping": ["exclude_truncated_from_stats"]}, "advantage raw has none"),
+        ("grpo", {"shaping": ["exclude_truncated_from_stats"]}, None),
+        ("grpo", {"critic": "gae_targets"}, "that advantage group_mean_std does not read"),
+        ("reinforce", {"ratio": "sequence_product"}, "the gate none takes no ratio"),
+        ("reinforce", {"proximal": "behavior"}, "proximal behavior would do nothing"),
+        ("reinforce", {"proximal": "current", "corrections": ["token_tis"]}, None),
+        ("reinforce", {"proximal": "behavior", "regularizers": [KL]}, None),
+        ("reinforce", {"proximal": "behavior", "regularizers": [KL | {"estimator": "k2"}]}, "would do nothing"),
+        ("dpo", {"step": "trpo"}, 'Use objective.step = "none"'),
+        ("grpo", {"corrections": ["batch_normalize"]}, "rescales what other corrections do, and there is none"),
+        ("grpo", {"corrections": ["token_tis", "batch_normalize"]}, None),
+        ("grpo", {"corrections": ["token_tis", "kept_denominator"]}, "no correction drops any"),
+        ("grpo", {"corrections": ["token_mis", "kept_denominator"]}, None),
         ("grpo", {"corrections": ["batch_normalize", "kept_denominator", "token_tis"]}, "twice together"),
         ("simko", {"corrections": ["clip_cov"]}, "clip_cov cannot ask"),
         ("grpo", {"proximal": "behavior", "corrections": ["opsm"]}, None),
@@ -157,7 +173,7 @@ def test_a_moving_reference_that_nothing_reads_is_refused() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_description_shows_formula_factors_source_and_note(name) -> None:
     text, preset = describe(name), PRESETS[name]
-    used = (preset.gate, preset.advantage) if preset.lesson is None else (preset.lesson, preset.weighting)
+    used = (preset.gate, preset.advantage) if preset.lesson is None else (preset.lesson,)
     for part in (preset.formula, preset.source, preset.note, *map(str, used)):
         assert part
         assert part in text
@@ -170,7 +186,10 @@ def test_a_description_with_a_lesson_names_its_stage_and_no_factor_that_does_not
     assert ("gate", "clip(low=0.2, high=0.2)", "idle") in compare("grpo", "dpo")
 
 
-@pytest.mark.parametrize(("kind", "value"), [("gate", "cispo"), ("regularizers", [{"name": "kl", "coefficient": 0.1}])])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("gate", "cispo"), ("regularizers", [{"name": "kl", "coefficient": 0.1}]), ("weighting", "token_mean")],
+)
 def test_a_factor_that_a_lesson_would_leave_idle_is_refused(kind: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"objective.{kind} would do nothing: dpo has the lesson dpo"):
         resolve("dpo", {kind: value})
@@ -179,6 +198,13 @@ def test_a_factor_that_a_lesson_would_leave_idle_is_refused(kind: str, value: An
         resolve("grpo", {kind: value, "lesson": lesson})
     assert resolve("dpo", {kind: value, "lesson": "none"}).lesson is None
     assert resolve("dpo", {"lesson": {"beta": 0.3}}).lesson == resolve("grpo", {"lesson": lesson}).lesson
+
+
+def test_a_weighting_acts_beside_lessons_of_tokens_alone() -> None:
+    assert resolve("sft", {"weighting": "sequence_mean"}).weighting.name == "sequence_mean"
+    assert resolve("gkd", {"weighting": "sequence_mean"}).weighting.name == "sequence_mean"
+    with pytest.raises(UserError, match=r"objective.weighting would do nothing"):
+        resolve("reward_model", {"weighting": "token_mean"})
 
 
 def test_too_small_a_group_names_who_compares() -> None:

@@ -12,7 +12,6 @@ from temper.objectives import advantages_of, resolve
 from temper.objectives.advantages import group_mean
 from temper.objectives.shaping import (
     SHAPINGS,
-    cap_step_rewards,
     clip_reward,
     exclude_truncated_from_stats,
     kl_in_reward,
@@ -50,6 +49,22 @@ def test_soft_overlong_refuses_a_buffer_longer_than_the_answer(credit) -> None:
 def test_soft_overlong_punishes_the_last_fifth_unless_told(credit) -> None:
     given = credit([0.0] * 3, lengths=torch.tensor([80, 90, 100]), max_new_tokens=100)
     assert soft_overlong()(given).rewards.tolist() == pytest.approx([0.0, -0.5, -1.0])
+
+
+def test_soft_overlong_compares_each_turn_with_its_limit_and_all_with_theirs(credit) -> None:
+    """Three turns of 60 tokens are far from a limit of 100 a turn; one of 100 is at it. 180 are near 200 in all."""
+    turns = [[60, 60, 60], [100], [20, 90], [60, 30]]
+    given = credit(
+        [0.0] * 4,
+        lengths=torch.tensor([sum(sizes) for sizes in turns]),
+        turn_ids=torch.tensor([number for sizes in turns for number, size in enumerate(sizes) for _ in range(size)]),
+        max_new_tokens=100,
+    )
+    assert soft_overlong()(given).rewards.tolist() == pytest.approx([0.0, -1.0, -0.5, 0.0])
+    bounded = replace(given, max_episode_tokens=200)
+    assert soft_overlong()(bounded).rewards.tolist() == pytest.approx([-0.5, -1.0, -0.5, 0.0])
+    with pytest.raises(UserError, match="buffer=50 is longer than max_episode_tokens=40"):
+        soft_overlong(buffer=50)(replace(given, max_episode_tokens=40))
 
 
 def test_length_exact_and_length_max_of_a_right_answer_of_1500_tokens(credit) -> None:
@@ -126,14 +141,6 @@ def test_kl_in_reward_pays_at_each_token_and_subtracts_the_sum(credit) -> None:
 
 def test_kl_in_reward_declares_both_passes() -> None:
     assert kl_in_reward(0.05).needs == {"reference", "proximal"}
-
-
-def test_step_rewards_stay_below_the_outcome(credit) -> None:
-    # Paid 0.9 + 0.8 - 0.3, absolutely 2: scaled to 0.5. The second trajectory earns less than the limit and keeps it.
-    inside = column([0.9, 0.8, -0.3, 0.25, 0.0])
-    shaped = cap_step_rewards(0.5)(credit([1.0, 0.0], lengths=torch.tensor([3, 2]), token_rewards=inside))
-    assert shaped.token_rewards.tolist() == pytest.approx([0.225, 0.2, -0.075, 0.25, 0.0])
-    assert cap_step_rewards()(credit([1.0])).token_rewards is None
 
 
 def test_penalties_come_before_group_statistics(credit) -> None:

@@ -68,8 +68,9 @@ DAPO = replace(
     wants=DYNAMIC,
     formula="1/N sum_it min(r A_i, clip(r, 0.8, 1.28) A_i), A_i = (R_i - mean R) / (std R + 1e-6)",
     source="arXiv 2503.14476; verl (dapo)",
-    note="Groups with equal rewards are replaced. The last fifth of max_new_tokens is punished (4096 of 20480 in the "
-    "paper). Its filter for cut answers is a switch of its own: objective.train_truncated = false.",
+    note="Groups with equal rewards are replaced. The last fifth before max_new_tokens, or before "
+    "rollout.max_episode_tokens, is punished (4096 of 20480 in the paper). "
+    "Its filter for cut answers is a switch of its own: objective.train_truncated = false.",
 )
 
 MAXRL = replace(

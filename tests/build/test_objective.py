@@ -1,0 +1,97 @@
+"""What a stage refuses of an objective, and what it doubts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from temper.build import doubts_about, resolve_objective
+from temper.config import RunConfig, load_recipe, resolve
+from temper.errors import UserError
+from temper.objectives import PRESETS
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+HELDOUT = {"heldout": {"generator": "spell_backward", "size": 4}}
+
+
+def config_of(objective: dict[str, Any], **changes: Any) -> RunConfig:
+    table: dict[str, Any] = {
+        "model": {"new": {}, "teacher": "somewhere"},
+        "train": [{"generator": "spell_backward"}],
+        "reward": [{"kind": "edit"}],
+        "objective": objective,
+    }
+    return resolve(table | changes, [], where="test")[0]
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "message"),
+    [
+        ({"preset": "vapo"}, {"steps": 50}, r"alone for 50 steps, and the stage has 50: the policy would never"),
+        ({"preset": "vapo"}, {"steps": 51}, None),
+        ({"preset": "vapo", "critic": {"pretraining_steps": 10}}, {"steps": 50}, None),
+        (
+            {"preset": "vapo"},
+            {"steps": 60, "optim": {"warmup_steps": 11}},
+            "more than the 10 steps in which",
+        ),
+        ({"preset": "prorl"}, {"steps": 200}, "would never move the reference: the stage has 200 steps"),
+        ({"preset": "prorl"}, {"steps": 201}, None),
+        ({"preset": "prorl", "reference": "none"}, {"steps": 100}, None),
+        ({"preset": "prorl", "reference": {"every": 0, "patience": 2}}, {}, "held-out evaluations, of which there are"),
+        ({"preset": "prorl", "reference": {"every": 0, "patience": 2}}, HELDOUT, "held-out evaluations"),
+        ({"preset": "prorl", "reference": {"patience": 2}}, HELDOUT | {"evaluation": {"every": 5}}, None),
+        ({"preset": "kl_cov"}, {}, "kl_cov would do nothing"),
+        ({"preset": "kl_cov"}, {"trainer": {"updates_per_batch": 2}}, None),
+        ({"preset": "kl_cov", "proximal": "behavior"}, {}, None),
+        ({"preset": "grpo"}, {"stage": [{"kind": "distill"}]}, "reads no teacher: it would learn nothing"),
+        ({"preset": "opd"}, {"stage": [{"kind": "distill"}]}, None),
+    ],
+)
+def test_what_could_never_act_in_a_stage_is_refused(objective, changes, message) -> None:
+    config = config_of(objective, **changes)
+    if message is None:
+        resolve_objective(config)
+        return
+    with pytest.raises(UserError, match=message):
+        resolve_objective(config)
+
+
+@pytest.mark.parametrize(
+    ("objective", "is_corrected"),
+    [
+        ({"preset": "grpo"}, False),
+        ({"preset": "dapo", "corrections": []}, False),
+        ({"preset": "reinforce"}, False),
+        ({"preset": "gspo", "proximal": "current"}, False),
+        ({"preset": "grpo", "corrections": ["token_tis"]}, True),
+        ({"preset": "grpo", "corrections": ["top_entropy"]}, False),
+        ({"preset": "grpo", "proximal": "behavior"}, True),
+        ({"preset": "deepseek_v32"}, True),
+        ({"preset": "opd"}, True),
+    ],
+)
+@pytest.mark.parametrize("updates", [1, 2])
+def test_stale_samples_without_a_correction_are_told(objective, is_corrected, updates) -> None:
+    changes = {"trainer": {"updates_per_batch": updates}}
+    fresh, stale = (config_of(objective, rollout={"max_staleness": bound}, **changes) for bound in (0, 2))
+    assert doubts_about(fresh, resolve_objective(fresh)) == []
+    doubts = doubts_about(stale, resolve_objective(stale))
+    assert len(doubts) == (not is_corrected)
+    assert all("nothing corrects for their age" in doubt and '["token_tis"]' in doubt for doubt in doubts)
+
+
+def test_presets_made_for_asynchronous_training_carry_a_correction() -> None:
+    meant = [name for name, preset in PRESETS.items() if "asynchronous" in preset.note or "staleness" in preset.note]
+    assert {"decoupled_ppo", "olmorl", "scalerl"} <= set(meant)
+    for name in (*meant, "a3po", "prime_rl"):
+        config = config_of({"preset": name}, rollout={"max_staleness": 4}, steps=1000)
+        assert doubts_about(config, resolve_objective(config)) == []
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_no_recipe_of_ours_is_in_doubt(path: Path) -> None:
+    for config in load_recipe(path):
+        assert doubts_about(config, resolve_objective(config)) == []
