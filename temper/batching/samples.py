@@ -73,8 +73,14 @@ def make_batch(
     rows = rows_of_groups(groups)
     for need, (column, scorer) in _PASSES.items():
         if need in rules.objective.credit_needs:
-            rows = with_column(rows, column, score(rows, scorer))
+            scored = _over_vocabulary(rows) if need == "proximal" else rows
+            rows = with_column(rows, column, score(scored, scorer))
     return assign_credit(rows, groups, rules, version=version, dropped=dropped, scales=scales)
+
+
+def _over_vocabulary(rows: Sequence[Sample]) -> list[Sample]:
+    """The rows as if each token had been drawn among all: credit takes the distance between whole policies."""
+    return [row if row.keep_ids is None else dataclasses.replace(row, keep_ids=None) for row in rows]
 
 
 def assign_credit(
@@ -274,6 +280,14 @@ def _filled(
     weights = columns(weight_of_row.repeat_interleave(sizes))
     given = (columns(advantages_N), weights, targets, slope_of_row.tolist())
     return [
-        dataclasses.replace(row, advantages=advantage, weights=weight, targets=target, weight_slope=slope)
+        dataclasses.replace(
+            row,
+            advantages=advantage,
+            weights=weight,
+            targets=target,
+            weight_slope=slope,
+            # Credit read it over the whole vocabulary; for a ratio within keep-sets the trainer computes it anew.
+            proximal_logprobs=row.proximal_logprobs if row.keep_ids is None else None,
+        )
         for row, advantage, weight, target, slope in zip(rows, *given, strict=True)
     ]

@@ -88,7 +88,7 @@ class Sides:
 
     def pairs(self, tokens: Tokens) -> Pairs:
         chosen_P, rejected_P, sums = self.chosen_P, self.rejected_P, self.rollouts.sums
-        policy_S, reference = sums(tokens.policy_logprobs), tokens.reference_logprobs
+        policy_S, reference = sums(tokens.over_vocabulary), tokens.reference_logprobs
         reference_S = None if reference is None else sums(reference)
         return Pairs(
             chosen_logprobs=policy_S[chosen_P],
@@ -269,7 +269,7 @@ def nash_md(beta: float = 0.1, mixture: float = 0.5) -> Callable[[Tokens], Taugh
     def lesson(tokens: Tokens) -> Taught:
         assert tokens.reference_logprobs is not None, "nash_md needs the reference's log-probabilities"
         rollouts = Rollouts.of(tokens)
-        policy_T, reference_T = tokens.policy_logprobs.double(), tokens.reference_logprobs.double()
+        policy_T, reference_T = tokens.over_vocabulary.double(), tokens.reference_logprobs.double()
         wins_S = rollouts.firsts(tokens.advantages).double()
         owners_T = rollouts.spread(torch.arange(len(wins_S), device=wins_S.device))
         losses_S = nash_md_losses(policy_T, reference_T, owners_T, wins_S, beta)

@@ -43,7 +43,7 @@ def policy_sums(tokens: Tokens) -> MetricSums:
     if tokens.entropy is not None:
         means["policy/entropy"] = tokens.entropy
     if tokens.reference_logprobs is not None:
-        distance_T = bounded(tokens.policy_logprobs - tokens.reference_logprobs)
+        distance_T = bounded(tokens.over_vocabulary - tokens.reference_logprobs)
         means["policy/kl_ref_k1"] = distance_T
         means["policy/kl_ref_k3"] = torch.exp(-distance_T) - 1 + distance_T
     extrema = MetricSums(
@@ -58,7 +58,7 @@ def _reference_sums(tokens: Tokens) -> MetricSums:
     """Distance of whole trajectories from the reference: what adaptive coefficients look at."""
     if tokens.reference_logprobs is None:
         return MetricSums()
-    distance_S = tokens.sum_by_trajectory(tokens.policy_logprobs - tokens.reference_logprobs)
+    distance_S = tokens.sum_by_trajectory(tokens.over_vocabulary - tokens.reference_logprobs)
     has_tokens_S = tokens.sum_by_trajectory(torch.ones_like(tokens.weights)) > 0
     return mean_sums({"policy/kl_ref_sequence": distance_S}, count=has_tokens_S.sum())
 

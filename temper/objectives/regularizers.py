@@ -28,13 +28,14 @@ def kl(coefficient: float, estimator: str = "k3_is") -> RegularizerFn:
     With D = log pi - log ref, what each estimator follows when it is differentiated on-policy:
     k1 = D: nothing, its expected gradient is 0. k2 = D^2/2: KL(pi || ref). k3 = exp(-D) - 1 + D: KL(ref || pi), the
     other direction. k3_is = r k3, also through r: KL(pi || ref), and unbiased off-policy; the default.
-    k1+, k3+: value of k1 or k3, gradient of k2. Schulman 2020; Tang and Munos 2025. Specification 1.8.
+    k1+, k3+: value of k1 or k3, gradient of k2. Both policies are taken over the whole vocabulary, also where top-k,
+    top-p or min-p cut what was drawn. Schulman 2020; Tang and Munos 2025. Specification 1.8.
     """
     penalty = _estimator("kl", coefficient, estimator)
 
     def term(tokens: Tokens) -> Tensor:
         assert tokens.reference_logprobs is not None, "a KL to the reference needs reference log-probabilities"
-        return coefficient * _total(penalty, tokens, tokens.reference_logprobs)
+        return coefficient * _total(penalty, tokens, tokens.over_vocabulary - tokens.reference_logprobs)
 
     return term
 
@@ -55,7 +56,7 @@ def teacher_kl(coefficient: float = 1.0, estimator: str = "k3_is") -> Regularize
 
     def term(tokens: Tokens) -> Tensor:
         assert tokens.teacher_logprobs is not None, "a KL to the teacher needs teacher log-probabilities"
-        return coefficient * _total(penalty, tokens, tokens.teacher_logprobs)
+        return coefficient * _total(penalty, tokens, tokens.policy_logprobs - tokens.teacher_logprobs)
 
     return term
 
@@ -175,10 +176,9 @@ def _estimator(name: str, coefficient: float, estimator: str) -> Estimator:
     return KL_ESTIMATORS[estimator]
 
 
-def _total(penalty: Estimator, tokens: Tokens, others_T: Tensor) -> Tensor:
-    distance_T = bounded(tokens.policy_logprobs - others_T)
+def _total(penalty: Estimator, tokens: Tokens, distance_T: Tensor) -> Tensor:
     log_ratio_T = bounded(tokens.policy_logprobs - tokens.proximal_logprobs)
-    return (penalty(distance_T, log_ratio_T) * tokens.weights).sum()
+    return (penalty(bounded(distance_T), log_ratio_T) * tokens.weights).sum()
 
 
 REGULARIZERS: dict[str, Callable[..., Regularizer]] = {

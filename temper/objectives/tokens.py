@@ -40,7 +40,11 @@ class Scored:
     """What one forward pass says about the drawn tokens of a microbatch, all [T] and in its order."""
 
     logprobs: Tensor
+    """Of the distribution each token was drawn from: the whole vocabulary, or its keep-set."""
     entropy: Tensor
+    """Over the whole vocabulary."""
+    whole_logprobs: Tensor | None = None
+    """Over the whole vocabulary. None: as logprobs, for there are no keep-sets."""
     top_logprobs: Tensor | None = None
     """[T, K] of the microbatch's top_ids. None: it has none."""
     router_shift: Tensor | None = None
@@ -68,7 +72,7 @@ class Tokens:
     weights: Tensor
     """Share of each token in the loss of the whole batch."""
     trajectory_ids: Tensor
-    """From 0 to num_trajectories - 1."""
+    """From 0 to num_trajectories - 1, ascending: the tokens of a trajectory lie side by side."""
     num_trajectories: int
     """May exceed the number of trajectories that have tokens here."""
     num_batch_tokens: int
@@ -88,7 +92,9 @@ class Tokens:
     """None: the objective does not need them."""
     teacher_logprobs: Tensor | None = None
     entropy: Tensor | None = None
-    """Of the distribution each token was drawn from: the whole vocabulary, or its keep-set. None: not computed."""
+    """Of the policy over the whole vocabulary. None: not computed."""
+    whole_logprobs: Tensor | None = None
+    """As over_vocabulary, where tokens were drawn within keep-sets; None where they were not."""
     top: TopTokens | None = None
     router_shift: Tensor | None = None
     """How far the router moved from the experts it chose when the batch started (Scored.router_shift)."""
@@ -113,6 +119,12 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.policy_logprobs)
+
+    @property
+    def over_vocabulary(self) -> Tensor:
+        """The policy's log-probabilities over the whole vocabulary, with gradient: what a reference is compared with.
+        Ratios take policy_logprobs, which are within the keep-sets of a sampler that truncates, as its own are."""
+        return self.policy_logprobs if self.whole_logprobs is None else self.whole_logprobs
 
     @staticmethod
     def of(
@@ -163,6 +175,7 @@ class Tokens:
             reference_logprobs=take(microbatch.reference_logprobs),
             teacher_logprobs=take(microbatch.teacher_logprobs),
             entropy=scored.entropy,
+            whole_logprobs=scored.whole_logprobs,
             top=top,
             router_shift=scored.router_shift,
             uniform=scored.uniform,
@@ -181,7 +194,7 @@ class Tokens:
         return dataclasses.replace(self, top=None, measured={}, **columns)  # type: ignore[arg-type]
 
     def sum_by_trajectory(self, values_T: Tensor) -> Tensor:
-        return values_T.new_zeros(self.num_trajectories).index_add(0, self.trajectory_ids, values_T)
+        return ordered_sums(values_T, self.trajectory_ids, self.num_trajectories)
 
     def mean_by_trajectory(self, values_T: Tensor) -> Tensor:
         counts_S = self.sum_by_trajectory(torch.ones_like(values_T))
@@ -191,6 +204,15 @@ class Tokens:
         """Minus infinity for trajectories without tokens here."""
         lowest_S = values_T.new_full((self.num_trajectories,), -float("inf"))
         return lowest_S.scatter_reduce(0, self.trajectory_ids, values_T, "amax")
+
+
+def ordered_sums(values_T: Tensor, ids_T: Tensor, count: int) -> Tensor:
+    """[count] sums over the tokens of each id, which ascend. From first to last: adding at places runs in no fixed
+    order on a GPU, and two equal runs would differ in their last bits."""
+    assert ids_T.is_cuda or bool((ids_T[1:] >= ids_T[:-1]).all()), "tokens of one trajectory must lie side by side"
+    ends = torch.searchsorted(ids_T, torch.arange(count, device=ids_T.device), right=True)
+    lengths = ends.diff(prepend=ends.new_zeros(1))
+    return torch.segment_reduce(values_T, "sum", lengths=lengths, unsafe=True)
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -212,7 +234,8 @@ def join(parts: list[Tokens]) -> Tokens:
 
     names = (
         "policy_logprobs", "proximal_logprobs", "behavior_logprobs", "advantages", "weights", "versions", "token_ids",
-        "rewards", "weight_slopes", "reference_logprobs", "teacher_logprobs", "entropy", "router_shift",
+        "rewards", "weight_slopes", "reference_logprobs", "teacher_logprobs", "entropy", "whole_logprobs",
+        "router_shift",
     )  # fmt: skip
     return Tokens(
         **{name: together(name) for name in names},  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "Policy": (
         Metric("policy/entropy", "nats", TOKENS, MEAN,
-               "Entropy of the next-token distribution. Falling to 0: no exploration left"),
+               "Entropy of the next-token distribution over the whole vocabulary. Falling to 0: no exploration left"),
         Metric("policy/ratio_mean", "ratio", TOKENS, MEAN,
                "New over proximal probability; exactly 1 in a single on-policy update"),
         Metric("policy/ratio_max", "ratio", TOKENS, MAX, "Largest growth of a token's probability"),
@@ -100,7 +100,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/gate_mask_frac", "share", TOKENS, SHARE, "Bounded by the gate, whichever way"),
         Metric("policy/kl_old_k1", "nats", TOKENS, MEAN, "log proximal - log policy; may be negative"),
         Metric("policy/kl_old_k3", "nats", TOKENS, MEAN, "r - 1 - log r against the proximal policy; never negative"),
-        Metric("policy/kl_ref_k1", "nats", TOKENS, MEAN, "log policy - log reference; may be negative"),
+        Metric("policy/kl_ref_k1", "nats", TOKENS, MEAN,
+               "log policy - log reference, over the whole vocabulary; may be negative"),
         Metric("policy/kl_ref_k3", "nats", TOKENS, MEAN, "Distance from the reference model; never negative"),
         Metric("policy/kl_ref_sequence", "nats", TRAINED, MEAN,
                "Sum of kl_ref_k1 over a response; adaptive KL looks here"),

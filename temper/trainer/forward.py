@@ -60,8 +60,8 @@ def score_drawn(
 ) -> Scored:
     """Log-probability and entropy at every drawn token of a microbatch, in its order, on the model's device.
 
-    Within the keep-sets of the sampler when the microbatch has them, whatever the model: policy, reference and teacher
-    are then compared as distributions over the same tokens.
+    The first within the keep-sets of the sampler when the microbatch has them, as it drew; whole_logprobs are then
+    those over the whole vocabulary, as the entropy is.
     Also those of the microbatch's top tokens, and how far the router moved, when it carries these columns.
     """
     has_routes = microbatch.router_ids is not None
@@ -71,7 +71,7 @@ def score_drawn(
 
 def _scored(model: nn.Module, states: DrawnStates, microbatch: Microbatch, temperature: float) -> Scored:
     top_ids = microbatch.top_ids
-    logprobs_A, entropy_A, top_AK = drawn_logprobs(
+    logprobs_A, entropy_A, top_AK, whole_A = drawn_logprobs(
         Head.of(model),
         states.hidden_AD,
         states.token_ids_A,
@@ -80,7 +80,9 @@ def _scored(model: nn.Module, states: DrawnStates, microbatch: Microbatch, tempe
         keep=keep_sets(microbatch, states.drawn_A.device),
     )
     shift_A = None if microbatch.router_ids is None else _router_shift(states, microbatch)
-    return Scored(logprobs=logprobs_A, entropy=entropy_A, top_logprobs=top_AK, router_shift=shift_A)
+    return Scored(
+        logprobs=logprobs_A, entropy=entropy_A, whole_logprobs=whole_A, top_logprobs=top_AK, router_shift=shift_A
+    )
 
 
 def keep_sets(microbatch: Microbatch, device: torch.device) -> KeepSets | None:
@@ -134,7 +136,7 @@ def forward_only(
     Found out, not assumed: whatever the loss is made of, its gradient at what the model says of the tokens decides.
     """
     scored = score_drawn(model, microbatch, temperature)
-    pulled = ("logprobs", "top_logprobs", *(("entropy",) if "entropy" in objective.needs else ()))
+    pulled = ("logprobs", "whole_logprobs", "top_logprobs", *(("entropy",) if "entropy" in objective.needs else ()))
     said = {name: value for name in pulled if (value := getattr(scored, name)) is not None}
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in said.items()}

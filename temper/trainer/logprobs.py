@@ -56,12 +56,13 @@ def drawn_logprobs(
     chunk_bytes: int | None = None,
     top_ids_AK: Tensor | None = None,
     keep: KeepSets | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """log softmax(head(hidden) / temperature)[token], the entropy of the same distribution, and its [top ids].
 
-    With keep-sets the first two are of the softmax over these alone, as the sampler drew; top ids are compared with
-    those of a policy before truncation, and stay over the whole vocabulary.
-    All carry a gradient; those of entropy and top cost nothing until something differentiates them.
+    With keep-sets the first is of the softmax over these alone, as the sampler drew. Entropy and top ids stay over the
+    whole vocabulary, and the last of the four is the token's log-probability there: None without keep-sets, where it is
+    the first.
+    All carry a gradient; those of all but the first cost nothing until something differentiates them.
     Ids of one row of top_ids_AK are distinct, or a GPU adds up their gradients in any order.
     """
     settings = (head.softcap, head.is_exact, temperature, _chunk_rows(head, hidden_AD, chunk_bytes))
@@ -99,7 +100,7 @@ class _DrawnLogprobs(torch.autograd.Function):
         top_ids_AK: Tensor | None,
         keep: KeepSets | None,
         settings: Any,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.keep = settings, keep
         softcap, is_exact, temperature, chunk_rows = settings
@@ -107,6 +108,7 @@ class _DrawnLogprobs(torch.autograd.Function):
         logprobs_A = torch.empty(len(token_ids_A), dtype=_logits_dtype(weight), device=weight.device)
         entropy_A = torch.empty_like(logprobs_A)
         top_AK = None if top_ids_AK is None else logprobs_A.new_empty(top_ids_AK.shape)
+        whole_A = None if keep is None else torch.empty_like(logprobs_A)
         for rows in _chunks(len(token_ids_A), chunk_rows):
             raw_CV, ids_C = _raw_logits(head, hidden_AD[rows]), token_ids_A[rows]
             drawn_C = _as_drawn(raw_CV, ids_C, temperature) if keep is None else None
@@ -115,21 +117,21 @@ class _DrawnLogprobs(torch.autograd.Function):
                 entropy_A[rows] = _fused_entropy(raw_CV, ids_C, drawn_C, temperature)
                 continue
             logits_CV = _tempered(raw_CV, temperature)
-            softmax = Softmax.of(logits_CV, None if keep is None else keep.dropped(rows, len(weight)))
-            if drawn_C is None:
-                drawn_C = softmax.logprobs(logits_CV.gather(1, ids_C[:, None]))[:, 0]
-            logprobs_A[rows] = drawn_C
+            softmax, logits_C1 = Softmax.of(logits_CV), logits_CV.gather(1, ids_C[:, None])
+            if whole_A is not None and keep is not None:
+                whole_A[rows] = softmax.logprobs(logits_C1)[:, 0]
+                drawn_C = Softmax.of(logits_CV, keep.dropped(rows, len(weight))).logprobs(logits_C1)[:, 0]
+            logprobs_A[rows] = softmax.logprobs(logits_C1)[:, 0] if drawn_C is None else drawn_C
             entropy_A[rows] = softmax.entropy(logits_CV)
             if top_AK is not None and top_ids_AK is not None:
-                whole = softmax if keep is None else Softmax.of(logits_CV)
-                top_AK[rows] = whole.logprobs(logits_CV.gather(1, top_ids_AK[rows]))
-        ctx.save_for_backward(hidden_AD, weight, bias, token_ids_A, top_ids_AK, logprobs_A, entropy_A, top_AK)
-        return logprobs_A, entropy_A, top_AK
+                top_AK[rows] = softmax.logprobs(logits_CV.gather(1, top_ids_AK[rows]))
+        ctx.save_for_backward(hidden_AD, weight, bias, token_ids_A, top_ids_AK, logprobs_A, entropy_A, top_AK, whole_A)
+        return logprobs_A, entropy_A, top_AK, whole_A
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_AD, weight, bias, token_ids_A, top_ids_AK, logprobs_A, entropy_A, top_AK = ctx.saved_tensors
-        grad_logprobs_A, grad_entropy_A, grad_top_AK = grads
+        hidden_AD, weight, bias, token_ids_A, top_ids_AK, logprobs_A, entropy_A, top_AK, whole_A = ctx.saved_tensors
+        grad_logprobs_A, grad_entropy_A, grad_top_AK, grad_whole_A = grads
         softcap, _, temperature, chunk_rows = ctx.settings
         head = Head(weight, bias, softcap)  # the slope need not be exact
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -147,8 +149,16 @@ class _DrawnLogprobs(torch.autograd.Function):
                 # What the softcap let through of a change in the raw logit; taken before logits are overwritten.
                 slope_CV = None if softcap is None else 1 - (logits_CV * (temperature / softcap)).square_()
                 top = None if grad_top_AK is None else _Chosen.of(rows, top_ids_AK, top_AK, grad_top_AK)
-                dropped_CV = None if ctx.keep is None else ctx.keep.dropped(rows, len(weight))
-                grad_CV = _tempered(_grad_chunk(logits_CV, drawn, top, dropped_CV, entropy), temperature)
+                if ctx.keep is None:
+                    grad_CV = _grad_logits(drawn.normalized(logits_CV), _with_gradient(drawn, top), *entropy)
+                else:
+                    whole = _Chosen.of(rows, token_ids_A[:, None], whole_A[:, None], grad_whole_A)
+                    others = _with_gradient(whole, top)
+                    whole_CV = logits_CV.clone() if others or grad_entropy_A is not None else None
+                    grad_CV = _grad_kept(logits_CV, drawn, ctx.keep.dropped(rows, len(weight)))
+                    if whole_CV is not None:
+                        grad_CV += _grad_logits(whole.normalized(whole_CV), others, *entropy)
+                grad_CV = _tempered(grad_CV, temperature)
                 if slope_CV is not None:
                     grad_CV *= slope_CV
                 if grad_bias is not None:
@@ -186,21 +196,16 @@ class _Chosen(NamedTuple):
         return logits_CV
 
 
-def _grad_chunk(
-    logits_CV: Tensor, drawn: _Chosen, top: _Chosen | None, dropped_CV: Tensor | None, entropy: Any
-) -> Tensor:
-    """Gradient of the logits, in their place. `entropy`: it and its gradient, for _grad_logits."""
-    chosen = [(one.ids_CK, one.grad_CK) for one in (drawn, top) if one is not None and one.grad_CK is not None]
-    if dropped_CV is None:
-        return _grad_logits(drawn.normalized(logits_CV), chosen, *entropy)
-    grad_top_CV = None
-    if top is not None:  # over the whole vocabulary: another softmax than that of the drawn token
-        grad_top_CV = _grad_logits(top.normalized(logits_CV.clone()), chosen[-1:], entropy[0], None)
-        chosen = chosen[:-1]
-    grad_CV = _grad_logits(drawn.normalized(logits_CV), chosen, *entropy)
+def _with_gradient(*chosen: _Chosen | None) -> list[tuple[Tensor, Tensor]]:
+    return [(one.ids_CK, one.grad_CK) for one in chosen if one is not None and one.grad_CK is not None]
+
+
+def _grad_kept(logits_CV: Tensor, drawn: _Chosen, dropped_CV: Tensor) -> Tensor:
+    """Gradient of the logits by the drawn tokens' log-probabilities within their keep-sets, in the logits' place."""
+    unused_C = drawn.logprobs_CK[:, 0]
+    grad_CV = _grad_logits(drawn.normalized(logits_CV), _with_gradient(drawn), unused_C, None)
     # A policy that has moved may think anything of a token that was left out, even that it is infinitely likelier.
-    grad_CV.masked_fill_(dropped_CV, 0.0)
-    return grad_CV if grad_top_CV is None else grad_CV.add_(grad_top_CV)
+    return grad_CV.masked_fill_(dropped_CV, 0.0)
 
 
 def _grad_logits(

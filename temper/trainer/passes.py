@@ -60,6 +60,8 @@ class Passes:
     def score(self, microbatch: Microbatch, who: Who) -> Tensor:
         """Log-probabilities [T] on the CPU, by the same pass as training; 0 where nothing was drawn."""
         plain = replace(microbatch, top_ids=None, router_ids=None)
+        if who == "reference":  # compared with the policy as a whole, whatever the sampler drew among
+            plain = replace(plain, keep_ids=None, keep_counts=None)
         if who == "teacher":
             (logprobs_A,) = self._ask_teachers(plain, self._logprobs)
         else:

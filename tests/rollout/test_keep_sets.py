@@ -15,14 +15,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from temper.batching import pack, rows_of
+from temper.batching import CreditRules, make_batch, pack, rows_of
 from temper.engine.fake import FakeSampler
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.sampling import Draws, draw
 from temper.errors import BackendError
 from temper.models.load import Head, prepare
 from temper.models.tiny import character_tokenizer
-from temper.objectives import PRESETS
+from temper.objectives import PRESETS, Objective, resolve
 from temper.protocols import EnvOpening, EnvReply
 from temper.rollout.episode import EpisodeSetup, require_as_asked, run_episode
 from temper.trainer import forward
@@ -60,7 +60,9 @@ def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
         return prepare(LlamaForCausalLM(config).to(dtype))
 
 
-def make_trainer(model: Any, temperature: float, *, budget: int = 64, reference: Any = None) -> LocalTrainer:
+def make_trainer(
+    model: Any, temperature: float, *, budget: int = 64, reference: Any = None, objective: Objective = PRESETS["dapo"]
+) -> LocalTrainer:
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     settings = TrainerSettings(
         optimizer=OptimizerSettings(learning_rate=0.01, schedule="constant", warmup_steps=0, max_grad_norm=1e6),
@@ -69,7 +71,7 @@ def make_trainer(model: Any, temperature: float, *, budget: int = 64, reference:
     )
     packing = partial(pack, tokens_per_microbatch=budget, dtype=dtype)
     others = OtherModels(reference=reference)
-    return LocalTrainer(model, character_tokenizer("a"), PRESETS["dapo"], settings, pack=packing, others=others)
+    return LocalTrainer(model, character_tokenizer("a"), objective, settings, pack=packing, others=others)
 
 
 def completions(model: Any, params: SamplingParams, count: int = 12) -> list[Completion]:
@@ -153,12 +155,13 @@ def test_from_equal_logits_sampler_and_trainer_get_equal_bits(cell: tuple[float,
         keep = KeepSets.of(table.kept_RV.nonzero()[:, 1], table.kept_RV.sum(-1), torch.device("cpu"))
     # States that pick one row of the head each: products with one and zero are exact.
     head = Head(logits.t().contiguous(), None, None)
-    logprobs, entropy, top = drawn_logprobs(
+    logprobs, entropy, top, _ = drawn_logprobs(
         head, torch.eye(count), table.tokens_RS[:, 0], temperature=temperature, top_ids_AK=table.top_ids_RK, keep=keep,
         chunk_bytes=5 * vocabulary * 4,
     )  # fmt: skip
     assert torch.equal(logprobs, table.logprobs_RS[:, 0])
-    assert torch.equal(entropy, table.entropy_R)
+    if keep is None:  # the sampler's is of what it drew from, the trainer's of the whole policy
+        assert torch.equal(entropy, table.entropy_R)
     assert torch.equal(top, table.top_logprobs_RK)
 
 
@@ -192,28 +195,69 @@ def test_a_truncated_step_has_ratio_one_and_the_same_gradient_for_every_microbat
         assert metrics == pytest.approx(results[0][0], rel=1e-9, abs=1e-10)
         for name, tensor in weights.items():
             torch.testing.assert_close(tensor, results[0][1][name], rtol=1e-9, atol=1e-10)
-    entropy = results[0][0]["policy/entropy"]
-    most = math.log(max(len(kept) for row in rows for kept in row.keep_ids or []))
-    assert 0 < entropy < most, "the entropy is that of what could be drawn"
 
 
-def test_the_reference_is_measured_over_the_same_tokens_as_the_policy() -> None:
-    rows = rows_from(completions(make_model(), TRUNCATED, count=4))
-    other = make_model(seed=1)
-    scored = make_trainer(make_model(), 1.0, reference=other).score(rows, "reference")
-    for row, values in zip(rows, scored, strict=True):
-        assert row.keep_ids is not None
-        for place, kept in enumerate(row.keep_ids):
-            if not row.loss_mask[place]:
-                assert kept == []
-                continue
-            # The probability of everything that could be drawn here is one for the reference too.
-            before, after = row.token_ids[:place], row.token_ids[place + 1 :]
-            alternatives = [dataclasses.replace(row, token_ids=[*before, token, *after]) for token in kept]
-            total = sum(math.exp(s[place]) for s in make_trainer(other, 1.0).score(alternatives, "policy"))
-            assert total == pytest.approx(1.0, abs=1e-5)
-            assert math.isfinite(values[place])
-            break
+def without_sets(rows: Sequence[Sample]) -> list[Sample]:
+    return [dataclasses.replace(row, keep_ids=None) for row in rows]
+
+
+def at_drawn(rows: Sequence[Sample], scored: Sequence[Sequence[float]]) -> list[float]:
+    return [
+        x for row, values in zip(rows, scored, strict=True) for x, m in zip(values, row.loss_mask, strict=True) if m
+    ]
+
+
+def test_a_distance_from_the_reference_and_the_entropy_are_those_of_whole_policies() -> None:
+    """Though tokens are drawn within keep-sets, and ratios are taken there."""
+    rows = credited(rows_from(completions(make_model(), TRUNCATED, count=6)))
+    policy, reference = make_model(dtype=torch.float64), make_model(seed=1, dtype=torch.float64)
+    objective = resolve("dapo", {"regularizers": [{"name": "kl", "coefficient": 0.1}], "shaping": []})
+    trainer = make_trainer(policy, 1.0, reference=reference, objective=objective)
+    plain = without_sets(rows)
+    whole, other = (np.array(at_drawn(rows, trainer.score(plain, who))) for who in ("policy", "reference"))
+    assert at_drawn(rows, trainer.score(rows, "reference")) == other.tolist()
+    kept = np.array(at_drawn(rows, trainer.score(rows, "policy")))
+    assert (kept - whole).mean() > 0.05, "truncation leaves less than everything"
+    untruncated = make_trainer(make_model(dtype=torch.float64), 1.0, reference=reference, objective=objective)
+    found, expected = (t.step(Batch(updates=(tuple(r),))).metrics for t, r in ((trainer, rows), (untruncated, plain)))
+    assert found["policy/ratio_max"] == 1.0
+    assert found["policy/kl_ref_k1"] == pytest.approx((whole - other).mean(), rel=1e-9)
+    for name in ("policy/kl_ref_k1", "policy/kl_ref_k3", "policy/kl_ref_sequence", "policy/entropy", "loss/kl"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-9), name
+
+
+def test_the_pull_of_the_reference_is_that_of_whole_policies() -> None:
+    """With the policy gradient taken away, a truncated step moves the weights as an untruncated one."""
+    rows = credited(rows_from(completions(make_model(), TRUNCATED, count=6)))
+    rows = [dataclasses.replace(row, advantages=[0.0] * len(row.advantages)) for row in rows]
+    reference = make_model(seed=1, dtype=torch.float64)
+    terms = [{"name": "kl", "coefficient": 0.1, "estimator": "k2"}, {"name": "entropy_bonus", "coefficient": 0.1}]
+    objective = resolve("dapo", {"regularizers": terms, "shaping": []})
+    moved = []
+    for given in (rows, without_sets(rows)):
+        trainer = make_trainer(make_model(dtype=torch.float64), 1.0, reference=reference, objective=objective)
+        trainer.step(Batch(updates=(tuple(given),)))
+        moved.append({name: tensor.clone() for name, tensor in trainer.publish().tensors.items()})
+    start = dict(make_model(dtype=torch.float64).named_parameters())
+    assert max((moved[0][name] - start[name]).abs().max().item() for name in start) > 1e-4
+    for name, tensor in moved[0].items():
+        torch.testing.assert_close(tensor, moved[1][name], rtol=1e-9, atol=1e-10)
+
+
+def test_a_kl_in_the_reward_is_that_of_whole_policies_and_ratios_stay_within_the_sets() -> None:
+    drawn = completions(make_model(), TRUNCATED, count=4)
+    members = tuple(episode([completion], index) for index, completion in enumerate(drawn))
+    groups = [Group(id="g", draw=0, task=Task(id="t", messages=()), trajectories=members)]
+    asked = {}
+
+    def score(rows: Sequence[Sample], who: str) -> list[list[float]]:
+        asked[who] = [row.keep_ids for row in rows]
+        return [[-0.5] * len(row.token_ids) for row in rows]
+
+    rules = CreditRules(objective=resolve("rloo"), max_new_tokens=12)
+    (rows,) = make_batch(groups, rules, score=score, version=0).updates
+    assert asked["policy"] == [None] * 4
+    assert all(row.proximal_logprobs is None and row.keep_ids is not None for row in rows)
 
 
 def test_an_episode_of_several_turns_keeps_every_set_at_its_token() -> None:

@@ -56,7 +56,9 @@ def test_equals_log_softmax_in_value_and_gradient(
             logprobs, entropy = plain(head, hidden, ids, temperature)
         else:
             chunk_bytes = chunk_rows * VOCABULARY * 8
-            logprobs, entropy, top = drawn_logprobs(head, hidden, ids, temperature=temperature, chunk_bytes=chunk_bytes)
+            logprobs, entropy, top, _ = drawn_logprobs(
+                head, hidden, ids, temperature=temperature, chunk_bytes=chunk_bytes
+            )
             assert top is None
         scale = torch.linspace(-1, 2, NUM_TOKENS, dtype=torch.float64)
         loss = sum(
@@ -78,7 +80,7 @@ def top_gradients(
         parts = (*plain(head, hidden, ids, temperature), plain_top(head, hidden, top_ids, temperature))
     else:
         size = chunk_rows * VOCABULARY * 8
-        parts = drawn_logprobs(head, hidden, ids, temperature=temperature, chunk_bytes=size, top_ids_AK=top_ids)
+        parts = drawn_logprobs(head, hidden, ids, temperature=temperature, chunk_bytes=size, top_ids_AK=top_ids)[:3]
     scale = torch.linspace(-1, 2, NUM_TOKENS, dtype=torch.float64)
     loss = torch.zeros((), dtype=torch.float64)
     for wanted, part in zip(terms, parts, strict=True):
@@ -110,7 +112,7 @@ def test_the_gradient_of_top_tokens_passes_a_numerical_check_and_a_planted_fault
 
     def score(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
         head, size = Head(weight, bias, 3.0), 5 * VOCABULARY * 8
-        logprobs, entropy, top = drawn_logprobs(
+        logprobs, entropy, top, _ = drawn_logprobs(
             head, hidden, ids, temperature=0.7, chunk_bytes=size, top_ids_AK=top_ids
         )
         assert top is not None
@@ -144,25 +146,26 @@ def make_keep(drawn: torch.Tensor) -> KeepSets:
 
 def plain_kept(
     head: Head, hidden: torch.Tensor, ids: torch.Tensor, keep: KeepSets, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """By autograd, row by row, over the kept tokens only."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """By autograd: log-probabilities over the kept tokens only, row by row; entropy and both over all tokens."""
     logits = head.logits(hidden) / temperature
-    logprobs, entropy = [], []
+    logprobs = []
     for row, token in enumerate(ids.tolist()):
         kept = keep.ids[keep.starts[row] : keep.starts[row + 1]]
         within = logits[row, kept].log_softmax(-1)
         logprobs.append(within[(kept == token).nonzero()[0, 0]])
-        entropy.append(-(within.exp() * within).sum())
-    return torch.stack(logprobs), torch.stack(entropy)
+    whole = logits.log_softmax(-1)
+    return torch.stack(logprobs), -(whole.exp() * whole).sum(-1), whole[torch.arange(len(ids)), ids]
 
 
-def kept_gradients(chunk_rows: int | None, softcap: float | None, terms: tuple[int, int, int]) -> list[torch.Tensor]:
+def kept_gradients(chunk_rows: int | None, softcap: float | None, terms: tuple[int, ...]) -> list[torch.Tensor]:
     """Values, then gradients by hidden, weight and bias. Without chunk_rows: by autograd."""
     hidden, weight, bias, ids = make_inputs()
     top_ids, keep, head = make_top_ids(ids), make_keep(ids), Head(weight, bias, softcap)
     parts: tuple[torch.Tensor | None, ...]
     if chunk_rows is None:
-        parts = (*plain_kept(head, hidden, ids, keep, 0.7), plain_top(head, hidden, top_ids, 0.7))
+        logprobs, entropy, whole = plain_kept(head, hidden, ids, keep, 0.7)
+        parts = (logprobs, entropy, plain_top(head, hidden, top_ids, 0.7), whole)
     else:
         size = chunk_rows * VOCABULARY * 8
         parts = drawn_logprobs(head, hidden, ids, temperature=0.7, chunk_bytes=size, top_ids_AK=top_ids, keep=keep)
@@ -174,11 +177,13 @@ def kept_gradients(chunk_rows: int | None, softcap: float | None, terms: tuple[i
 
 @pytest.mark.parametrize("chunk_rows", [1, 5, 100])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("terms", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 0, 1), (1, 1, 1)])
-def test_within_keep_sets_values_and_gradients_are_those_of_the_kept_tokens_alone(
-    chunk_rows: int, softcap: float | None, terms: tuple[int, int, int]
+@pytest.mark.parametrize(
+    "terms", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (1, 1, 0, 0), (1, 0, 1, 1), (1, 1, 1, 1)]
+)
+def test_within_keep_sets_only_the_drawn_log_probability_is_that_of_the_kept_tokens(
+    chunk_rows: int, softcap: float | None, terms: tuple[int, ...]
 ) -> None:
-    """And top tokens stay those of the whole vocabulary, beside them."""
+    """In value and gradient; entropy, top tokens and the drawn one as a reference sees it are over the vocabulary."""
     expected = kept_gradients(None, softcap, terms)
     for ours, theirs in zip(kept_gradients(chunk_rows, softcap, terms), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
@@ -196,12 +201,12 @@ def test_the_gradient_within_keep_sets_passes_a_numerical_check_and_that_of_the_
         return tuple(result for result in results if result is not None)
 
     assert torch.autograd.gradcheck(score, (hidden, weight, bias), fast_mode=True)
-    right = logprobs_module._grad_chunk
+    right = logprobs_module._grad_kept
 
-    def ignoring_what_was_dropped(logits: Any, drawn: Any, top: Any, dropped: Any, entropy: Any) -> torch.Tensor:
-        return right(logits, drawn, top, None, entropy)
+    def ignoring_what_was_dropped(logits: Any, drawn: Any, dropped: Any) -> torch.Tensor:
+        return right(logits, drawn, torch.zeros_like(dropped))
 
-    monkeypatch.setattr(logprobs_module, "_grad_chunk", ignoring_what_was_dropped)
+    monkeypatch.setattr(logprobs_module, "_grad_kept", ignoring_what_was_dropped)
     assert not torch.autograd.gradcheck(score, (hidden, weight, bias), fast_mode=True, raise_exception=False)
 
 
@@ -210,15 +215,17 @@ def test_a_policy_that_left_the_keep_sets_far_behind_still_gets_finite_gradients
     weight = torch.tensor([[1000.0], [1.0], [0.0], [-1000.0]], requires_grad=True)
     hidden, ids = torch.ones(2, 1, requires_grad=True), torch.tensor([1, 3])
     keep = KeepSets.of(torch.tensor([1, 2, 3]), torch.tensor([2, 1]), torch.device("cpu"))
-    logprobs, entropy, _ = drawn_logprobs(Head(weight, None, None), hidden, ids, temperature=1.0, keep=keep)
+    logprobs, entropy, _, whole = drawn_logprobs(Head(weight, None, None), hidden, ids, temperature=1.0, keep=keep)
     torch.testing.assert_close(logprobs, torch.tensor([-0.313262, 0.0]), atol=1e-6, rtol=0)
-    torch.testing.assert_close(entropy, torch.tensor([0.582203, 0.0]), atol=1e-6, rtol=0)
-    (logprobs.sum() + entropy.sum()).backward()
+    torch.testing.assert_close(entropy, torch.tensor([0.0, 0.0]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(whole, torch.tensor([-999.0, -2000.0]), atol=1e-3, rtol=0)
+    (by_kept,) = torch.autograd.grad(logprobs.sum(), weight, retain_graph=True)
+    assert by_kept[0].item() == 0.0
+    (logprobs.sum() + entropy.sum() + whole.sum()).backward()
     assert weight.grad is not None
     assert hidden.grad is not None
     assert torch.isfinite(weight.grad).all()
     assert torch.isfinite(hidden.grad).all()
-    assert weight.grad[0].item() == 0.0
 
 
 def test_keep_sets_of_everything_change_nothing() -> None:
@@ -271,12 +278,12 @@ def test_a_number_of_top_tokens_that_the_vocabulary_does_not_have_is_refused(k: 
 def test_temperature_divides_inside_the_softmax() -> None:
     # Logits (2, 1, 0) at temperature 0.7.
     head = Head(torch.tensor([[2.0], [1.0], [0.0]]), None, None)
-    logprobs, _, _ = drawn_logprobs(head, torch.ones(3, 1), torch.arange(3), temperature=0.7)
+    logprobs, *_ = drawn_logprobs(head, torch.ones(3, 1), torch.arange(3), temperature=0.7)
     torch.testing.assert_close(logprobs, torch.tensor([-0.260118, -1.688690, -3.117261]), atol=1e-6, rtol=0)
 
 
 def test_entropy_of_equal_logits_is_the_log_of_their_number() -> None:
-    _, entropy, _ = drawn_logprobs(
+    _, entropy, *_ = drawn_logprobs(
         Head(torch.zeros(8, 2), None, None), torch.ones(1, 2), torch.tensor([3]), temperature=1.0
     )
     assert entropy.item() == pytest.approx(math.log(8))
@@ -285,7 +292,7 @@ def test_entropy_of_equal_logits_is_the_log_of_their_number() -> None:
 def test_bfloat16_states_are_scored_in_float32_and_get_bfloat16_gradients() -> None:
     hidden, weight, _, ids = make_inputs(torch.bfloat16)
     head = Head(weight.float(), None, None)
-    logprobs, _, _ = drawn_logprobs(head, hidden, ids, temperature=1.0)
+    logprobs, *_ = drawn_logprobs(head, hidden, ids, temperature=1.0)
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, plain(head, hidden, ids, 1.0)[0], rtol=1e-6, atol=1e-6)
     logprobs.sum().backward()
@@ -310,7 +317,7 @@ def test_tf32_is_as_exact_as_float32_for_bfloat16_states_and_off_for_float32_one
 
 def test_no_drawn_tokens_give_empty_results_and_a_zero_gradient() -> None:
     hidden, weight, _, ids = make_inputs()
-    logprobs, entropy, top = drawn_logprobs(
+    logprobs, entropy, top, _ = drawn_logprobs(
         Head(weight, None, None), hidden[:0], ids[:0], temperature=1.0, top_ids_AK=make_top_ids(ids)[:0]
     )
     assert top is not None
@@ -345,7 +352,7 @@ def test_logits_of_all_tokens_are_never_held() -> None:
         size = chunk_rows * vocabulary * 4
         top_ids, _ = top_tokens(head, hidden, 3, temperature=0.9, chunk_bytes=size)
         for keep in (None, KeepSets.of(ids, torch.ones_like(ids), ids.device)):
-            logprobs, entropy, top = drawn_logprobs(
+            logprobs, entropy, top, _ = drawn_logprobs(
                 head, hidden, ids, temperature=0.9, chunk_bytes=size, top_ids_AK=top_ids, keep=keep
             )
             assert top is not None
