@@ -107,6 +107,17 @@ def _check_scales(objective: Objective, group_size: int) -> str | None:
     return f"objective.controllers steer {', '.join(sorted(missing))}, which objective {objective.name} does not have."
 
 
+def _check_memory(objective: Objective, group_size: int) -> str | None:
+    """beta-DPO compares margins with those of earlier batches, and nobody else reads what remembers them."""
+    compares = objective.lesson is not None and objective.lesson.name == "beta_dpo"
+    remembers = any(controller.name == "margin_memory" for controller in objective.controllers)
+    if compares and not remembers:
+        return 'beta_dpo compares margins with those of earlier batches. Add objective.controllers = ["margin_memory"].'
+    if remembers and not compares:
+        return f"objective.controllers margin_memory would do nothing: {objective.name} has no lesson beta_dpo."
+    return None
+
+
 def _check_shaping(objective: Objective, group_size: int) -> str | None:
     """Terms first, then the rule for cut answers, then the clip, then the KL: in another order they undo each other."""
     names, order = [shape.name for shape in objective.shaping], list(SHAPINGS)
@@ -190,6 +201,7 @@ _CHECKS = (
     _check_critic,
     _check_reference,
     _check_scales,
+    _check_memory,
     _check_shaping,
     _check_gate,
     _check_step,

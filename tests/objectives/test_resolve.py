@@ -144,6 +144,8 @@ KL = {"name": "kl", "coefficient": 0.1}
         ("reinforce", {"proximal": "current", "corrections": ["token_tis"]}, None),
         ("reinforce", {"proximal": "behavior", "regularizers": [KL]}, None),
         ("reinforce", {"proximal": "behavior", "regularizers": [KL | {"estimator": "k2"}]}, "would do nothing"),
+        ("beta_dpo", {"controllers": []}, "Add objective.controllers"),
+        ("grpo", {"controllers": ["margin_memory"]}, "margin_memory would do nothing"),
         ("dpo", {"step": "trpo"}, 'Use objective.step = "none"'),
         ("grpo", {"corrections": ["batch_normalize"]}, "rescales what other corrections do, and there is none"),
         ("grpo", {"corrections": ["token_tis", "batch_normalize"]}, None),
