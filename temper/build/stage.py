@@ -162,6 +162,7 @@ def _trainer(
         total_steps=config.steps,
         gradient_checkpointing=config.model.gradient_checkpointing,
         seed=config.seed,
+        is_ordered=config.rollout.max_staleness == 0,
         files=models.files,
     )
     return LocalTrainer(

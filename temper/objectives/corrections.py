@@ -164,7 +164,8 @@ def m2po(threshold: float) -> CorrectionFn:
     def measure(whole: Tokens, objective: Objective) -> Tensor:
         square_N = _unbounded_log_rho(whole).double().square()
         ascending_N, order_N = square_N.sort(stable=True)
-        means_N = ascending_N.cumsum(0) / torch.arange(1, len(square_N) + 1, device=square_N.device)
+        # On the CPU: running sums of a GPU are added in no fixed order.
+        means_N = ascending_N.cpu().cumsum(0) / torch.arange(1, len(square_N) + 1)
         # Means of ever larger tokens never fall, but their rounding may.
         num_kept = int((means_N < threshold).long().cumprod(0).sum())
         is_kept_N = torch.zeros_like(whole.weights)

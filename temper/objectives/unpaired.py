@@ -14,6 +14,7 @@ from torch import Tensor
 
 from temper.objectives.factor import Factor, factor, require
 from temper.objectives.metrics import MetricSums, mean_sums
+from temper.objectives.tokens import ordered_sums
 from temper.types import require_parallel
 
 
@@ -97,7 +98,7 @@ def nash_md_losses(
     assert not reference_logprobs_T.requires_grad, "reference_logprobs_T must not carry a gradient"
     cost_T = beta * (policy_logprobs_T.detach() - reference_logprobs_T)
     terms_T = (cost_T - (win_probabilities_S - 0.5)[trajectory_ids_T]) * policy_logprobs_T
-    return terms_T.new_zeros(len(win_probabilities_S)).index_add(0, trajectory_ids_T, terms_T)
+    return ordered_sums(terms_T, trajectory_ids_T, len(win_probabilities_S))
 
 
 def geometric_mixture(policy_logits: Tensor, reference_logits: Tensor, share: float = 0.5) -> Tensor:

@@ -23,11 +23,16 @@ from temper.trainer.rows import place_rows, take_rows
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
+WRAPPINGS = 3
+"""Steps of autograd that torch may put behind an attention kernel, such as cutting off a padded head size."""
+
 
 class PackedAttention:
     """`attend` for the rows of one microbatch. Index tensors are made once and serve every layer."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device, *, is_ordered: bool = False) -> None:
+        """is_ordered: gradients are added up in a fixed order (order_gradients)."""
+        self._is_ordered = is_ordered
         self._buckets, slots = lay_out(lengths)
         self._num_slots = sum(rows * longest for rows, longest in self._buckets)
         is_dense = torch.equal(slots, torch.arange(self._num_slots))
@@ -40,7 +45,10 @@ class PackedAttention:
         def attend(*padded: Tensor) -> Tensor:
             mask = self._window_mask(padded[0].shape[1], sliding_window, query.device)
             q, k, v = (tensor.transpose(1, 2) for tensor in padded)  # views: the kernels take any stride
-            return _attend(q, k, v, mask, scaling).transpose(1, 2)
+            output = _attend(q, k, v, mask, scaling)
+            if self._is_ordered and output.is_cuda:
+                order_gradients(output)
+            return output.transpose(1, 2)
 
         return self.by_bucket(query, key, value, attend)
 
@@ -72,8 +80,8 @@ class PackedAttention:
 class ExactPackedAttention:
     """The engine's `exact` arithmetic over packed rows, with the slope of the plain one."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self._plain = PackedAttention(lengths, device)
+    def __init__(self, lengths: Sequence[int], device: torch.device, *, is_ordered: bool = False) -> None:
+        self._plain = PackedAttention(lengths, device, is_ordered=is_ordered)
         starts = torch.tensor([0, *lengths]).cumsum(0)
         self._starts_S1 = starts.to(device)
         self._longest = max(lengths)
@@ -120,6 +128,30 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
         return scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
         )
+
+
+def order_gradients(output: Tensor) -> None:
+    """Lets the attention kernel behind `output` add up its gradients in a fixed order, where torch has such a one.
+
+    From about 128 keys on, torch's fast kernels add up the gradient of the queries as blocks of keys happen to end, and
+    two equal runs differ in their last bits. They read a switch of the whole process, which is therefore on only while
+    such a kernel is started: other threads that use torch just then might be refused what has no fixed order, so this
+    is for trainers that nothing runs beside.
+    """
+    node = output.grad_fn
+    for _ in range(WRAPPINGS):
+        if node is None or "Attention" in node.name():
+            break
+        node = node.next_functions[0][0] if node.next_functions else None
+    if node is None or "Attention" not in node.name() or torch.are_deterministic_algorithms_enabled():
+        return
+
+    def switch(*_: object, is_on: bool) -> None:
+        torch.utils.deterministic.fill_uninitialized_memory = not is_on  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(is_on)
+
+    node.register_prehook(partial(switch, is_on=True))
+    node.register_hook(partial(switch, is_on=False))
 
 
 def lay_out(lengths: Sequence[int]) -> tuple[list[tuple[int, int]], Tensor]:

@@ -49,6 +49,10 @@ class Critic:
         if gradient_checkpointing:
             enable_checkpointing(self._module.decoder)
 
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
     def score(self, microbatch: Microbatch) -> Tensor:
         """Value [T] before each drawn token, 0 elsewhere; on the CPU, without gradient."""
         with torch.no_grad():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,13 @@ class DrawnStates:
 
 
 def attention_of(model: nn.Module) -> MakeAttention:
-    return ExactPackedAttention if numerics_of(model) == "exact" else PackedAttention
+    make = ExactPackedAttention if numerics_of(model) == "exact" else PackedAttention
+    return partial(make, is_ordered=getattr(model, "temper_ordered", False))
+
+
+def set_ordered(model: nn.Module) -> None:
+    """From now on the gradients of this model's attention are added up in a fixed order (order_gradients)."""
+    model.temper_ordered = True  # type: ignore[assignment]
 
 
 def drawn_states(

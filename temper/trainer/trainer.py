@@ -33,6 +33,7 @@ from temper.trainer.passes import Passes, Share
 from temper.trainer.policy_step import PolicyStep
 from temper.trainer.ranks import rank_and_world
 from temper.trainer.references import MovingReference
+from temper.trainer.states import set_ordered
 from temper.trainer.traces import Key, Pack, keys_of, pack_numbered, traces_of
 from temper.trainer.weights import ModelFiles, Weights, kept_tensors, save_weights, stored_tensors
 from temper.types import Batch, Microbatch, Publication, Sample, Trace, TrainResult
@@ -56,6 +57,8 @@ class TrainerSettings:
     """Of the run, for factors that choose tokens at random."""
     traces: bool = True
     """Whether a step also tells what the policy thought of each trained token."""
+    is_ordered: bool = False
+    """Whether equal steps end with equal bits on a GPU too; for trainers that no sampler runs beside."""
     files: ModelFiles = field(default_factory=ModelFiles)
     """How checkpoints hold the model; one with an adapter is kept as an adapter, whatever this says."""
 
@@ -76,7 +79,8 @@ Updates = tuple[tuple[Sample, ...], ...]
 
 
 class LocalTrainer:
-    """Implements protocols.Trainer. Has no randomness: equal state and batch give equal bits."""
+    """Implements protocols.Trainer. Has no randomness: equal state and batch give equal bits, on a GPU where settings
+    ask for an order of its sums."""
 
     def __init__(
         self,
@@ -104,6 +108,10 @@ class LocalTrainer:
         if objective.reference is not None and others.reference is not None:
             _require_own_weights(others.reference, model)
             self._reference = MovingReference(others.reference, objective.reference)
+        if settings.is_ordered:
+            set_ordered(model)
+            if others.critic is not None:
+                set_ordered(others.critic.module)
         self._optimizer = MasterAdamW(model, settings.optimizer)
         self._policy_step = PolicyStep(
             model,
