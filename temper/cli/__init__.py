@@ -5,6 +5,7 @@ Owns: names and help of verbs, exit codes, what is printed.
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import NoReturn
 
@@ -25,6 +26,8 @@ def main() -> NoReturn:
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we start worker processes; a forked tokenizer would warn
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded at run time
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: what a model says must not fail to be shown
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(standalone_mode=True)
     except TemperError as error:

@@ -5,7 +5,6 @@ Supervised rows are not copied: they are in the user's data and nothing was draw
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,12 +12,11 @@ import numpy as np
 
 from temper.runs.nulls import number
 from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
+from temper.storable import to_json
 from temper.types import Batch, EvaluationResult, Group, Message, Sample, Score, StepReport, Trace, Trajectory
 
 Row = tuple[Any, ...]
 TRAINED = "trained"
-# One encoder for all: json.dumps with options makes a new one per call, a tenth of the cost of a rollout.
-to_json = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
 
 
 def step_row(report: StepReport, batch: Batch) -> Row:

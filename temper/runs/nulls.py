@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from temper.storable import as_float
+
 
 def number(value: float) -> float | None:
     """NaN is stored as NULL: explicitly, because SQLite would do it silently and some drivers refuse."""
-    return None if math.isnan(value) else float(value)
+    value = as_float(value)
+    return None if math.isnan(value) else value
 
 
 def finite(value: Any) -> Any:

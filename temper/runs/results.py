@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from temper.errors import UserError
+from temper.storable import storable_json
 from temper.types import Scalar
 
 FORMAT = 1
@@ -79,12 +80,12 @@ class SuiteResult:
 def save(result: SuiteResult, path: Path) -> None:
     """Writes the file whole or not at all: a reader never sees half a result."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"format": FORMAT, **dataclasses.asdict(result)}, ensure_ascii=False, allow_nan=False)
+    table = {"format": FORMAT, **dataclasses.asdict(result)}
+    text = storable_json(json.dumps(table, ensure_ascii=False, allow_nan=False))
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            # A model may draw half a character; "surrogatepass" would write a file that nobody else can read.
-            file.write(text.encode("utf-8", "replace").decode("utf-8"))
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)  # mkstemp's 0600 would hide the result from a dashboard of another user

@@ -23,6 +23,7 @@ from temper.runs.lock import RunLock
 from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
 from temper.runs.schema import STEP_TABLES, prepare
 from temper.runs.state import BEAT_SECONDS, Ending, ended_row, heartbeat_row
+from temper.storable import storable
 from temper.types import Batch, EvaluationResult, Group, StepReport
 
 DATABASE = "run.db"
@@ -325,7 +326,9 @@ def _insert(
     """Inserts rows that have every column of the table, in its order."""
     width = len(connection.execute(f"SELECT * FROM {table} LIMIT 0").description)
     verb = "INSERT OR REPLACE" if replace else "INSERT"
-    connection.executemany(f"{verb} INTO {table} VALUES ({', '.join('?' * width)}) {conflict}", rows)
+    # The one place where anything enters the database: what a model, an environment or a reward says must not fail.
+    storables = (tuple(map(storable, row)) for row in rows)
+    connection.executemany(f"{verb} INTO {table} VALUES ({', '.join('?' * width)}) {conflict}", storables)
 
 
 def _as_temper_error(error: BaseException, folder: Path) -> TemperError:

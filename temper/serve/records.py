@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from temper.errors import BackendError, UserError
+from temper.storable import storable
 from temper.types import Completion, Finish, Message, SamplingParams, Turn
 
 FORMAT = 1
@@ -143,7 +144,8 @@ class Records:
         names, marks = ", ".join(values), ", ".join(f":{name}" for name in values)
         try:
             with self._connection:
-                row = self._connection.execute(f"INSERT INTO completions ({names}) VALUES ({marks})", values).lastrowid
+                stored = {name: storable(value) for name, value in values.items()}
+                row = self._connection.execute(f"INSERT INTO completions ({names}) VALUES ({marks})", stored).lastrowid
         except sqlite3.Error as error:
             raise BackendError(f"--record {self._path} cannot be written any more: {error}") from error
         assert row is not None, "an inserted row has a number"

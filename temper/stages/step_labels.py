@@ -16,6 +16,7 @@ from pathlib import Path
 from temper.errors import UserError
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.steps import StepSplit, estimate_steps
+from temper.storable import storable_json
 from temper.types import Completion, Finish, Message, Score, Status, Task, Trajectory, Turn
 
 AT_ONCE = 16
@@ -136,5 +137,6 @@ def write_rows(path: Path, labelled: Sequence[LabelledSteps]) -> None:
     """One JSON object per line. Written aside and renamed: a killed run leaves no half of a data set."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".tmp-{path.name}")
-    unfinished.write_text("".join(json.dumps(one.as_row(), ensure_ascii=False) + "\n" for one in labelled), "utf-8")
+    lines = [storable_json(json.dumps(one.as_row(), ensure_ascii=False)) for one in labelled]
+    unfinished.write_text("".join(f"{line}\n" for line in lines), "utf-8")
     unfinished.rename(path)
