@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 from dataclasses import dataclass
 
+from temper.rollout.drops import DEGENERATE
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.rollout.steps import StepSplit, estimate_steps
 from temper.types import TRAINABLE_STATUSES, Group, Task, Trajectory
@@ -81,7 +82,7 @@ def reason_to_drop(group: Group, *, min_members: int, drop_degenerate: bool) -> 
     if group.greedy is not None and not group.greedy.score.is_value:
         return f"the greedy baseline could not be scored: {group.greedy.score.reason}"
     if drop_degenerate and group.is_degenerate:
-        return "degenerate"
+        return DEGENERATE
     return None
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -59,7 +63,7 @@ class Simulation:
                 version += 1
                 training = None
                 await buffer.release(version)
-            elif buffer._prefix() is not None:
+            elif buffer.is_ready:
                 taken = await buffer.take(1.0)
                 self.ages += [version - g.oldest_version for g in taken.groups]
                 self.trained.append(taken)
@@ -160,3 +164,87 @@ def test_waiting_has_a_deadline_that_says_what_is_missing() -> None:
 
     with pytest.raises(BackendError, match="1 groups running"):
         asyncio.run(run())
+
+
+def test_drops_of_later_steps_do_not_end_a_run_whose_first_draw_is_slow() -> None:
+    """Every second group is degenerate and the first draw takes longest: a healthy run, at any staleness."""
+
+    async def run(staleness: int) -> int:
+        buffer = Buffer(groups_per_step=8, max_staleness=staleness, max_rounds=2)
+        await buffer.start(0)
+        draw = 1
+        while buffer.room > 0:
+            await buffer.start(draw)
+            await buffer.finish(group(draw, 0), "degenerate" if draw % 2 else None)
+            draw += 1
+        waiting = asyncio.ensure_future(buffer.take(5.0))
+        await asyncio.sleep(0)
+        await buffer.finish(group(0, 0), None)
+        return len((await waiting).groups)
+
+    assert asyncio.run(run(8)) == 8
+
+
+def test_drops_behind_a_slow_draw_are_bounded() -> None:
+    async def run() -> tuple[int, int]:
+        buffer = Buffer(groups_per_step=2, max_staleness=4, max_rounds=3)
+        await buffer.start(0)
+        draw = 1
+        while buffer.room > 0:
+            await buffer.start(draw)
+            await buffer.finish(group(draw, 0), "degenerate")
+            draw += 1
+        await buffer.finish(group(0, 0), None)
+        return draw - 1, buffer.room
+
+    dropped, room = asyncio.run(run())
+    assert dropped == 7, "one more than three rounds of two"
+    assert room > 0, "once the slow draw is settled, others may start"
+
+
+def count_lines(function: Callable[[], object]) -> int:
+    """How many lines of the buffer are executed."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.endswith("rollout/buffer.py"):
+            return None
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def test_a_group_costs_the_same_however_many_others_wait() -> None:
+    def lines_per_group(groups_per_step: int, staleness: int) -> float:
+        async def run() -> int:
+            buffer, draw, running = (
+                Buffer(groups_per_step=groups_per_step, max_staleness=staleness, max_rounds=10),
+                0,
+                [],
+            )
+            for version in range(1, 4):
+                while buffer.room > 0:
+                    await buffer.start(draw)
+                    running.append((draw, version - 1))
+                    draw += 1
+                for number, drawn_by in reversed(running):  # the first comes last
+                    assert buffer.room <= 0
+                    await buffer.finish(group(number, drawn_by), None)
+                running.clear()
+                await buffer.take(1.0)
+                await buffer.release(version)
+            return draw
+
+        draws: list[int] = []
+        lines = count_lines(lambda: draws.append(asyncio.run(run())))
+        return lines / draws[0]
+
+    assert lines_per_group(64, 4) <= 1.1 * lines_per_group(8, 4)

@@ -1,0 +1,117 @@
+"""Groups that filled no step are explained by what happened to them, and the advice fits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from temper.errors import BackendError
+from temper.rewards.rubric import Rubric
+from temper.rollout.buffer import Buffer
+from temper.rollout.drops import explain_drops
+from temper.rollout.group import reason_to_drop
+from temper.types import Completion, Finish, Group, Message, Score, Status, Task, Trajectory, Turn
+
+TASK = Task(id="t", messages=(Message(role="user", content="?"),))
+TURN = Turn(
+    completion=Completion(prompt_ids=(1,), token_ids=[2], logprobs=[0.0], versions=[0], finish=Finish.STOP),
+    message=Message(role="assistant", content="!"),
+)
+
+
+def member(
+    score: Score, *, parts: dict[str, Score] | None = None, status: Status = Status.COMPLETED, error: str | None = None
+) -> Trajectory:
+    return Trajectory(
+        task_id="t", group_id="g", index=0, turns=(TURN,), status=status, score=score, score_parts=parts or {},
+        error=error,
+    )  # fmt: skip
+
+
+def dropped(*members: Trajectory, draw: int = 0) -> tuple[Group, str]:
+    group = Group(id=f"g{draw}", draw=draw, task=TASK, trajectories=members)
+    reason = reason_to_drop(group, min_members=2, drop_degenerate=True)
+    assert reason is not None
+    return group, reason
+
+
+def broken_reward(draw: int = 0) -> tuple[Group, str]:
+    part = Score.error("ZeroDivisionError: division by zero")
+    score = Score.error(f"exact: {part.reason}")
+    return dropped(*[member(score, parts={"exact": part, "format": Score.of(1.0)}) for _ in range(2)], draw=draw)
+
+
+def test_equal_rewards_are_a_matter_of_difficulty() -> None:
+    said = explain_drops([dropped(member(Score.of(0.0)), member(Score.of(0.0)))])
+    assert "1 degenerate" in said
+    assert "it was 0 for every answer" in said
+    assert "easier or harder tasks" in said
+    mixed = explain_drops([dropped(member(Score.of(v)), member(Score.of(v))) for v in (0.0, 1.0)])
+    assert "for every answer" not in mixed
+
+
+def test_a_verifier_that_fails_is_named_with_its_error_and_difficulty_is_not_blamed() -> None:
+    said = explain_drops([broken_reward()])
+    assert '2 x reward "exact": ZeroDivisionError: division by zero' in said
+    assert "Mend that reward" in said
+    assert "harder" not in said
+    assert '"format"' not in said
+
+
+def test_an_environment_that_fails_is_shown_with_its_error() -> None:
+    failed = member(Score.error("tool_error: boom"), status=Status.TOOL_ERROR, error="ConnectionError: boom")
+    said = explain_drops([dropped(failed, failed)])
+    assert "2 x tool_error (ConnectionError: boom)" in said
+    assert "Mend the environment" in said
+    assert "harder" not in said
+
+
+def test_the_most_frequent_cause_comes_first() -> None:
+    equal = dropped(member(Score.of(1.0)), member(Score.of(1.0)))
+    said = explain_drops([equal] * 3 + [broken_reward()])
+    assert said.index("degenerate group") < said.index("could not be scored")
+    said = explain_drops([equal] + [broken_reward()] * 3)
+    assert said.index("could not be scored") < said.index("degenerate group")
+
+
+def test_a_run_without_a_step_ends_with_the_reward_that_failed() -> None:
+    async def run() -> None:
+        buffer = Buffer(groups_per_step=1, max_staleness=0, max_rounds=2)
+        for draw in range(3):
+            await buffer.start(draw)
+            await buffer.finish(*broken_reward(draw))
+        await buffer.take(1.0)
+
+    with pytest.raises(BackendError, match=r'3 groups were rolled and dropped.*reward "exact": ZeroDivisionError'):
+        asyncio.run(run())
+
+
+class Hanging:
+    name = "judge"
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    def check(self, task: Task) -> str | None:
+        return None
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_run_that_stands_still_in_a_reward_names_it() -> None:
+    async def run() -> None:
+        buffer = Buffer(groups_per_step=1, max_staleness=0, max_rounds=2)
+        await buffer.start(0)
+        scoring = asyncio.ensure_future(Rubric([(Hanging(), 1.0)]).score(TASK, member(Score.of(0.0))))
+        await asyncio.sleep(0)
+        try:
+            await buffer.take(0.05)
+        finally:
+            scoring.cancel()
+            await asyncio.wait({scoring}, timeout=5)
+
+    with pytest.raises(BackendError, match=r'1 groups running.*wait for: 1 x reward "judge"'):
+        asyncio.run(run())
