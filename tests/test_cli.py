@@ -246,3 +246,48 @@ def test_a_sampler_that_disagrees_stops_the_run_before_the_first_step(
     assert "sampler and trainer disagree" in complaint
     assert "temperature" in complaint
     assert not (tmp_path / "run" / "checkpoints" / "0-rl").exists()
+
+
+LEAVING = """
+import sys
+from temper.protocols import EnvOpening, EnvReply
+
+class Leaving:
+    async def start(self, task, seed):
+        return EnvOpening(messages=task.messages)
+    async def step(self, message):
+        sys.exit(0)
+    async def close(self):
+        pass
+
+def pay(prompt, response, answer):
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("culprit", ["env", "reward"])
+def test_an_exit_in_users_code_is_no_end_of_a_training_with_code_0(
+    culprit: str,
+    recipe: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe["stage"] = recipe["stage"][1:]
+    del recipe["heldout"]
+    recipe |= {"env": {"name": "leaving:Leaving"}} if culprit == "env" else {"reward": [{"kind": "leaving:pay"}]}
+    assert temper(monkeypatch, "train", write(tmp_path / "r.toml", recipe)) not in (0, None)
+    said = capsys.readouterr().err
+    assert "SystemExit: 0" in said
+    assert culprit == "reward" or "Leaving.step()" in said
+
+
+def test_a_training_that_an_alarm_stopped_does_not_end_with_code_0(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe["stage"] = [{**recipe["stage"][1], "steps": 7, "sampling": {"max_new_tokens": 1}}]
+    recipe["alarms"] = {"truncation": "stop"}
+    assert temper(monkeypatch, "train", write(tmp_path / "r.toml", recipe)) == 4
+    assert "not finished: go on with --resume" in capsys.readouterr().out

@@ -12,6 +12,9 @@ import typer
 
 from temper.cli.console import Overrides, Recipe, app, out
 
+UNFINISHED = 4
+"""Exit code of a training that an alarm stopped: only a run that reached its last step ends with 0."""
+
 
 @app.command()
 def init(
@@ -44,6 +47,7 @@ def train(
         out.print(check(recipe, overrides=set_ or ()), markup=False)
         out.print("\nNothing was trained. Everything that can be checked without weights is in order.")
         return
+    from temper.commands.train import is_finished
     from temper.commands.train import train as run_training
     from temper.runs.report import make_report, render
 
@@ -54,6 +58,9 @@ def train(
     out.print(f"  temper report {folder}          numbers, intervals, time split", markup=False)
     out.print(f"  temper sample {folder}          talk to the trained model", markup=False)
     out.print(f"  temper export {folder} OUT      an ordinary Hugging Face directory", markup=False)
+    if not is_finished(folder):
+        out.print("\nThe run is not finished: go on with --resume.", markup=False)
+        raise typer.Exit(UNFINISHED)
 
 
 @app.command()

@@ -6,7 +6,6 @@ is a rejection stage.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import math
@@ -19,6 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from temper import calls
 from temper.commands.checkpoints import find_model
 from temper.commands.evaluate import Asked, Note, open_rubric, open_setup, with_decoding
 from temper.config.sections import RewardConfig
@@ -65,7 +65,7 @@ def best(checkpoint: Path, asked: Asked, wanted: Wanted, *, out: Path | None = N
     """Draws, scores, picks; writes one line per prompt to `out`. Raises UserError when a prompt cannot be scored."""
     folder = find_model(checkpoint)
     suite, tasks = open_questions(asked, wanted)
-    prompts = asyncio.run(_draw(suite, tasks, asked, folder, note))
+    prompts = calls.run(_draw(suite, tasks, asked, folder, note))
     found = BestOf(picks=tuple(map(pick, prompts)), gains=tuple(gains(prompts)))
     if out is not None:
         write_picks(found.picks, out)

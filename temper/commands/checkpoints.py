@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from temper import calls
 from temper.build import build_stage, pick_device
 from temper.commands.train import outputs_of
 from temper.config import RunConfig, load_recipe, refer, references
@@ -54,7 +55,7 @@ def evaluate_checkpoint(path: Path, recipe: Path, *, overrides: Sequence[str] = 
     judging = [config for config in stages if config.heldout and config.stage != "reward_model"]
     if not judging:
         raise UserError(f"{recipe} has no [heldout] table, so there is nothing to evaluate on")
-    return asyncio.run(_evaluate(_referred(judging[-1], stages, path), find_model(path)))
+    return calls.run(_evaluate(_referred(judging[-1], stages, path), find_model(path)))
 
 
 def _referred(config: RunConfig, stages: Sequence[RunConfig], path: Path) -> RunConfig:

@@ -5,7 +5,6 @@ Owns: wiring model, engine, verifier and suite; the budget; where the result goe
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -25,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from temper import calls
 from temper.build import pick_device, pick_dtype
 from temper.commands.checkpoints import find_model
 from temper.data import ENV_GENERATORS
@@ -99,7 +99,7 @@ def evaluate_suite(checkpoint: Path, asked: Asked, *, note: Note = print, is_liv
             f"{suite.name}: {len(tasks)} problems of the sample that ships with Temper, of its own making. The "
             f"published set is {suite.source}: give its file with --data"
         )
-    constant, prompts = asyncio.run(_evaluate(suite, tasks, asked, folder, note, is_live))
+    constant, prompts = calls.run(_evaluate(suite, tasks, asked, folder, note, is_live))
     result = SuiteResult(
         suite=suite.name,
         checkpoint=str(checkpoint),

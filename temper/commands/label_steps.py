@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from temper import calls
 from temper.commands.checkpoints import find_model
 from temper.commands.evaluate import Asked, Note, open_rubric, open_setup, open_suite
 from temper.commands.scale import require_single_turn
@@ -37,7 +38,7 @@ def label_steps(
     folder = find_model(checkpoint)
     suite, tasks = open_suite(asked)
     require_single_turn(suite, tasks)
-    labelled = asyncio.run(_label(suite, tasks, asked, rules, folder, note))
+    labelled = calls.run(_label(suite, tasks, asked, rules, folder, note))
     if not labelled:
         raise UserError("not one solution could be labelled; the reasons are above")
     write_rows(out, labelled)

@@ -6,12 +6,12 @@ reward on gold and empty answers.
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from temper import calls
 from temper.build import check_stage, doubts_about, first_model, require_turn_credit, try_rows
 from temper.build.sources import is_rolling, keep_rule
 from temper.commands.train import NO_POLICY, starts_elsewhere
@@ -147,14 +147,14 @@ def _describe(stage: Opened) -> str:
         + (f"; longest seen {data.longest_prompt}" if data.longest_prompt else ""),
         "stop tokens": ", ".join(str(stop) for stop in data.renderer.stop_ids),
         **({} if config.stage == "rejection" else {"objective": objective.name}),
-        **asyncio.run(_batch_rows(stage, objective, data)),
+        **calls.run(_batch_rows(stage, objective, data)),
     }
     if config.model.lora is not None:
         rows["adapter"] = ", ".join(f"{name} {value}" for name, value in config.model.lora.items()) or "as by default"
     if stage.readable.reward and config.stage != "reward_model":
-        rows |= asyncio.run(_reward_rows(data, data.rubric, "reward"))
+        rows |= calls.run(_reward_rows(data, data.rubric, "reward"))
     if data.verifier is not data.rubric:
-        rows |= asyncio.run(_reward_rows(data, data.verifier, "held-out verifier"))
+        rows |= calls.run(_reward_rows(data, data.verifier, "held-out verifier"))
     width = max(map(len, rows))
     body = "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
     warnings = (*doubts_about(config, objective), contamination.check(data.known, data.heldout))

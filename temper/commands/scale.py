@@ -6,7 +6,6 @@ several turns, for which none of the modes is defined.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from temper import calls
 from temper.commands.checkpoints import find_model
 from temper.commands.evaluate import Asked, Note, budget_of, open_rubric, open_setup, with_decoding
 from temper.data import ENV_GENERATORS
@@ -108,7 +108,7 @@ def scale(checkpoint: Path, asked: Asked, ways: Ways, *, out: Path, note: Note =
     tasks = read_tasks(suite, limit=asked.limit, generators={**GENERATORS, **ENV_GENERATORS})
     require_single_turn(suite, tasks)
     ways = dataclasses.replace(ways, budgets=ways.budgets or default_budgets(suite.decoding.max_new_tokens, ways.shape))
-    points = asyncio.run(_run(suite, tasks, asked, ways, folder, note))
+    points = calls.run(_run(suite, tasks, asked, ways, folder, note))
     write_scaling(points, f"{suite.name}: {checkpoint}", out, note)
     budget = budget_of(suite, tasks, asked.seed)
     table = {

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from temper import loop
+from temper import calls, loop
 from temper.build import Stage, build_stage, check_stage, first_model, make_plan
 from temper.config import FIRST, RunConfig, load_recipe, refer, to_toml
-from temper.errors import TemperError, UserError
+from temper.errors import BackendError, TemperError, UserError
 from temper.models.load import find_checkpoint
 from temper.rollout.roller import StepFailure
 from temper.runs.alarms import Alarms, StopRun, line_of
 from temper.runs.display import Display
 from temper.runs.mirrors import Mirror, open_mirrors
+from temper.runs.reader import RunReader
 from temper.runs.records import AlarmRecord
 from temper.runs.rules import configure
 from temper.runs.store import RunStore, open_run
@@ -52,7 +53,7 @@ def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume
         steps = [config.steps for config in stages]
         mirrors = open_mirrors(stages[0].mirrors, folder, steps, partial(store.event, "warning"))
         display.start(folder)
-        asyncio.run(run_stages(stages, folder, Records(store, display, mirrors)))
+        calls.run(run_stages(stages, folder, Records(store, display, mirrors)))
         store.finish()
     except StopRun as stop:
         store.event("warning", str(stop))
@@ -78,6 +79,12 @@ def record_end(store: RunStore, error: BaseException) -> None:
     text = str(error) if isinstance(error, TemperError) else f"{type(error).__name__}: {error}"
     store.event("error", text if isinstance(error, TemperError) else "".join(traceback.format_exception(error)))
     store.end("failed", text)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run reached the last step of its last stage."""
+    with RunReader(folder) as reader:
+        return reader.is_finished
 
 
 def choose_folder(name: str, *, resume: bool) -> Path:
@@ -131,6 +138,8 @@ async def run_stages(stages: Sequence[RunConfig], folder: Path, records: Records
             stage.is_after_imitation = config.stage == "rl" and "sft" in outputs
             await _run_stage(stage, done + 1, checkpoints, records)
         last = checkpoints / f"step-{config.steps}"
+        if not last.is_dir():
+            raise BackendError(f"stage {index + 1} ended before its last step: there is no checkpoint {last}")
         outputs[config.stage] = output_of(config, last)
         if config.stage not in NO_POLICY:
             policy = outputs[config.stage]

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from temper import calls
 from temper.errors import UserError
 from temper.evals.verdicts import Rate, error_rates
 from temper.rewards.answers import find_answers, gold_answer
@@ -77,7 +78,7 @@ def verify(
     rows = load_attacks(kind) if attack else load_golden(kind, golden)
     if not rows:
         raise UserError(f'the attack pack has nothing for reward "{kind}"')
-    scored = asyncio.run(_score_all(kind, rows, options or {}, rewards))
+    scored = calls.run(_score_all(kind, rows, options or {}, rewards))
     return Verification(kind, attack, tuple(zip(rows, scored, strict=True)))
 
 
@@ -192,6 +193,6 @@ def _math_verify_alone(rows: Sequence[GoldenRow]) -> list[bool | None]:
         return list(await asyncio.gather(*(ask(row) for row in rows)))
 
     try:
-        return asyncio.run(ask_all())
+        return calls.run(ask_all())
     finally:
         pool.close()

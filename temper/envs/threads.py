@@ -14,19 +14,16 @@ import inspect
 import queue
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from temper.calls import DeadlinePassed, call
 from temper.errors import BackendError, TaskError, UserError
 from temper.protocols import Env, EnvOpening, EnvReply
 from temper.types import Message, Task
 
 IDLE_SECONDS = 3600.0
 """A thread nobody has asked anything for so long ends by itself: its episode was lost."""
-
-
-class DeadlinePassed(TaskError):
-    """The call took longer than it may. Its thread was given up and goes on alone."""
 
 
 class Abandoned:
@@ -141,42 +138,9 @@ async def run_in_thread(
 async def run_with_deadline(function: Callable[[], Any], seconds: float, name: str) -> Any:
     """What a function, sync or async, returns or raises, or DeadlinePassed. Async ones must not block the loop."""
     if inspect.iscoroutinefunction(function):
-        return await _within(function(), seconds, name)
+        return await call(function(), seconds, name)
     value = await run_in_thread(function, seconds=seconds, name=name)
-    return await _within(value, seconds, name) if inspect.isawaitable(value) else value
-
-
-async def _within(work: Awaitable[Any], seconds: float, name: str) -> Any:
-    task = asyncio.ensure_future(_without_exit(work, name))
-    _RUNNING.add(task)
-    task.add_done_callback(_forget)
-    try:
-        await asyncio.wait({task}, timeout=seconds)
-    finally:
-        if is_late := not task.done():
-            task.cancel()  # and not waited for: it may refuse to be cancelled
-    if is_late:
-        raise DeadlinePassed(f"{name} took longer than {seconds:g} s")
-    if task.cancelled():  # by itself: passed on, it would look as if the whole episode was
-        raise TaskError(f"{name} cancelled itself")
-    return await task
-
-
-async def _without_exit(work: Awaitable[Any], name: str) -> Any:
-    try:
-        return await work
-    except SystemExit as error:  # would end the event loop
-        raise TaskError(f"SystemExit in {name}") from error
-
-
-_RUNNING: set[asyncio.Future[Any]] = set()
-"""The loop itself holds tasks only weakly."""
-
-
-def _forget(task: asyncio.Future[Any]) -> None:
-    _RUNNING.discard(task)
-    if not task.cancelled():
-        task.exception()  # read, or a task that failed after its deadline would be reported as never looked at
+    return await call(value, seconds, name) if inspect.isawaitable(value) else value
 
 
 class SyncEnv(Protocol):

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from temper.calls import DeadlinePassed
 from temper.envs.permissions import Permissions, SideEffect, SideEffectLog
-from temper.envs.threads import DeadlinePassed, run_with_deadline
+from temper.envs.threads import run_with_deadline
 from temper.envs.tool_calls import BadCall, Call, find_parser, parse
 from temper.envs.tools import ArgumentsRefused, Tool, ToolError, ToolSet, ToolTimeout
 from temper.errors import BackendError, TaskError

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from temper.calls import describe_error, is_end_of_task, waiting_for
 from temper.errors import UserError
 from temper.protocols import (
     FrozenReward,
@@ -72,7 +73,7 @@ class Rubric:
     async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, dict[str, Score], list[float]]:
         """As score(), and what each turn earned, the total included (score.pay_turns). Empty: no part pays turns, or
         there is no total."""
-        found = await asyncio.gather(*(_guarded(part, task, trajectory) for part in self._parts.values()))
+        found = await asyncio.gather(*(_guarded(name, part, task, trajectory) for name, part in self._parts.items()))
         parts = {name: score for name, (score, _) in zip(self._parts, found, strict=True)}
         total = combine(parts, self._rules)
         if total.value is None or not self.pays_turns:
@@ -213,15 +214,20 @@ def _pays_turns(reward: RewardFn) -> bool:
     return isinstance(reward, TurnReward) and reward.pays_turns
 
 
-async def _guarded(part: RewardFn, task: Task, trajectory: Trajectory) -> tuple[Score, Sequence[float | None] | None]:
+async def _guarded(
+    name: str, part: RewardFn, task: Task, trajectory: Trajectory
+) -> tuple[Score, Sequence[float | None] | None]:
     """The score, and what turns are paid if the part pays them: the rim where a reward's own fault becomes an error."""
     try:
-        if not (isinstance(part, TurnReward) and part.pays_turns):
-            return finite(await part.score(task, trajectory)), None
-        score, turns = await part.score_turns(task, trajectory)
+        with waiting_for(f'reward "{name}"'):
+            if not (isinstance(part, TurnReward) and part.pays_turns):
+                return finite(await part.score(task, trajectory)), None
+            score, turns = await part.score_turns(task, trajectory)
         if not score.is_value:
             return score, None
         wrong = wrong_payment(turns, len(trajectory.turns))
-    except Exception as error:
-        return Score.error(f"{type(error).__name__}: {error}"), None
+    except BaseException as error:  # sys.exit() in a user's reward must end neither loop nor run
+        if is_end_of_task(error):
+            raise
+        return Score.error(describe_error(error)), None
     return (Score.error(wrong), None) if wrong else (finite(score), turns)

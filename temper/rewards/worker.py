@@ -120,7 +120,7 @@ def answer(function: Any, arguments: list[Any], cpu_seconds: float | None) -> di
         json.dumps(value)
     except (MemoryError, RecursionError) as error:
         return {"error": f"{type(error).__name__}: {error}".rstrip(": "), "overrun": True}
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit, KeyboardInterrupt and CancelledError are the function's own here
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)

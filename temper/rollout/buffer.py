@@ -137,7 +137,7 @@ class Buffer:
 
     def settled(self) -> list[tuple[Group, str]]:
         """Groups that are done and not taken, in draw order, with what became of them."""
-        slots = [self._slots[draw] for draw in sorted(self._slots)]
+        slots = (*self._settled, *self._open)
         outcomes = [(slot.group, f"dropped:{slot.dropped}" if slot.dropped else NOT_TRAINED) for slot in slots]
         return [(group, outcome) for group, outcome in outcomes if group is not None]
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from temper.errors import BackendError, ContextFull, TemperError
+from temper.calls import CLOSE_SECONDS, call, describe_error, is_end_of_task, waiting_for
+from temper.errors import BackendError, ContextFull, TaskError, TemperError
 from temper.protocols import Env, EnvOpening, Sampler
+from temper.storable import as_float, without_halves
 from temper.types import (
     TRAINABLE_STATUSES,
     Completion,
@@ -102,8 +105,10 @@ async def run_episode(setup: EpisodeSetup, task: Task, *, group_id: str, index: 
         raise
     except TemperError as problem:
         status, error = Status.TOOL_ERROR, str(problem)
-    except Exception as problem:  # the rim: environments are user code, and one of them must not end the run
-        status, error = Status.TOOL_ERROR, f"{type(problem).__name__}: {problem}"
+    except BaseException as problem:  # the rim: environments are user code, and one of them must not end the run
+        if is_end_of_task(problem):
+            raise
+        status, error = Status.TOOL_ERROR, describe_error(problem)
     trajectory = Trajectory(
         task_id=task.id,
         group_id=group_id,
@@ -128,8 +133,10 @@ async def _play(
 ) -> Status:
     """Fills `turns` and `shown` as it goes: what there is of them survives a failure."""
     env = setup.make_env(task.env)
+    name = type(env).__name__
     try:
-        opening = await env.start(task, setup.seed)
+        opening = await call(env.start(task, setup.seed), setup.episode_seconds, f"{name}.start()")
+        opening = dataclasses.replace(opening, messages=_readable(opening.messages))
         shown.append(opening)
         history = setup.renderer.prompt_messages(dataclasses.replace(task, messages=opening.messages))
         prompt_ids = setup.renderer.prompt_ids(history, opening.tools)
@@ -139,7 +146,8 @@ async def _play(
                 return Status.TRUNCATED_LENGTH
             request = Request(id=f"{request_id}/{number}", prompt_ids=prompt_ids, params=params)
             try:
-                completion = await setup.sampler.generate(request)
+                with waiting_for("the sampler"):
+                    completion = await setup.sampler.generate(request)
             except ContextFull:
                 if not turns:
                     raise
@@ -149,7 +157,8 @@ async def _play(
             if (cut := cut_status(completion)) is not None:
                 turns.append(Turn(completion=completion, message=message))
                 return cut
-            reply = await env.step(message)
+            reply = await call(env.step(message), setup.episode_seconds, f"{name}.step()")
+            reply = dataclasses.replace(reply, messages=_readable(reply.messages), reward=_payable(reply.reward))
             turns.append(
                 Turn(
                     completion=completion,
@@ -168,7 +177,22 @@ async def _play(
             history = (*history, *reply.messages)
         return Status.TRUNCATED_TURNS
     finally:
-        await env.close()
+        await call(env.close(), CLOSE_SECONDS, f"{name}.close()")
+
+
+def _readable(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """What an environment says, without halves of characters: a policy can make a tool repeat one, and no tokenizer
+    takes it."""
+    return tuple(
+        message if message.content.isascii() else dataclasses.replace(message, content=without_halves(message.content))
+        for message in messages
+    )
+
+
+def _payable(reward: float | None) -> float | None:
+    if reward is not None and not math.isfinite(as_float(reward)):
+        raise TaskError(f"the environment paid {as_float(reward)} for a turn: a reward is a finite number, or None")
+    return reward
 
 
 def _within_budget(setup: EpisodeSetup, num_drawn: int) -> SamplingParams | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from temper.batching.measure import RecentPrompts
+from temper.calls import describe_error, is_end_of_task
 from temper.errors import BackendError, TaskError
 from temper.rollout.buffer import NOT_TRAINED, Buffer, Taken
 from temper.rollout.episode import EpisodeSetup
@@ -156,14 +157,20 @@ class Roller:
 
     async def _roll(self, draw: int, task: Task) -> None:
         settings = self._settings
-        group = await run_group(
-            self._setup,
-            task,
-            draw=draw,
-            group_size=settings.group_size,
-            prefix=settings.prefix,
-            extras=settings.extras,
-        )
+        try:
+            group = await run_group(
+                self._setup,
+                task,
+                draw=draw,
+                group_size=settings.group_size,
+                prefix=settings.prefix,
+                extras=settings.extras,
+            )
+        except BaseException as error:
+            if is_end_of_task(error) or isinstance(error, Exception):
+                raise
+            # A task that ends as cancelled ends quietly, and the run would wait for its group.
+            raise BackendError(f"group {draw} of task {task.id} ended with {describe_error(error)}") from error
         reason = reason_to_drop(group, min_members=settings.min_members, drop_degenerate=settings.drop_degenerate)
         await self._buffer.finish(group, reason)
 
@@ -176,7 +183,7 @@ class Roller:
         )
         if self._feeder.done() and not taking.done():
             taking.cancel()
-            error = self._feeder.exception()
+            error = None if self._feeder.cancelled() else self._feeder.exception()
             raise _first_cause(error) from error
         return taking.result()
 

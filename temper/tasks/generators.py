@@ -11,6 +11,7 @@ import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from temper.calls import describe_error
 from temper.errors import TemperError, UserError, did_you_mean
 from temper.named import load_function, require_options
 from temper.types import Message, Scalar, Task
@@ -89,7 +90,13 @@ class GeneratorSource:
     options: Mapping[str, Option]
 
     def task(self, index: int) -> Task:
-        return self.generator(index, self.seed, **self.options)
+        try:
+            return self.generator(index, self.seed, **self.options)
+        except (TemperError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # sys.exit() and CancelledError too: no task may end a run without a word
+            failed = f"{self.name}: task {index} could not be made with options {dict(self.options)}"
+            raise UserError(f"{failed}: {describe_error(error)}") from error
 
 
 def make_source(
@@ -112,8 +119,6 @@ def make_source(
         first = source.task(0)
     except TemperError as error:
         raise UserError(f"{where}: {error}") from error
-    except Exception as error:
-        raise UserError(f"{where} failed with options {dict(options)}: {type(error).__name__}: {error}") from error
     if not isinstance(first, Task):
         raise UserError(f"{where} returned {first!r:.60}; it must return a temper.types.Task.")
     return source

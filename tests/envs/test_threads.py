@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from temper.calls import DeadlinePassed
 from temper.envs.single_turn import SingleTurn
 from temper.envs.threads import (
     Abandoned,
-    DeadlinePassed,
     InThread,
     check_isolation_of_episodes,
     run_in_thread,

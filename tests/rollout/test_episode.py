@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+import temper.rollout.episode as episodes
+from temper import calls
 from temper.engine.fake import FakeSampler
+from temper.envs.threads import InThread
 from temper.errors import BackendError
 from temper.protocols import Env, EnvOpening, EnvReply
 from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
@@ -157,3 +162,164 @@ def test_a_broken_backend_stops_everything() -> None:
 
     with pytest.raises(BackendError):
         play(TalkingEnv(), sampler=FakeSampler(lambda request: [STOP], delay=broken))
+
+
+def retry_for_ever() -> Any:
+    """The planted fault: a retry loop that swallows its own cancellation."""
+
+    async def work() -> None:
+        while True:
+            try:
+                await asyncio.sleep(0.01)
+            except:  # noqa: E722 - the fault under test
+                continue
+
+    return work()
+
+
+def raise_it(kind: type[BaseException]) -> None:
+    raise kind
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "exit": lambda: raise_it(SystemExit),
+    "interrupt": lambda: raise_it(KeyboardInterrupt),
+    "cancel": lambda: raise_it(asyncio.CancelledError),
+    "crash": lambda: raise_it(ValueError),
+}
+PLACES = ["make", "start", "step", "close"]
+
+
+class FaultyEnv:
+    """Fails at one place, as asynchronous code does."""
+
+    def __init__(self, place: str, fault: Callable[[], Any]) -> None:
+        self._place, self._fault = place, fault
+        if place == "make":
+            fault()
+
+    async def _meet(self, place: str) -> None:
+        if place == self._place and (work := self._fault()) is not None:
+            await work
+
+    async def start(self, task: Task, seed: int) -> EnvOpening:
+        await self._meet("start")
+        return EnvOpening(messages=task.messages)
+
+    async def step(self, message: Message) -> EnvReply:
+        await self._meet("step")
+        return EnvReply(is_done=True)
+
+    async def close(self) -> None:
+        await self._meet("close")
+
+
+class SyncFaultyEnv:
+    """The same, as synchronous code does, in a thread."""
+
+    def __init__(self, place: str, fault: Callable[[], Any]) -> None:
+        self._place, self._fault = place, fault
+        self._meet("make")
+
+    def _meet(self, place: str) -> None:
+        if place == self._place:
+            self._fault()
+
+    def start(self, task: Task, seed: int) -> EnvOpening:
+        self._meet("start")
+        return EnvOpening(messages=task.messages)
+
+    def step(self, message: Message) -> EnvReply:
+        self._meet("step")
+        return EnvReply(is_done=True)
+
+    def close(self) -> None:
+        self._meet("close")
+
+
+def play_made(make_env: Callable[[str], Env], seconds: float = 5.0) -> Trajectory:
+    setup = EpisodeSetup(
+        sampler=FakeSampler(lambda request: [ord("h"), STOP]),
+        renderer=Letters(),
+        scorer=Always(),
+        make_env=make_env,
+        params=SamplingParams(max_new_tokens=4, stop_ids=(STOP,)),
+        max_turns=4,
+        episode_seconds=seconds,
+        seed=0,
+    )
+    return calls.run(run_episode(setup, TASK, group_id="g", index=0, request_id="r"))
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_an_environment_raises_is_an_error_of_its_episode(fault: str, place: str, is_async: bool) -> None:
+    def make(name: str) -> Env:
+        if is_async:
+            return FaultyEnv(place, FAULTS[fault])
+        return InThread(lambda: SyncFaultyEnv(place, FAULTS[fault]), seconds=5.0)
+
+    trajectory = play_made(make)
+    assert trajectory.status is Status.TOOL_ERROR
+    assert trajectory.score.kind is ScoreKind.ERROR
+    names = {"exit": "SystemExit", "interrupt": "KeyboardInterrupt", "crash": "ValueError", "cancel": "ancel"}
+    assert names[fault] in str(trajectory.error)
+
+
+@pytest.mark.parametrize("place", ["start", "step", "close"])
+def test_an_environment_that_cannot_be_cancelled_is_given_up(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(episodes, "CLOSE_SECONDS", 0.1)
+    trajectory = play_made(lambda name: FaultyEnv(place, retry_for_ever), seconds=0.1)
+    assert not trajectory.is_trainable
+    assert trajectory.score.kind is ScoreKind.ERROR
+    assert "took longer than 0.1 s" in str(trajectory.error)
+
+
+def test_a_synchronous_environment_that_swallows_everything_is_given_up() -> None:
+    done = threading.Event()
+
+    def stuck() -> None:
+        while not done.is_set():
+            try:
+                time.sleep(0.01)
+            except:  # noqa: E722 - the fault under test
+                continue
+
+    try:
+        trajectory = play_made(lambda name: InThread(lambda: SyncFaultyEnv("step", stuck), seconds=0.1))
+    finally:
+        done.set()
+    assert trajectory.status is Status.TOOL_ERROR
+    assert "took longer than 0.1 s" in str(trajectory.error)
+
+
+class EchoEnv:
+    """Repeats what a policy can make a tool say, and pays as told."""
+
+    def __init__(self, text: str, reward: Any = None) -> None:
+        self._text, self._reward = text, reward
+
+    async def start(self, task: Task, seed: int) -> EnvOpening:
+        return EnvOpening(messages=task.messages)
+
+    async def step(self, message: Message) -> EnvReply:
+        return EnvReply(messages=(Message(role="user", content=self._text),), reward=self._reward)
+
+    async def close(self) -> None:
+        pass
+
+
+def test_half_a_character_in_a_reply_is_shown_as_an_escape() -> None:
+    trajectory = play(EchoEnv("a\ud800"), max_turns=2)
+    assert trajectory.status is Status.TRUNCATED_TURNS
+    assert trajectory.turns[0].replies[0].content == r"a\ud800"
+    assert trajectory.turns[1].completion.prompt_ids[-6:] == tuple(map(ord, r"\ud800"))
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 10**400])
+def test_what_is_no_finite_number_is_no_reward_of_a_turn(reward: Any) -> None:
+    trajectory = play(EchoEnv(">", reward))
+    assert trajectory.status is Status.TOOL_ERROR
+    assert "finite number" in str(trajectory.error)

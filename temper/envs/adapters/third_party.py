@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from temper.envs.threads import DeadlinePassed, Worker
+from temper.calls import DeadlinePassed
+from temper.envs.threads import Worker
 from temper.errors import TaskError, TemperError, UserError
 from temper.types import Task
 
