@@ -140,7 +140,8 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=1)
     """Completions per task."""
     max_staleness: int = Field(0, ge=0)
-    """S: how many versions old a trained token may be. 0 is synchronous training."""
+    """S: how many versions old a trained token may be. 0 is synchronous training. Above 0 the objective should correct
+    for it, e.g. objective.corrections = ["token_tis"]; a run warns where nothing does."""
     drop_degenerate: bool | None = None
     """Replace groups whose rewards are all equal by fresh ones (dynamic sampling). Unset: what the preset wants. With
     max_staleness above 0 they start at once; at 0 in rounds, each as long as its longest answer."""

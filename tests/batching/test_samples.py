@@ -243,6 +243,15 @@ def test_parts_of_the_reward_are_credited_one_by_one(group) -> None:
     assert [drawn(row, row.advantages)[0] for row in rows] == pytest.approx([float(e) for e in expected], abs=1e-5)
 
 
+def test_a_long_episode_of_short_turns_is_punished_by_the_limit_of_episodes_alone(group, turn) -> None:
+    """Nine tokens in three turns of at most eight each; and of at most ten together."""
+    turns = [turn([1], [5, 6, 7]), turn([1, 5, 6, 7, 2], [5, 6, 7]), turn([1, 5, 6, 7, 2, 5, 6, 7, 2], [5, 6, 7])]
+    made = [group([(1.0, turns), (1.0, 2)])]
+    free, bound = (credited(made, rules("dapo", max_episode_tokens=limit)) for limit in (0, 10))
+    assert free.metrics["reward/shaped_mean"] == 1.0
+    assert bound.metrics["reward/shaped_mean"] == pytest.approx(1 - 0.5 / 2)
+
+
 def test_a_closed_gate_is_never_pushed_up(group) -> None:
     """Whatever the parts are worth before the gate: its member is nobody's better, and not above its group's mean."""
     rng = random.Random(3)
