@@ -87,7 +87,7 @@ class Trainer(Protocol):
 
     def score(
         self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic"]
-    ) -> list[list[float]]:
+    ) -> Sequence[Sequence[float]]:
         """Log-probability of each drawn token of each row (0.0 elsewhere), or its value; without gradient."""
         ...
 

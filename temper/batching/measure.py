@@ -11,14 +11,15 @@ import json
 import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from temper.objectives import Credit, Objective
 from temper.objectives.objective import shaped
-from temper.types import EventKind, Finish, Group, Status, Trajectory
+from temper.types import EventKind, Finish, Group, Status, Trajectory, array_of
 
 BINS = 10
 SOLVED = 1.0
@@ -147,12 +148,31 @@ def _repetition(trajectories: list[Trajectory]) -> dict[str, float]:
     """Share of a response's 4-grams of drawn tokens that it has drawn before, over responses that have any."""
     shares = []
     for trajectory in trajectories:
-        drawn = [turn.completion.token_ids for turn in trajectory.turns]
-        count = sum(max(0, len(ids) - GRAM + 1) for ids in drawn)
+        count, different = count_grams([array_of(turn.completion.token_ids) for turn in trajectory.turns])
         if count:
-            different = set().union(*(zip(*(ids[shift:] for shift in range(GRAM)), strict=False) for ids in drawn))
-            shares.append(1 - len(different) / count)
+            shares.append(1 - different / count)
     return {"gen/repetition_rate": statistics.fmean(shares)} if shares else {}
+
+
+def count_grams(pieces: Sequence[NDArray[np.int32]]) -> tuple[int, int]:
+    """How many 4-grams of neighbouring tokens the pieces have together, and how many different ones. Exact."""
+    starts = np.flatnonzero(np.concatenate([np.arange(len(piece)) < len(piece) - GRAM + 1 for piece in pieces]))
+    if not len(starts):
+        return 0, 0
+    ids = np.concatenate(pieces)
+    # A token gets the place of one of its occurrences as its name: numbers so small that four of them are one number.
+    last = np.empty(int(ids.max()) + 1, dtype=np.uint64)
+    last[ids] = np.arange(len(ids), dtype=np.uint64)
+    names = last[ids]
+    if len(ids) > 1 << 16:  # then two of them, and the pairs get names
+        pairs = np.unique(names[:-1] << np.uint64(32) | names[1:], return_inverse=True)[1].astype(np.uint64)
+        grams = pairs[starts] << np.uint64(32) | pairs[starts + 2]
+    else:
+        grams = names[starts]
+        for place in range(1, GRAM):
+            grams = grams << np.uint64(16) | names[starts + place]
+    grams.sort()
+    return len(starts), 1 + int(np.count_nonzero(grams[1:] != grams[:-1]))
 
 
 def _event_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -198,7 +218,9 @@ def _duplicates(generated: Sequence[Group]) -> dict[str, float]:
     shared = []
     for group in generated:
         drawn = [
-            tuple(tuple(turn.completion.token_ids) for turn in t.turns) for t in group.trajectories if t.num_tokens
+            tuple(array_of(turn.completion.token_ids).tobytes() for turn in t.turns)
+            for t in group.trajectories
+            if t.num_tokens
         ]
         counts = Counter(drawn)
         shared += [counts[tokens] > 1 for tokens in drawn]
@@ -209,9 +231,11 @@ def _staleness_metrics(trained: list[Trajectory], version: int) -> dict[str, flo
     if not trained:
         return {}
     ages = [version - trajectory.oldest_version for trajectory in trained]
-    drawn_by = Counter(chain.from_iterable(turn.completion.versions for t in trained for turn in t.turns))
-    newest = [max(max(turn.completion.versions, default=-1) for turn in t.turns) for t in trained]
-    in_flight = [new - trajectory.oldest_version for new, trajectory in zip(newest, trained, strict=True)]
+    drawn_by: Counter[int] = Counter()
+    for turn in (turn for trajectory in trained for turn in trajectory.turns):
+        found, counts = np.unique(array_of(turn.completion.versions), return_counts=True)
+        drawn_by.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+    in_flight = [trajectory.newest_version - trajectory.oldest_version for trajectory in trained]
     return {
         "stale/mean": statistics.fmean(ages),
         "stale/max": float(max(ages)),

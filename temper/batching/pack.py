@@ -7,14 +7,15 @@ Shapes: everything in a Microbatch is [T], all tokens of its rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from temper.types import Microbatch, Sample, total_tokens
+from temper.types import Microbatch, Sample, array_of, total_tokens
+from temper.types.columns import ragged
 
 Rollout = list[Sample]
 """The rows of one trajectory. They stay together: sequence-level ratios sum over all of them."""
@@ -92,7 +93,7 @@ def _blocks(rollouts: Sequence[Rollout], together: Literal["trajectory", "group"
 
 
 def _has_credit(block: Block) -> bool:
-    return any(any(row.advantages) for rollout in block for row in rollout)
+    return any(array_of(row.advantages).any() for rollout in block for row in rollout)
 
 
 def _longest_row(block: Block) -> int:
@@ -123,54 +124,56 @@ def _microbatch(rollouts: Sequence[Rollout], dtype: torch.dtype) -> Microbatch:
         teacher_logprobs=_optional([row.teacher_logprobs for row in rows], dtype),
         values=_optional([row.values for row in rows], dtype),
         targets=_optional([row.targets for row in rows], dtype),
-        top_ids=_table([row.top_ids for row in rows], torch.int64),
+        top_ids=_table([row.top_ids for row in rows], torch.int32),
         top_logprobs=_table([row.top_logprobs for row in rows], dtype),
         keep_ids=keep_ids,
         keep_counts=keep_counts,
     )
 
 
-def _integers(columns: Iterable[list[int]]) -> Tensor:
-    return torch.from_numpy(np.fromiter(chain.from_iterable(columns), dtype=np.int64))
+def _integers(columns: Iterable[Sequence[int]]) -> Tensor:
+    return torch.from_numpy(np.concatenate([array_of(column) for column in columns], dtype=np.int64))
 
 
-def _floats(columns: Iterable[list[float]], dtype: torch.dtype) -> Tensor:
-    # By numpy: torch takes several times as long to read a list, and a step has millions of entries.
-    return torch.from_numpy(np.fromiter(chain.from_iterable(columns), dtype=np.float64)).to(dtype)
+def _floats(columns: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.concatenate([array_of(column) for column in columns])).to(dtype)
 
 
-def _optional(columns: Sequence[list[float] | None], dtype: torch.dtype) -> Tensor | None:
+def _optional(columns: Sequence[Sequence[float] | None], dtype: torch.dtype) -> Tensor | None:
     """One tensor, or None when no row has the column. Some rows with and some without would be a broken batch."""
     present = [column for column in columns if column is not None]
     assert len(present) in (0, len(columns)), "either all rows of a batch have these log-probabilities or none"
     return _floats(present, dtype) if present else None
 
 
-def _table(columns: Sequence[list[list[Any]] | None], dtype: torch.dtype) -> Tensor | None:
+def _table(columns: Sequence[Sequence[Sequence[Any]] | None], dtype: torch.dtype) -> Tensor | None:
     """[T, K] with zeros where a position has no entries; None when no row has the column."""
-    present = [column for column in columns if column is not None]
+    present = [ragged(column) for column in columns if column is not None]
     assert len(present) in (0, len(columns)), "either all rows of a batch have their most likely tokens or none"
-    entries = [entry for column in present for entry in column]
-    width = max(map(len, entries), default=0)
-    filled = [entry or [0] * width for entry in entries]
-    return torch.tensor(filled, dtype=dtype) if present else None
+    if not present:
+        return None
+    counts = np.concatenate([column.counts for column in present])
+    width = int(counts.max(initial=0))
+    assert set(np.unique(counts).tolist()) <= {0, width}, "every position has as many most likely tokens, or none"
+    filled = torch.zeros(len(counts), width, dtype=dtype)
+    values = torch.from_numpy(np.concatenate([column.flat for column in present])).to(dtype)
+    filled[torch.from_numpy(counts > 0)] = values.view(-1, max(width, 1))
+    return filled
 
 
-def _keep_sets(rows: Sequence[Sample]) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def _keep_sets(rows: Sequence[Sample]) -> tuple[tuple[NDArray[np.int32], ...], Tensor] | tuple[None, None]:
     """Microbatch.keep_ids and keep_counts; None when no row has keep-sets.
 
     Log-probabilities within a keep-set and over the whole vocabulary are different things: a batch holds one kind.
     """
-    columns = [row.keep_ids for row in rows if row.keep_ids is not None]
+    columns = [ragged(row.keep_ids, np.int32) for row in rows if row.keep_ids is not None]
     assert len(columns) in (0, len(rows)), "either all rows of a batch have keep-sets or none"
     if not columns:
         return None, None
-    counts = torch.tensor([len(entry) for column in columns for entry in column], dtype=torch.int64)
-    ids = torch.tensor([token for column in columns for entry in column for token in entry], dtype=torch.int64)
-    tokens = _integers(row.token_ids for row in rows)
-    drawn = _integers(row.loss_mask for row in rows)
-    # Without it the drawn token would have probability 0, and the loss would be infinite.
-    places = torch.arange(len(tokens)).repeat_interleave(counts)
-    found = torch.bincount(places[ids == tokens[places]], minlength=len(tokens))
-    assert torch.equal(found, drawn), "a keep-set holds the drawn token once, and there is none where nothing was drawn"
-    return ids, counts
+    for row, column in zip(rows, columns, strict=True):
+        # Without it the drawn token would have probability 0, and the loss would be infinite.
+        places = np.flatnonzero(column.flat == np.repeat(array_of(row.token_ids), column.counts))
+        owners = np.searchsorted(column.offsets, places + column.offsets[0], side="right") - 1
+        is_whole = np.array_equal(np.bincount(owners, minlength=len(column)), array_of(row.loss_mask))
+        assert is_whole, "a keep-set holds the drawn token once, and there is none where nothing was drawn"
+    return tuple(column.flat for column in columns), torch.from_numpy(np.concatenate([c.counts for c in columns]))

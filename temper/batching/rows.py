@@ -6,18 +6,17 @@ Owns: masks (from lengths, never from ids) and forked rows. Refuses: credit (sam
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from temper.types import Completion, Group, Sample, Task, Trajectory
+import numpy as np
+from numpy.typing import NDArray
 
-_PLAIN = frozenset({"token_ids", "loss_mask", "behavior_logprobs", "versions"})
+from temper.types import Column, Completion, Group, Ragged, Sample, Task, Trajectory, array_of, join_ragged, no_lists
+
 _OPTIONAL = ("top_ids", "top_logprobs", "keep_ids")
 """Columns of a Completion and of a Sample that only some samplers fill."""
-
-_Columns = dict[str, list[Any]]
-"""Of one row, by their names in a Sample. Lists that grow as a whole: a step has hundreds of thousands of tokens."""
 
 
 def rows_of_groups(groups: Iterable[Group]) -> list[Sample]:
@@ -45,57 +44,74 @@ def rows_of(trajectory: Trajectory, teacher: str = "") -> list[Sample]:
     template added is masked. A turn whose prompt rewrote history starts a new row: the policy never saw the old one.
     """
     drawn = [turn.completion for turn in trajectory.turns if turn.completion.token_ids]
-    optional = [name for name in _OPTIONAL if any(getattr(completion, name) is not None for completion in drawn)]
+    known = {name: [getattr(completion, name) for completion in drawn] for name in _OPTIONAL}
+    optional = {name: next(c for c in found if c is not None) for name, found in known.items() if any(found)}
     is_kept = {completion.keep_ids is not None for completion in drawn}
     assert len(is_kept) <= 1, "log-probabilities within a keep-set and over the whole vocabulary in one episode"
-    rows: list[_Columns] = []
+    rows: list[list[_Stretch]] = []
+    seen = np.empty(0, dtype=np.int32)
     for turn in trajectory.turns:
         completion = turn.completion
-        prompt = list(completion.prompt_ids)
-        seen = rows[-1]["token_ids"] if rows else []
-        if not rows or prompt[: len(seen)] != seen:
-            rows.append({name: [] for name in (*_PLAIN, *optional)})
-            seen = []
-        _append_given(rows[-1], prompt[len(seen) :])
-        _append_drawn(rows[-1], completion)
-    return [_sample(trajectory, teacher, row) for row in rows if 1 in row["loss_mask"]]
+        prompt = np.array(completion.prompt_ids, dtype=np.int32)
+        if not rows or not np.array_equal(prompt[: len(seen)], seen):
+            rows.append([])
+            seen = seen[:0]
+        rows[-1].append(_Stretch(prompt[len(seen) :], completion))
+        seen = np.concatenate((prompt, array_of(completion.token_ids)))
+    return [
+        _sample(trajectory, teacher, row, optional) for row in rows if any(stretch.drawn.token_ids for stretch in row)
+    ]
 
 
-def with_column(rows: Sequence[Sample], name: str, columns: Sequence[list[float]]) -> list[Sample]:
-    """The rows with one more column, one list per row."""
+def with_column(rows: Sequence[Sample], name: str, columns: Sequence[Sequence[float]]) -> list[Sample]:
+    """The rows with one more column, one per row."""
     changes: list[dict[str, Any]] = [{name: column} for column in columns]
     return [dataclasses.replace(row, **change) for row, change in zip(rows, changes, strict=True)]
 
 
-def _append_given(row: _Columns, token_ids: list[int]) -> None:
-    """Tokens that the policy did not draw."""
-    size = len(token_ids)
-    row["token_ids"] += token_ids
-    row["loss_mask"] += [0] * size
-    row["behavior_logprobs"] += [0.0] * size
-    row["versions"] += [-1] * size
-    for name in row.keys() - _PLAIN:
-        row[name] += [[] for _ in token_ids]
+class _Stretch(NamedTuple):
+    """A piece of a row: tokens that the policy was given, and those that it drew after them."""
+
+    given: NDArray[np.int32]
+    drawn: Completion
 
 
-def _append_drawn(row: _Columns, completion: Completion) -> None:
-    size = len(completion.token_ids)
-    row["token_ids"] += completion.token_ids
-    row["loss_mask"] += [1] * size
-    row["behavior_logprobs"] += completion.logprobs
-    row["versions"] += completion.versions
-    for name in row.keys() - _PLAIN:
-        row[name] += getattr(completion, name) or [[] for _ in range(size)]
-
-
-def _sample(trajectory: Trajectory, teacher: str, columns: _Columns) -> Sample:
-    size, row = len(columns["token_ids"]), dict[str, Any](columns)
+def _sample(
+    trajectory: Trajectory, teacher: str, row: Sequence[_Stretch], optional: Mapping[str, Ragged[Any]]
+) -> Sample:
+    """`optional`: columns of lists to fill, each with one of its kind."""
+    columns: dict[str, Any] = {name: _lists(row, name, like) for name, like in optional.items()}
+    num_given, num_drawn = ([len(s.given) for s in row], [len(s.drawn.token_ids) for s in row])
+    zeros = Column[float](np.zeros(sum(num_given) + sum(num_drawn)))
     return Sample(
         group_id=trajectory.group_id,
         index=trajectory.index,
         teacher=teacher,
-        advantages=[0.0] * size,
-        weights=[0.0] * size,
+        token_ids=_column(row, "token_ids", [stretch.given for stretch in row]),
+        loss_mask=_woven([np.zeros(n, np.uint8) for n in num_given], [np.ones(n, np.uint8) for n in num_drawn]),
+        behavior_logprobs=_column(row, "logprobs", [np.zeros(size, np.float32) for size in num_given]),
+        versions=_column(row, "versions", [np.full(size, -1, np.int32) for size in num_given]),
+        advantages=zeros,
+        weights=zeros,
         reward=trajectory.score.value if trajectory.score.value is not None else 0.0,
-        **row,
+        **columns,
     )
+
+
+def _column(row: Sequence[_Stretch], name: str, given: Sequence[NDArray[Any]]) -> Column[Any]:
+    return _woven(given, [array_of(getattr(stretch.drawn, name)) for stretch in row])
+
+
+def _woven(given: Sequence[NDArray[Any]], drawn: Sequence[NDArray[Any]]) -> Column[Any]:
+    """The first given piece, the first drawn one, the second given one ..."""
+    return Column(np.concatenate([part for pair in zip(given, drawn, strict=True) for part in pair]))
+
+
+def _lists(row: Sequence[_Stretch], name: str, like: Ragged[Any]) -> Ragged[Any]:
+    """A column of lists: empty ones at tokens that were given, and in turns that lack the column."""
+    pieces = []
+    for stretch in row:
+        column: Ragged[Any] | None = getattr(stretch.drawn, name)
+        pieces.append(no_lists(len(stretch.given), like))
+        pieces.append(no_lists(len(stretch.drawn.token_ids), like) if column is None else column)
+    return join_ragged(pieces)

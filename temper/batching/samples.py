@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress, islice
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -22,10 +22,10 @@ from torch import Tensor
 from temper.batching.measure import measure_advantages, measure_groups, measure_shaping
 from temper.batching.rows import rows_of_groups, with_column
 from temper.objectives import Credit, Extent, Objective, Sloped, advantages_of, targets_of
-from temper.types import Batch, Group, Sample, Trajectory
+from temper.types import Batch, Column, Group, Sample, Trajectory, array_of
 
 Scorer = Literal["policy", "reference", "teacher", "critic"]
-ScoreFn = Callable[[Sequence[Sample], Scorer], list[list[float]]]
+ScoreFn = Callable[[Sequence[Sample], Scorer], Sequence[Sequence[float]]]
 """Trainer.score."""
 
 _PASSES: dict[str, tuple[str, Scorer]] = {
@@ -172,8 +172,11 @@ def _drawn(rows: Sequence[Sample], name: str) -> Tensor | None:
     columns = [getattr(row, name) for row in rows]
     if any(column is None for column in columns):
         return None
+    if not rows:
+        return _float64(())
     pairs = zip(columns, rows, strict=True)
-    return _float64(chain.from_iterable(compress(column, row.loss_mask) for column, row in pairs))
+    drawn = [array_of(column)[array_of(row.loss_mask, np.bool_)] for column, row in pairs]
+    return torch.from_numpy(np.concatenate(drawn, dtype=np.float64))
 
 
 def _reward_parts(members: Sequence[Trajectory]) -> dict[str, Tensor]:
@@ -199,13 +202,11 @@ def _steps(members: Sequence[Trajectory], lengths: Sequence[int]) -> tuple[Tenso
     """For each drawn token: the number of its step, and the value of the state in which that step begins."""
     if not members or not all(member.step_starts for member in members):
         return None
-    ids, values = [], []
-    for member, length in zip(members, lengths, strict=True):
-        ends = (*member.step_starts[1:], length)
-        for number, (start, end) in enumerate(zip(member.step_starts, ends, strict=True)):
-            ids += [number] * (end - start)
-            values += [member.step_values[number]] * (end - start)
-    return torch.tensor(ids), _float64(values)
+    starts = [(*member.step_starts, length) for member, length in zip(members, lengths, strict=True)]
+    sizes = torch.from_numpy(np.concatenate([np.diff(one) for one in starts]))
+    ids = torch.from_numpy(np.concatenate([np.arange(len(member.step_starts)) for member in members]))
+    values = _float64(value for member in members for value in member.step_values)
+    return ids.repeat_interleave(sizes), values.repeat_interleave(sizes)
 
 
 def _turns(members: Sequence[Trajectory]) -> tuple[Tensor, Tensor | None]:
@@ -266,15 +267,18 @@ def _filled(
 ) -> list[Sample]:
     """All rows in order, with credit on their drawn tokens and zeros elsewhere."""
     rows = [row for own in member_rows for row in own]
-    # In one piece: a step has hundreds of thousands of tokens.
-    is_drawn_T = torch.from_numpy(np.fromiter(chain.from_iterable(row.loss_mask for row in rows), dtype=np.bool_))
+    if not rows:
+        return []
+    # In one piece: a step has millions of tokens.
+    is_drawn_T = torch.from_numpy(np.concatenate([array_of(row.loss_mask, np.bool_) for row in rows]))
     counts_B = torch.tensor([len(own) for own in member_rows], dtype=torch.int64)
     sizes = torch.tensor([row.num_actions for row in rows], dtype=torch.int64)
+    ends = np.cumsum([len(row.token_ids) for row in rows])
     weight_of_row, slope_of_row = (of_member.repeat_interleave(counts_B) for of_member in (weights_B, slopes_B))
 
-    def columns(values_N: Tensor) -> list[list[float]]:
-        entries = iter(torch.zeros(len(is_drawn_T), dtype=torch.float64).masked_scatter_(is_drawn_T, values_N).tolist())
-        return [list(islice(entries, len(row.token_ids))) for row in rows]
+    def columns(values_N: Tensor) -> list[Sequence[float]]:
+        values_T = torch.zeros(len(is_drawn_T), dtype=torch.float64).masked_scatter_(is_drawn_T, values_N).numpy()
+        return [Column(part) for part in np.split(values_T, ends[:-1])]
 
     targets = [None] * len(rows) if targets_N is None else columns(targets_N)
     weights = columns(weight_of_row.repeat_interleave(sizes))

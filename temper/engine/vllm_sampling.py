@@ -6,11 +6,14 @@ Refuses: what vLLM cannot do, by name; nothing is dropped silently. Written agai
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from temper.errors import BackendError, TaskError, UserError
-from temper.types import Completion, Finish, Request, SamplingParams
+from temper.types import Column, Completion, Finish, Ragged, Request, SamplingParams
 
 TIES = 8
 """Tokens asked for beyond what is wanted: equal ones at the edge come in any order, and top-k keeps all of them."""
@@ -119,59 +122,97 @@ def read_back(asked: SamplingParams, used: Any) -> SamplingParams:
 
 def to_completion(request: Request, applied: SamplingParams, output: Any) -> Completion:
     """From vLLM's final CompletionOutput. An aborted request keeps what was drawn so far."""
-    token_ids = list(output.token_ids)
     if output.finish_reason not in FINISHES:
         raise TaskError(f"vLLM ended request {request.id} with {output.finish_reason!r}")
-    positions = [_position(output.logprobs, place) for place in range(len(token_ids))]
-    keeps = [_kept(position) for position in positions] if applied.is_truncated else None
-    num_top = applied.top_logprobs
-    top = [_most_likely(position)[:num_top] for position in positions] if num_top else None
+    token_ids = np.array(output.token_ids, dtype=np.int32)
+    listed = _Listed.of(output.logprobs, len(token_ids))
+    kept = _kept(listed) if applied.is_truncated else None
+    top = _most_likely(listed, applied.top_logprobs) if applied.top_logprobs else None
     return Completion(
         prompt_ids=request.prompt_ids,
-        token_ids=token_ids,
-        logprobs=[_drawn(position, token) for position, token in zip(positions, token_ids, strict=True)],
+        token_ids=Column(token_ids),
+        logprobs=_drawn(listed, token_ids),
         versions=_versions(output.weight_versions or [], len(token_ids)),
         finish=FINISHES[output.finish_reason],
-        top_ids=None if top is None else [[token for token, _ in pairs] for pairs in top],
-        top_logprobs=None if top is None else [[logprob for _, logprob in pairs] for pairs in top],
-        entropies=[_entropy(kept) for kept in keeps] if applied.entropy and keeps is not None else None,
-        keep_ids=None if keeps is None else [sorted(kept) for kept in keeps],
+        top_ids=None if top is None else top.lists(top.ids),
+        top_logprobs=None if top is None else top.lists(top.logprobs.astype(np.float32)),
+        entropies=_entropies(kept) if applied.entropy and kept is not None else None,
+        keep_ids=None if kept is None else kept.lists(kept.ids),
         params=applied,
     )
 
 
-def _position(flat: Any, place: int) -> list[tuple[int, float]]:
-    """Token ids and log-probabilities of one position, the drawn token first; it can come twice."""
-    start, end = flat.start_indices[place], flat.end_indices[place]
-    return list(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """Tokens that are listed at the positions of a completion, one position after another."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float64]
+    owners: NDArray[np.int64]
+    """Position of each."""
+    size: int
+    """Positions."""
+
+    @staticmethod
+    def of(flat: Any, size: int) -> _Listed:
+        """From vLLM's flat log-probabilities: of each position the drawn token first; it can come twice."""
+        if not size:
+            return _Listed(np.empty(0, np.int32), np.empty(0), np.empty(0, np.int64), 0)
+        starts, ends = (np.array(list(bounds)[:size]) for bounds in (flat.start_indices, flat.end_indices))
+        counts = ends - starts
+        places = np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
+        ids, logprobs = np.array(flat.token_ids, dtype=np.int32), np.array(flat.logprobs, dtype=np.float64)
+        return _Listed(ids[places], logprobs[places], np.repeat(np.arange(size), counts), size)
+
+    def take(self, places: NDArray[Any]) -> _Listed:
+        return _Listed(self.ids[places], self.logprobs[places], self.owners[places], self.size)
+
+    def once(self) -> _Listed:
+        """Without repeats, in order of ids."""
+        ordered = self.take(np.lexsort((self.ids, self.owners)))
+        is_repeat = (np.diff(ordered.ids) == 0) & (np.diff(ordered.owners) == 0)
+        return ordered.take(np.flatnonzero(np.append(True, ~is_repeat)[: len(ordered.ids)]))
+
+    def lists(self, values: NDArray[Any]) -> Ragged[Any]:
+        return Ragged.of_counts(values, np.bincount(self.owners, minlength=self.size))
 
 
-def _drawn(position: list[tuple[int, float]], token: int) -> float:
-    first, logprob = position[0]
-    if first != token or not math.isfinite(logprob):
-        raise BackendError(f"vLLM drew token {token} and reports {logprob} for token {first}")
-    return logprob
+def _drawn(listed: _Listed, token_ids: NDArray[np.int32]) -> Column[float]:
+    """Log-probabilities of the drawn tokens: the first ones listed."""
+    firsts = np.searchsorted(listed.owners, np.arange(listed.size))
+    ids, logprobs = listed.ids[firsts], listed.logprobs[firsts]
+    wrong = np.flatnonzero((ids != token_ids) | ~np.isfinite(logprobs))
+    if len(wrong):
+        place = wrong[0]
+        raise BackendError(f"vLLM drew token {token_ids[place]} and reports {logprobs[place]} for token {ids[place]}")
+    return Column(logprobs.astype(np.float32))
 
 
-def _most_likely(position: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def _most_likely(listed: _Listed, count: int) -> _Listed:
     """Most likely first; of equal ones the lower id first."""
-    return sorted(dict(position).items(), key=lambda pair: (-pair[1], pair[0]))
+    once = listed.once()
+    ordered = once.take(np.lexsort((once.ids, -once.logprobs, once.owners)))
+    ranks = np.arange(len(ordered.ids)) - np.searchsorted(ordered.owners, ordered.owners)
+    return ordered.take(np.flatnonzero(ranks < count))
 
 
-def _kept(position: list[tuple[int, float]]) -> dict[int, float]:
+def _kept(listed: _Listed) -> _Listed:
     """Tokens that could be drawn. They hold all probability; anything less means that some were not returned."""
-    kept = {token: logprob for token, logprob in position if math.isfinite(logprob)}
-    mass = sum(map(math.exp, kept.values()))
-    if abs(mass - 1) > MASS_TOLERANCE:
+    kept = listed.take(np.flatnonzero(np.isfinite(listed.logprobs))).once()
+    masses = np.bincount(kept.owners, weights=np.exp(kept.logprobs), minlength=kept.size)
+    short = np.flatnonzero(np.abs(masses - 1) > MASS_TOLERANCE)
+    if len(short):
+        count, mass = np.count_nonzero(kept.owners == short[0]), masses[short[0]]
         raise TaskError(
-            f"vLLM kept more tokens than it returned ({len(kept)}, holding {mass:.4f} of the probability): more than "
+            f"vLLM kept more tokens than it returned ({count}, holding {mass:.4f} of the probability): more than "
             f"{TIES} are tied at the edge of top_k"
         )
     return kept
 
 
-def _entropy(kept: dict[int, float]) -> float:
-    return -sum(math.exp(logprob) * logprob for logprob in kept.values())
+def _entropies(kept: _Listed) -> Column[float]:
+    weights = -np.exp(kept.logprobs) * kept.logprobs
+    return Column(np.bincount(kept.owners, weights=weights, minlength=kept.size).astype(np.float32))
 
 
 def _versions(spans: Any, count: int) -> list[int]:

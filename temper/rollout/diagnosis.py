@@ -74,16 +74,17 @@ def measure(
     """Compares behavior log-probabilities with the trainer's, over drawn tokens; with `version`, over those it drew."""
     tokens, firsts = [], []
     for sample, row in zip(samples, recomputed, strict=True):
+        columns = zip(row, sample.behavior_logprobs, sample.loss_mask, sample.versions, strict=True)
         drawn = [
-            (place, sample.behavior_logprobs[place], again)
-            for place, again in enumerate(row)
-            if sample.loss_mask[place] and version in (None, sample.versions[place])
+            (place, sampled, again)
+            for place, (again, sampled, is_drawn, drawn_by) in enumerate(columns)
+            if is_drawn and version in (None, drawn_by)
         ]
         tokens += drawn
         firsts += [abs(sampled - again) for _, sampled, again in drawn[:1]]
     if not tokens:
-        drawn_by = sorted({v for s in samples for v, is_drawn in zip(s.versions, s.loss_mask, strict=True) if is_drawn})
-        raise BackendError(f"no drawn tokens to compare: wanted those of version {version}, drawn were {drawn_by}")
+        found = sorted({v for s in samples for v, is_drawn in zip(s.versions, s.loss_mask, strict=True) if is_drawn})
+        raise BackendError(f"no drawn tokens to compare: wanted those of version {version}, drawn were {found}")
     gaps = [abs(sampled - again) for _, sampled, again in sorted(tokens)]
     squares = sum(sampled * sampled for _, sampled, _ in tokens)
     return Agreement(

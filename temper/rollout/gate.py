@@ -21,9 +21,22 @@ from temper.protocols import Sampler
 from temper.rollout.budgets import Budget
 from temper.rollout.diagnosis import Agreement, Evidence, Probe, diagnose, measure
 from temper.rollout.episode import EpisodeSetup, run_episode
-from temper.types import Completion, Message, Request, Sample, SamplingParams, Score, Status, Task, Trajectory, Turn
+from temper.types import (
+    Column,
+    Completion,
+    Message,
+    Ragged,
+    Request,
+    Sample,
+    SamplingParams,
+    Score,
+    Status,
+    Task,
+    Trajectory,
+    Turn,
+)
 
-Recompute = Callable[[Sequence[Sample], Literal["policy"]], list[list[float]]]
+Recompute = Callable[[Sequence[Sample], Literal["policy"]], Sequence[Sequence[float]]]
 """Trainer.score."""
 FindStale = Callable[[], Sequence[str]]
 """Names of tensors that the sampler holds otherwise than the trainer."""
@@ -196,12 +209,12 @@ def _started(row: Sample, token: int) -> Sample:
     return dataclasses.replace(longer, token_ids=[token, *row.token_ids])
 
 
-def _mapped(row: Sample, change: Callable[[list[object]], list[object]]) -> Sample:
+def _mapped(row: Sample, change: Callable[[Sequence[object]], Sequence[object]]) -> Sample:
     """The row with every column changed alike."""
     columns = {
         field.name: change(column)
         for field in dataclasses.fields(row)
-        if isinstance(column := getattr(row, field.name), list)
+        if isinstance(column := getattr(row, field.name), Column | Ragged)
     }
     return dataclasses.replace(row, **columns)  # type: ignore[arg-type]
 
@@ -290,5 +303,5 @@ def _rows(completions: Sequence[Completion], name: str) -> list[Sample]:
     return rows
 
 
-async def _score(sides: Sides, rows: Sequence[Sample]) -> list[list[float]]:
+async def _score(sides: Sides, rows: Sequence[Sample]) -> Sequence[Sequence[float]]:
     return await asyncio.to_thread(sides.recompute, rows, "policy")

@@ -129,8 +129,8 @@ async def _continue(setup: EpisodeSetup, completion: Completion, start: int, req
     require_as_asked(request, drawn)
     return Completion(
         prompt_ids=completion.prompt_ids,
-        token_ids=completion.token_ids[:start] + drawn.token_ids,
-        logprobs=completion.logprobs[:start] + drawn.logprobs,
-        versions=completion.versions[:start] + drawn.versions,
+        token_ids=[*completion.token_ids[:start], *drawn.token_ids],
+        logprobs=[*completion.logprobs[:start], *drawn.logprobs],
+        versions=[*completion.versions[:start], *drawn.versions],
         finish=drawn.finish,
     )

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from temper.runs.nulls import number
 from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
 from temper.storable import to_json
-from temper.types import Batch, EvaluationResult, Group, Message, Sample, Score, StepReport, Trace, Trajectory
+from temper.types import Batch, EvaluationResult, Group, Message, Sample, Score, StepReport, Trace, Trajectory, array_of
 
 Row = tuple[Any, ...]
 TRAINED = "trained"
@@ -107,15 +108,16 @@ def untrained_rows(report: StepReport, trajectory: Trajectory) -> Iterator[Row]:
     """Token arrays of a rollout that was not trained: one row per turn, without credit."""
     for row, turn in enumerate(trajectory.turns):
         completion = turn.completion
-        size = len(completion.prompt_ids)
+        size, drawn = len(completion.prompt_ids), len(completion.token_ids)
+        nothing, entropies = np.zeros(size), completion.entropies
         yield (
             *(report.stage, report.step, trajectory.group_id, trajectory.index, row),
-            _array([*completion.prompt_ids, *completion.token_ids], "<i4"),
-            _array([0] * size + [1] * len(completion.token_ids), "u1"),
-            _array([0.0] * size + completion.logprobs, "<f4"),
-            _array([-1] * size + completion.versions, "<i4"),
+            _array(np.concatenate((np.array(completion.prompt_ids, np.int32), array_of(completion.token_ids))), "<i4"),
+            _array(np.repeat([0, 1], [size, drawn]), "u1"),
+            _array(np.concatenate((nothing, array_of(completion.logprobs))), "<f4"),
+            _array(np.concatenate((np.full(size, -1), array_of(completion.versions))), "<i4"),
             *(None, None, None),
-            None if completion.entropies is None else _array([0.0] * size + completion.entropies, "<f4"),
+            None if entropies is None else _array(np.concatenate((nothing, array_of(entropies))), "<f4"),
         )
 
 
@@ -160,8 +162,8 @@ def _sample_arrays(sample: Sample, trace: Trace | None) -> Row:
     )
 
 
-def _array(values: Sequence[float], dtype: str) -> bytes:
-    return np.array(values, dtype=dtype).tobytes()
+def _array(values: Sequence[float] | NDArray[Any], dtype: str) -> bytes:
+    return array_of(values, dtype).tobytes()
 
 
 def _events(trajectory: Trajectory) -> str | None:

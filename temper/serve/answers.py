@@ -153,7 +153,7 @@ def _whole_choice(head: Head, asked: Asked, answer: Answer, words: Words) -> Sha
     else:
         choice["text"] = answer.text
     if asked.has_token_ids:
-        choice |= {"prompt_token_ids": list(completion.prompt_ids), "token_ids": completion.token_ids}
+        choice |= {"prompt_token_ids": list(completion.prompt_ids), "token_ids": list(completion.token_ids)}
     return choice
 
 

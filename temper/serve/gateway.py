@@ -91,7 +91,7 @@ class Job:
     def take(self, completion: Completion | None = None) -> Piece:
         """Everything drawn since the last time; with the completion, whatever was missing and the end of the text."""
         if completion is not None:
-            self.token_ids, self.logprobs = completion.token_ids, completion.logprobs
+            self.token_ids, self.logprobs = list(completion.token_ids), list(completion.logprobs)
         fresh = slice(self.num_taken, len(self.token_ids))
         ids, logprobs = tuple(self.token_ids[fresh]), tuple(self.logprobs[fresh])
         text = self.text.push(ids) if ids else ""

@@ -135,7 +135,7 @@ class Records:
             "messages": json.dumps([dataclasses.asdict(message) for message in origin.messages]),
             "reply": entry.reply,
             "said": entry.said,
-            "completion": json.dumps(dataclasses.asdict(entry.completion)),
+            "completion": json.dumps(dataclasses.asdict(entry.completion), default=list),  # columns
             "reply_key": entry.reply_key,
             "num_messages": origin.num_messages and origin.num_messages + 1,
             "text_length": len(whole),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 
 from temper.batching.measure import measure_groups
@@ -26,7 +27,7 @@ from temper.objectives.unpaired import kto_baseline, mismatched_rows
 from temper.rollout.buffer import Taken
 from temper.stages.reference_cache import References
 from temper.stages.stream import StreamSource, TaskStream
-from temper.types import Batch, Group, Message, Sample, Task, Trajectory
+from temper.types import Batch, Column, Group, Message, Sample, Task, Trajectory, array_of
 
 Draw = tuple[int, Task]
 
@@ -82,8 +83,8 @@ def _row(group_id: str, index: int, prompt: list[int], completion: list[int], re
     )
 
 
-def _on_drawn(row: Sample, value: float) -> list[float]:
-    return [value * is_drawn for is_drawn in row.loss_mask]
+def _on_drawn(row: Sample, value: float) -> Column[float]:
+    return Column(value * array_of(row.loss_mask, np.float64))
 
 
 def pair_rows(rules: RowRules, task: Task) -> tuple[Sample, Sample]:
@@ -163,7 +164,7 @@ def _sums(columns: Iterable[Sequence[float]]) -> torch.Tensor:
     return torch.tensor([sum(column) for column in columns], dtype=torch.float64)
 
 
-def _references(rows: Iterable[Sample]) -> list[list[float]]:
+def _references(rows: Iterable[Sample]) -> list[Sequence[float]]:
     return [row.reference_logprobs or [] for row in rows]
 
 

@@ -12,12 +12,14 @@ import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import compress
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+from numpy.typing import NDArray
+
 from temper.batching.samples import ScoreFn
-from temper.types import Sample
+from temper.types import Column, Sample, array_of
 
 
 class References:
@@ -51,7 +53,7 @@ class References:
         if unknown:
             scored = self._score(list(unknown.values()), "reference")
             columns = zip(unknown.items(), scored, strict=True)
-            block = {key: array("d", compress(column, row.loss_mask)) for (key, row), column in columns}
+            block = {key: array("d", _drawn(column, row).tobytes()) for (key, row), column in columns}
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("ab") as file:
@@ -64,13 +66,18 @@ class References:
 
 def _key(row: Sample) -> str:
     """By what the reference reads, not by a name: the same text under two names is scored once."""
-    content = array("q", row.token_ids).tobytes() + bytes(row.loss_mask)
+    content = array_of(row.token_ids, np.int64).tobytes() + array_of(row.loss_mask, np.uint8).tobytes()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _spread(values: Sequence[float], row: Sample) -> list[float]:
-    drawn = iter(values)
-    return [next(drawn) if is_drawn else 0.0 for is_drawn in row.loss_mask]
+def _drawn(column: Sequence[float], row: Sample) -> NDArray[np.float64]:
+    return array_of(column, np.float64)[array_of(row.loss_mask, np.bool_)]
+
+
+def _spread(values: array[float], row: Sample) -> Column[float]:
+    column = np.zeros(len(row.loss_mask))
+    column[array_of(row.loss_mask, np.bool_)] = values
+    return Column(column)
 
 
 def _encoded(block: dict[str, array[float]]) -> bytes:

@@ -33,7 +33,7 @@ Columns = list[list[float]]
 """One list per row."""
 RowMaker = Callable[[Task], list[Sample]]
 """The rows of one task, without their weights."""
-ScoreFn = Callable[[Sequence[Sample]], Columns]
+ScoreFn = Callable[[Sequence[Sample]], Sequence[Sequence[float]]]
 """What the head says at every position of each row; 0.0 where it is not read."""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from temper.batching.rows import domain_of
@@ -17,7 +18,7 @@ from temper.errors import UserError
 from temper.objectives import Extent, Objective
 from temper.objectives.likelihood import SFT
 from temper.stages.stream import StreamSource, TaskStream
-from temper.types import Batch, Message, Sample, Task
+from temper.types import Batch, Column, Message, Sample, Task, array_of
 
 MAX_SKIPS = 10_000
 """Rows in a row that are too long, after which the data is taken to hold nothing else."""
@@ -139,4 +140,4 @@ def _sample(name: str, row: SpokenRow) -> Sample:
 
 
 def _weighted(row: Sample, weight: float) -> Sample:
-    return replace(row, weights=[weight * m for m in row.loss_mask])
+    return replace(row, weights=Column(weight * array_of(row.loss_mask, np.float64)))

@@ -179,7 +179,7 @@ def _rows(microbatch: Microbatch, rows: Tensor, is_taken_T: Tensor) -> Microbatc
     """Some rows of a microbatch, with what a pass without gradient reads."""
     keep_ids = keep_counts = None
     if microbatch.keep_ids is not None and microbatch.keep_counts is not None:
-        keep_ids = microbatch.keep_ids[is_taken_T.repeat_interleave(microbatch.keep_counts)]
+        keep_ids = tuple(microbatch.keep_ids[row] for row in rows.tolist())
         keep_counts = microbatch.keep_counts[is_taken_T]
     required = (
         "token_ids", "positions", "sequence_ids", "trajectory_ids", "loss_mask", "behavior_logprobs", "advantages",

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -76,7 +77,7 @@ def _scored(model: nn.Module, states: DrawnStates, microbatch: Microbatch, tempe
         states.hidden_AD,
         states.token_ids_A,
         temperature=temperature,
-        top_ids_AK=None if top_ids is None else top_ids.to(states.drawn_A.device)[states.drawn_A],
+        top_ids_AK=None if top_ids is None else top_ids.to(states.drawn_A.device)[states.drawn_A].long(),
         keep=keep_sets(microbatch, states.drawn_A.device),
     )
     shift_A = None if microbatch.router_ids is None else _router_shift(states, microbatch)
@@ -90,7 +91,8 @@ def keep_sets(microbatch: Microbatch, device: torch.device) -> KeepSets | None:
     if microbatch.keep_ids is None:
         return None
     assert microbatch.keep_counts is not None, "keep-sets without their sizes"
-    return KeepSets.of(microbatch.keep_ids, microbatch.keep_counts[microbatch.loss_mask.bool()], device)
+    ids = torch.from_numpy(np.concatenate(microbatch.keep_ids)).to(device).long()
+    return KeepSets.of(ids, microbatch.keep_counts[microbatch.loss_mask.bool()], device)
 
 
 def forward_backward(

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from temper.types import Microbatch, Sample, Trace
+from temper.types import Column, Microbatch, Sample, Trace, array_of
 
 Pack = Callable[[Sequence[Sample]], list[Microbatch]]
 Key = tuple[str, int, int]
@@ -25,13 +24,17 @@ Key = tuple[str, int, int]
 def pack_numbered(pack: Pack, samples: Sequence[Sample]) -> list[tuple[Microbatch, list[int]]]:
     """Microbatches, each with the numbers of its rows among the samples: the packer may put them in another order."""
     # Packing does not look into the versions column; it carries the numbers through, and then gets its own back.
-    numbered = [replace(s, versions=[number] * len(s.token_ids)) for number, s in enumerate(samples)]
+    numbered = [replace(s, versions=_repeated(number, len(s.token_ids))) for number, s in enumerate(samples)]
     packed = []
     for microbatch in pack(numbered):
         rows = [int(part[0]) for part in torch.split(microbatch.versions, list(microbatch.lengths))]
-        versions = np.fromiter(chain.from_iterable(samples[number].versions for number in rows), dtype=np.int64)
+        versions = np.concatenate([array_of(samples[number].versions) for number in rows], dtype=np.int64)
         packed.append((replace(microbatch, versions=torch.from_numpy(versions)), rows))
     return packed
+
+
+def _repeated(number: int, count: int) -> Column[int]:
+    return Column(np.full(count, number, dtype=np.int32))
 
 
 def keys_of(samples: Sequence[Sample]) -> list[Key]:
@@ -56,6 +59,6 @@ def traces_of(microbatch: Microbatch, seen: Tensor, keys: Sequence[Key]) -> dict
     spread[:, microbatch.loss_mask.bool()] = seen.cpu()
     rows = torch.split(spread, list(microbatch.lengths), dim=1)
     return {
-        key: Trace(policy_logprobs=row[0].tolist(), entropies=row[1].tolist())
+        key: Trace(policy_logprobs=Column(row[0].numpy()), entropies=Column(row[1].numpy()))
         for key, row in zip(keys, rows, strict=True)
     }

@@ -36,7 +36,7 @@ from temper.trainer.references import MovingReference
 from temper.trainer.states import set_ordered
 from temper.trainer.traces import Key, Pack, keys_of, pack_numbered, traces_of
 from temper.trainer.weights import ModelFiles, Weights, kept_tensors, save_weights, stored_tensors
-from temper.types import Batch, Microbatch, Publication, Sample, Trace, TrainResult
+from temper.types import Batch, Column, Microbatch, Publication, Sample, Trace, TrainResult
 
 Shard = Callable[[Sequence[Microbatch], int, int], list[Microbatch]]
 """(microbatches, rank, world) -> the share of that rank; may be empty."""
@@ -139,13 +139,13 @@ class LocalTrainer:
 
     def score(
         self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic"]
-    ) -> list[list[float]]:
-        rows: list[list[float]] = [[] for _ in samples]
+    ) -> list[Sequence[float]]:
+        rows: list[Sequence[float]] = [[] for _ in samples]
         for microbatch, numbers in pack_numbered(self._pack, samples):
             with self._one_pass:
                 values = self._values(microbatch) if who == "critic" else self._passes.score(microbatch, who)
             for number, part in zip(numbers, torch.split(values, list(microbatch.lengths)), strict=True):
-                rows[number] = part.tolist()
+                rows[number] = Column(part.double().cpu().numpy())
         return rows
 
     def observe(self, score: float) -> None:

@@ -232,7 +232,7 @@ def _scored(microbatch: Microbatch, logprobs_AV: Tensor) -> Scored:
     return Scored(
         logprobs=logprobs_AV.gather(1, token_ids_A1)[:, 0],
         entropy=-(logprobs_AV.exp() * logprobs_AV).sum(-1),
-        top_logprobs=None if top_ids is None else logprobs_AV.gather(1, top_ids[drawn_A].to(device)),
+        top_logprobs=None if top_ids is None else logprobs_AV.gather(1, top_ids[drawn_A].to(device).long()),
     )
 
 

@@ -17,6 +17,7 @@ from temper.types.batches import (
     total_tokens,
 )
 from temper.types.checks import require_parallel
+from temper.types.columns import Column, Ragged, array_of, join_ragged, no_lists
 from temper.types.rollouts import (
     TRAINABLE_STATUSES,
     Completion,
@@ -40,6 +41,7 @@ __all__ = [
     "OPTIONAL_COLUMNS",
     "TRAINABLE_STATUSES",
     "Batch",
+    "Column",
     "Completion",
     "EvaluationResult",
     "Event",
@@ -49,6 +51,7 @@ __all__ = [
     "Message",
     "Microbatch",
     "Publication",
+    "Ragged",
     "Request",
     "Sample",
     "SamplingParams",
@@ -63,6 +66,9 @@ __all__ = [
     "TrainResult",
     "Trajectory",
     "Turn",
+    "array_of",
+    "join_ragged",
+    "no_lists",
     "require_parallel",
     "total_tokens",
 ]

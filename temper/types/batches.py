@@ -9,51 +9,53 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from temper.types.checks import require_parallel
+from temper.types.checks import hold, require_parallel
+from temper.types.columns import array_of, bits, floats, integers, ragged
 from temper.types.rollouts import Group, Scalar
 
-OPTIONAL_COLUMNS = (
-    "proximal_logprobs", "reference_logprobs", "teacher_logprobs", "values", "targets", "top_ids", "top_logprobs",
-    "keep_ids",
-)  # fmt: skip
+_FLOATS = ("proximal_logprobs", "reference_logprobs", "teacher_logprobs", "values", "targets")
+OPTIONAL_COLUMNS = (*_FLOATS, "top_ids", "top_logprobs", "keep_ids")
 """Columns of a Sample that only some objectives need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One row to train on. Lists run over all tokens of the row, prompt included, indexed by the scored token.
+    """One row to train on. Columns run over all tokens of the row, prompt included, indexed by the scored token; lists
+    or arrays may be given.
 
     A rollout is one row unless its template rewrote history; then it is several rows that share group_id and index.
     """
 
     group_id: str
     index: int
-    token_ids: list[int]
-    loss_mask: list[int]
+    token_ids: Sequence[int]
+    loss_mask: Sequence[int]
     """1 exactly where the policy drew the token. From lengths, never from ids."""
-    behavior_logprobs: list[float]
+    behavior_logprobs: Sequence[float]
     """0.0 where loss_mask is 0."""
-    versions: list[int]
+    versions: Sequence[int]
     """-1 where loss_mask is 0."""
-    advantages: list[float]
-    weights: list[float]
+    advantages: Sequence[float]
+    weights: Sequence[float]
     """Share of each token in the loss; already holds one over the denominator of the whole batch."""
-    proximal_logprobs: list[float] | None = None
+    proximal_logprobs: Sequence[float] | None = None
     """By the trainer when the batch started; None: the current policy of a single update, detached."""
-    reference_logprobs: list[float] | None = None
+    reference_logprobs: Sequence[float] | None = None
     """None: no part of the objective needs them; the same below."""
-    teacher_logprobs: list[float] | None = None
-    values: list[float] | None = None
+    teacher_logprobs: Sequence[float] | None = None
+    values: Sequence[float] | None = None
     """The critic's, when the batch started: expected return before each token."""
-    targets: list[float] | None = None
+    targets: Sequence[float] | None = None
     """What the critic should have said."""
-    top_ids: list[list[int]] | None = None
+    top_ids: Sequence[Sequence[int]] | None = None
     """The sampler's most likely tokens at each position; empty lists where loss_mask is 0."""
-    top_logprobs: list[list[float]] | None = None
-    keep_ids: list[list[int]] | None = None
+    top_logprobs: Sequence[Sequence[float]] | None = None
+    keep_ids: Sequence[Sequence[int]] | None = None
     """Which tokens could be drawn at each position; empty lists where loss_mask is 0. None: all of them. Every
     log-probability and entropy of the row, by whatever model, is that within these; those of top_ids are not."""
     reward: float = 0.0
@@ -64,6 +66,11 @@ class Sample:
     """Name of the teacher that reads this row, where there are several: the domain of its task."""
 
     def __post_init__(self) -> None:
+        hold(self, integers, "token_ids", "versions")
+        hold(self, bits, "loss_mask")
+        hold(self, floats, "behavior_logprobs", "advantages", "weights", *_FLOATS)
+        hold(self, lambda rows: ragged(rows, np.int32), "top_ids", "keep_ids")
+        hold(self, ragged, "top_logprobs")
         require_parallel(self, "token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages", "weights")
         for name in OPTIONAL_COLUMNS:
             if getattr(self, name) is not None:
@@ -72,7 +79,7 @@ class Sample:
 
     @property
     def num_actions(self) -> int:
-        return sum(self.loss_mask)
+        return int(array_of(self.loss_mask).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +112,12 @@ class Microbatch:
     values: Tensor | None = None
     targets: Tensor | None = None
     top_ids: Tensor | None = None
-    """[T, K] most likely tokens of the sampler, or of the trainer when the batch started."""
+    """[T, K] most likely tokens of the sampler (int32), or of the trainer when the batch started."""
     top_logprobs: Tensor | None = None
     """[T, K] of the policy that named them."""
-    keep_ids: Tensor | None = None
-    """Tokens that could be drawn, those of one position after those of another. None: all tokens, everywhere."""
+    keep_ids: tuple[NDArray[np.int32], ...] | None = None
+    """By row: the tokens that could be drawn, those of one position after those of another. They are the largest part
+    of a batch by far, so rows lend them and nothing is copied before a pass needs it. None: all tokens, everywhere."""
     keep_counts: Tensor | None = None
     """[T] how many of keep_ids belong to each position; 0 where loss_mask is 0."""
     router_ids: Tensor | None = None
@@ -168,9 +176,12 @@ class Publication:
 class Trace:
     """What the trainer found at every token of one row; 0.0 where nothing was drawn."""
 
-    policy_logprobs: list[float]
+    policy_logprobs: Sequence[float]
     """By the policy that the row first trained."""
-    entropies: list[float]
+    entropies: Sequence[float]
+
+    def __post_init__(self) -> None:
+        hold(self, floats, "policy_logprobs", "entropies")
 
 
 Traces = Mapping[tuple[str, int, int], Trace]

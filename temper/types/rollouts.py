@@ -5,12 +5,15 @@ Everything is frozen, keyword-only, and checked once, when it is made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from temper.types.checks import require_parallel
+import numpy as np
+
+from temper.types.checks import hold, require_parallel
+from temper.types.columns import array_of, floats, integers, ragged
 
 Scalar = str | int | float | bool
 
@@ -179,7 +182,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the sampler returned for one request. All lists are parallel to token_ids.
+    """What the sampler returned for one request. All columns are parallel to token_ids; lists or arrays may be given.
 
     A completion that was interrupted and resumed under new weights has more than one version:
     token_ids [51, 12, 9], versions [3, 3, 4] means that token 9 was drawn by the weights of version 4.
@@ -187,25 +190,38 @@ class Completion:
 
     prompt_ids: tuple[int, ...]
     """Exactly the ids the model saw, template and observations included; never re-tokenised."""
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
     """Natural log, float32, after temperature, by the weights of `versions`."""
-    versions: list[int]
+    versions: Sequence[int]
     finish: Finish
-    top_ids: list[list[int]] | None = None
+    top_ids: Sequence[Sequence[int]] | None = None
     """The most likely tokens at each position, most likely first. None: not asked for."""
-    top_logprobs: list[list[float]] | None = None
-    entropies: list[float] | None = None
+    top_logprobs: Sequence[Sequence[float]] | None = None
+    entropies: Sequence[float] | None = None
     """None: not asked for."""
-    keep_ids: list[list[int]] | None = None
+    keep_ids: Sequence[Sequence[int]] | None = None
     """Which tokens could be drawn at each position, the drawn one among them. None: all of them."""
     params: SamplingParams | None = None
     """What the sampler really applied. None: a completion that no sampler drew."""
 
     def __post_init__(self) -> None:
+        hold(self, integers, "token_ids", "versions")
+        hold(self, floats, "logprobs", "entropies")
+        hold(self, lambda rows: ragged(rows, np.int32), "top_ids", "keep_ids")
+        hold(self, ragged, "top_logprobs")
         optional = ("top_ids", "top_logprobs", "entropies", "keep_ids")
         given = [name for name in optional if getattr(self, name) is not None]
         require_parallel(self, "token_ids", "logprobs", "versions", *given)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """None: nothing was drawn; the same below."""
+        return int(array_of(self.versions).min()) if self.versions else None
+
+    @property
+    def newest_version(self) -> int | None:
+        return int(array_of(self.versions).max()) if self.versions else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,13 +294,18 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        return min((min(t.completion.versions) for t in self.turns if t.completion.versions), default=-1)
+        oldest = (turn.completion.oldest_version for turn in self.turns)
+        return min((version for version in oldest if version is not None), default=-1)
+
+    @property
+    def newest_version(self) -> int:
+        newest = (turn.completion.newest_version for turn in self.turns)
+        return max((version for version in newest if version is not None), default=-1)
 
     @property
     def is_opponents(self) -> bool:
         """Drawn by an opponent of the policy: its tokens have no version."""
-        newest = [max(turn.completion.versions) for turn in self.turns if turn.completion.versions]
-        return bool(newest) and max(newest) < 0
+        return self.num_tokens > 0 and self.newest_version < 0
 
     @property
     def is_truncated(self) -> bool:

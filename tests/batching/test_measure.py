@@ -6,10 +6,11 @@ import dataclasses
 import json
 import random
 
+import numpy as np
 import pytest
 import torch
 
-from temper.batching.measure import RecentPrompts, measure_advantages, measure_groups
+from temper.batching.measure import RecentPrompts, count_grams, measure_advantages, measure_groups
 from temper.types import Finish, Status
 
 
@@ -178,3 +179,12 @@ def test_prompts_are_remembered_for_eight_steps_and_over_a_resume(group) -> None
     seen = [late.measure([group([(1.0, 1)], task="a" if step in (0, 9) else str(step))]) for step in range(10)]
     assert seen[-1] == {"data/prompt_repeat_rate": 0.0}
     assert late.measure([]) == {}
+
+
+@pytest.mark.parametrize("vocabulary", [3, 40, 150_000])
+@pytest.mark.parametrize("sizes", [[0], [3], [4], [500], [1, 4, 0, 90, 5], [70_000]])
+def test_grams_are_counted_as_a_set_of_tuples_would(vocabulary: int, sizes: list[int]) -> None:
+    draw = np.random.default_rng(sum(sizes) + vocabulary)
+    pieces = [draw.integers(0, vocabulary, size, dtype=np.int32) for size in sizes]
+    grams = [tuple(piece[place : place + 4].tolist()) for piece in pieces for place in range(len(piece) - 3)]
+    assert count_grams(pieces) == (len(grams), len(set(grams)))

@@ -27,7 +27,7 @@ from temper.rollout.gate import Canary, Sides, canary_prompts, require_agreement
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.trainer import LocalTrainer, TrainerSettings
 from temper.trainer.weights import publish
-from temper.types import Completion, Finish, Publication, Request, Sample, SamplingParams
+from temper.types import Column, Completion, Finish, Publication, Request, Sample, SamplingParams
 
 BUDGET = Budget(mean_gap=1e-5, max_gap=1e-3)
 VOCABULARY = 97
@@ -258,7 +258,7 @@ def test_lost_sequence_boundaries_are_named() -> None:
         joined = {
             field.name: [entry for sample in samples for entry in getattr(sample, field.name)]
             for field in dataclasses.fields(Sample)
-            if isinstance(getattr(samples[0], field.name), list)
+            if isinstance(getattr(samples[0], field.name), Column)
         }
         (row,) = trainer.score([dataclasses.replace(samples[0], **joined)], who)
         ends = [sum(len(s.token_ids) for s in samples[: k + 1]) for k in range(len(samples))]
@@ -322,7 +322,7 @@ def test_a_number_that_is_none_is_named() -> None:
     trainer = make_trainer(model)
 
     def broken(samples: Sequence[Sample], who: Any) -> list[list[float]]:
-        rows = trainer.score(samples, who)
+        rows = [list(row) for row in trainer.score(samples, who)]
         rows[-1][-1] = math.nan
         return rows
 
@@ -410,7 +410,7 @@ def test_one_unlucky_token_is_looked_at_again_and_many_stop_the_run() -> None:
     def once(samples: Sequence[Sample], who: Any) -> list[list[float]]:
         nonlocal calls
         calls += 1
-        scores = trainer.score(samples, who)
+        scores = [list(row) for row in trainer.score(samples, who)]
         scores[0][-1] += unlucky  # more than its share of the mean of 32 tokens, not of 512
         return scores
 

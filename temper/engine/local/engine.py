@@ -108,7 +108,6 @@ class LocalEngine:
             request,
             random_key(self._settings.seed, request.id),
             deliver,
-            list(request.prompt_ids),
             watch=None if watch is None else _guarded(watch, future),
             stop_texts=StopTexts(request.params.stop, self._decode) if request.params.stop and self._decode else None,
         )

@@ -95,9 +95,9 @@ class Rows:
         """Takes a sequence out, its tokens copied back; returns it and the block references it held."""
         sequence = self.sequence(row)
         prompt, length = int(self.num_prompt[row]), int(self.length[row])
-        sequence.token_ids = self.tokens[row, :length].tolist()
-        sequence.logprobs = self.logprobs[row, prompt:length].tolist()
-        sequence.versions = self.versions[row, prompt:length].tolist()
+        sequence.token_ids = self.tokens[row, :length].copy()
+        sequence.logprobs = self.logprobs[row, prompt:length].copy()
+        sequence.versions = self.versions[row, prompt:length].copy()
         sequence.num_computed = 0
         sequence.blocks = np.empty(0, dtype=np.int64)
         self.sequences[row] = None

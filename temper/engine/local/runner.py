@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,10 @@ class Drawn:
 
     tokens_RS: NDArray[np.int64]
     logprobs_RS: NDArray[np.float32]
-    top_ids_RK: NDArray[np.int64] | None = None
+    top_ids_RK: NDArray[np.int32] | None = None
     top_logprobs_RK: NDArray[np.float32] | None = None
     entropy_R: NDArray[np.float32] | None = None
-    keep_ids: list[list[int]] | None = None
+    keep_ids: list[NDArray[np.int32]] | None = None
 
 
 class Runner:
@@ -146,9 +147,9 @@ class Runner:
                 Drawn(
                     tokens_RS=tokens.astype(np.int64).reshape(shape),
                     logprobs_RS=logprobs.astype(np.float32).reshape(shape),
-                    top_ids_RK=None if table.top_ids_RK is None else _host(table.top_ids_RK),
-                    top_logprobs_RK=None if table.top_logprobs_RK is None else _host(table.top_logprobs_RK),
-                    entropy_R=None if table.entropy_R is None else _host(table.entropy_R),
+                    top_ids_RK=None if table.top_ids_RK is None else _host(table.top_ids_RK.int()),
+                    top_logprobs_RK=None if table.top_logprobs_RK is None else _host(table.top_logprobs_RK.float()),
+                    entropy_R=None if table.entropy_R is None else _host(table.entropy_R.float()),
                     keep_ids=None if table.kept_RV is None else _keep_ids(table.kept_RV),
                 )
             )
@@ -204,9 +205,9 @@ class Runner:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
 
-def _keep_ids(kept_RV: Tensor) -> list[list[int]]:
-    rows, ids = _host(kept_RV.nonzero()).T
-    return [part.tolist() for part in np.split(ids, np.searchsorted(rows, np.arange(1, len(kept_RV))))]
+def _keep_ids(kept_RV: Tensor) -> list[NDArray[np.int32]]:
+    ids, ends = _host(kept_RV.nonzero()[:, 1].int()), _host(kept_RV.sum(1).cumsum(0)).tolist()
+    return [ids[start:end] for start, end in pairwise((0, *ends))]
 
 
 def _host(tensor: Tensor) -> NDArray[Any]:

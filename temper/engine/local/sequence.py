@@ -6,14 +6,16 @@ Owns: what must survive waiting, parking and preemption. The arrays of running s
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from temper.engine.local.blocks import Blocks
-from temper.types import Completion, Finish, Request
+from temper.types import Column, Completion, Finish, Ragged, Request
 
 if TYPE_CHECKING:
     from temper.engine.local.runner import Drawn
@@ -51,6 +53,23 @@ def _no_blocks() -> Blocks:
     return np.empty(0, dtype=np.int64)
 
 
+@dataclass(slots=True)
+class Growing:
+    """Lists of numbers that come one by one, in two arrays: as an object each, small ones would be mostly overhead."""
+
+    dtype: np.dtype[Any]
+    data: bytearray = field(default_factory=bytearray)
+    counts: array[int] = field(default_factory=lambda: array("q"))
+
+    def add(self, values: NDArray[Any]) -> None:
+        assert values.dtype == self.dtype, f"{values.dtype} among {self.dtype}"
+        self.data += values.tobytes()
+        self.counts.append(len(values))
+
+    def lists(self) -> Ragged[Any]:
+        return Ragged.of_counts(np.frombuffer(self.data, dtype=self.dtype), np.frombuffer(self.counts, dtype=np.int64))
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens and claims of one request. `blocks` are references it holds while it waits."""
@@ -58,17 +77,17 @@ class Sequence:
     request: Request
     random_key: int
     deliver: Callable[[Completion], None]
-    token_ids: list[int]
-    """Prompt and drawn tokens so far."""
     watch: Watch | None = None
     stop_texts: StopTexts | None = None
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    top_ids: list[list[int]] = field(default_factory=list)
+    token_ids: NDArray[np.int64] = field(init=False)
+    """Prompt and drawn tokens so far."""
+    logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
+    versions: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    top_ids: Growing = field(default_factory=lambda: Growing(np.dtype(np.int32)))
     """Like the next three: one entry per drawn token, kept here also while the sequence runs. Empty: not asked for."""
-    top_logprobs: list[list[float]] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    keep_ids: list[list[int]] = field(default_factory=list)
+    top_logprobs: Growing = field(default_factory=lambda: Growing(np.dtype(np.float32)))
+    entropies: Growing = field(default_factory=lambda: Growing(np.dtype(np.float32)))
+    keep_ids: Growing = field(default_factory=lambda: Growing(np.dtype(np.int32)))
     blocks: Blocks = field(default_factory=_no_blocks)
     num_computed: int = 0
     """Tokens whose keys and values are in `blocks`."""
@@ -76,6 +95,9 @@ class Sequence:
     """Generation of the weights that computed the first of them."""
     followers: list[Sequence] = field(default_factory=list)
     """Waiting requests with the same prompt: they start from this one's prefill."""
+
+    def __post_init__(self) -> None:
+        self.token_ids = np.array(self.request.prompt_ids, dtype=np.int64)
 
     @property
     def num_prompt(self) -> int:
@@ -88,20 +110,26 @@ class Sequence:
         records = params.top_logprobs > 0 or params.entropy or params.is_truncated
         return records or self.watch is not None or self.stop_texts is not None
 
+    def take(self, token: int, logprob: float, version: int) -> None:
+        """One more drawn token. Rows that run have their own arrays, and take many at once."""
+        self.token_ids = np.append(self.token_ids, token)
+        self.logprobs = np.append(self.logprobs, np.float32(logprob))
+        self.versions = np.append(self.versions, version)
+
     def record(self, drawn: Drawn, place: int) -> None:
         """Keeps what the request asked to know about the position just drawn."""
         params = self.request.params
         if params.top_logprobs > 0:
             assert drawn.top_ids_RK is not None, "a row asked for the most likely tokens"
             assert drawn.top_logprobs_RK is not None
-            self.top_ids.append(drawn.top_ids_RK[place, : params.top_logprobs].tolist())
-            self.top_logprobs.append(drawn.top_logprobs_RK[place, : params.top_logprobs].tolist())
+            self.top_ids.add(drawn.top_ids_RK[place, : params.top_logprobs])
+            self.top_logprobs.add(drawn.top_logprobs_RK[place, : params.top_logprobs])
         if params.entropy:
             assert drawn.entropy_R is not None, "a row asked for the entropy"
-            self.entropies.append(float(drawn.entropy_R[place]))
+            self.entropies.add(drawn.entropy_R[place : place + 1])
         if params.is_truncated:
             assert drawn.keep_ids is not None, "a row was truncated"
-            self.keep_ids.append(drawn.keep_ids[place])
+            self.keep_ids.add(drawn.keep_ids[place])
 
     def complete(self, finish: Finish) -> None:
         params = self.request.params
@@ -109,14 +137,14 @@ class Sequence:
         self.deliver(
             Completion(
                 prompt_ids=self.request.prompt_ids,
-                token_ids=self.token_ids[self.num_prompt :],
-                logprobs=self.logprobs,
-                versions=self.versions,
+                token_ids=Column(self.token_ids[self.num_prompt :].astype(np.int32)),
+                logprobs=Column(self.logprobs),
+                versions=Column(self.versions.astype(np.int32)),
                 finish=finish,
-                top_ids=self.top_ids if has_top else None,
-                top_logprobs=self.top_logprobs if has_top else None,
-                entropies=self.entropies if params.entropy else None,
-                keep_ids=self.keep_ids if params.is_truncated else None,
+                top_ids=self.top_ids.lists() if has_top else None,
+                top_logprobs=self.top_logprobs.lists() if has_top else None,
+                entropies=Column(self.entropies.lists().flat) if params.entropy else None,
+                keep_ids=self.keep_ids.lists() if params.is_truncated else None,
                 params=params,
             )
         )

@@ -133,9 +133,7 @@ class Stepper:
             if follower.is_special:
                 follower.record(drawn, place)
                 is_stop |= follower.stop_texts is not None and follower.stop_texts.end([], [token]) is not None
-            follower.token_ids.append(token)
-            follower.logprobs.append(logprob)
-            follower.versions.append(version)
+            follower.take(token, logprob, version)
             if follower.watch is not None:
                 follower.watch([token], [logprob])
             if is_stop or len(follower.token_ids) >= self._scheduler.limit_of(follower):

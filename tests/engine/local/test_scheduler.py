@@ -160,7 +160,7 @@ class Driver:
             self.watched[request.id] += token_ids
 
         self.runner.arrived[request.id] = self.runner.weights
-        self.scheduler.add(Sequence(request, 0, deliver, list(request.prompt_ids), watch=see if watch else None))
+        self.scheduler.add(Sequence(request, 0, deliver, watch=see if watch else None))
 
     def resume(self, request_id: str) -> None:
         """As a new request: what was drawn is part of the prompt now."""
