@@ -29,6 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from temper.runs.arrays import PLANES, pack_array
 from temper.runs.schema import prepare
 
 GROUPS, MEMBERS, TOKENS = 10, 10, 16
@@ -147,14 +148,14 @@ def insert_group(connection: sqlite3.Connection, step: int, draw: int, rng: np.r
         "finish, num_tokens, seconds) VALUES (0, ?, ?, ?, ?, 'value', ?, '{}', '{}', ?, 'stop', 16, 0.1)",
         rows,
     )
-    ids = rng.integers(200, size=TOKENS, dtype=np.int32).tobytes()
-    mask = (np.arange(TOKENS) > 3).astype("u1").tobytes()
-    numbers = rng.normal(size=TOKENS).astype("<f4").tobytes()
-    versions = np.where(np.arange(TOKENS) > 3, step - 1 - draw % 3, -1).astype("<i4").tobytes()
+    ids = pack_array(rng.integers(200, size=TOKENS), "token_ids")
+    mask = pack_array(np.arange(TOKENS) > 3, "loss_mask")
+    numbers = pack_array(rng.normal(size=TOKENS), "weights")
+    versions = pack_array(np.where(np.arange(TOKENS) > 3, step - 1 - draw % 3, -1), "versions")
     connection.executemany(
         "INSERT INTO token_rows (stage, step, group_id, member, row, token_ids, loss_mask, behavior_logprobs, "
-        "versions, policy_logprobs, advantages, weights) VALUES (0, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?)",
-        [(step, group_id, member, ids, mask, numbers, versions, *[numbers] * 3) for member in range(MEMBERS)],
+        "versions, policy_logprobs, advantages, weights, codec) VALUES (0, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [(step, group_id, member, ids, mask, numbers, versions, *[numbers] * 3, PLANES) for member in range(MEMBERS)],
     )
 
 

@@ -138,6 +138,7 @@ READ_ELSEWHERE = {
     "ModelConfig.path",  # instead of model.new
     "ModelConfig.teacher", "ModelConfig.offload",  # by objectives that compare with another model
     "RolloutConfig.keep",  # by rejection sampling
+    "RolloutConfig.transcripts_gb",  # before the first stage: commands/train.train
     "SourceConfig.skip_bad",  # by files
     "RunConfig.mirrors",  # before the first stage: commands/train.train
     "SourceConfig.path", "SourceConfig.prompt_field", "SourceConfig.answer_field", "SourceConfig.answer_pattern",

@@ -46,7 +46,8 @@ def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume
         configure(config.alarms)
         check_stage(config)
     folder = run or choose_folder(stages[0].name, resume=resume)
-    store = open_run(folder, config=to_toml(stages), resume=resume)
+    limit = max(config.rollout.transcripts_gb for config in stages) * 1e9
+    store = open_run(folder, config=to_toml(stages), resume=resume, transcript_bytes=limit)
     display = Display()
     mirrors: list[Mirror] = []
     try:

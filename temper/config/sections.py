@@ -159,6 +159,9 @@ class RolloutConfig(Section):
     """Deadline for filling one step."""
     error_limit: float = Field(0.1, ge=0, le=1)
     """Stop when more than this share of a step's episodes failed or could not be scored because of an error."""
+    transcripts_gb: float = Field(2.0, ge=0)
+    """What the newest rollouts may take in run.db with all their words and tokens, in GB; inf: no limit. Older ones
+    keep score, status and length; the ledger of what was trained stays whole. The largest of all stages counts."""
     keep: Factor = "correct"
     """What a rejection stage keeps of a group: "correct", "best", or {name = "top", k = 2, cap = 4}."""
 

@@ -15,6 +15,7 @@ from temper.dashboard.database import Database, reading
 from temper.dashboard.series import Point, by_stage, together
 from temper.dashboard.suites import suites
 from temper.dashboard.tokens import Tokenizers
+from temper.runs.arrays import unpack_array
 from temper.runs.metrics import describe
 
 OVERVIEW = (
@@ -35,7 +36,6 @@ NUM_PROMPTS = 20
 """Hardest and easiest ones that are listed."""
 NUM_FAMILIES = 12
 FLOAT_ARRAYS = ("behavior_logprobs", "policy_logprobs", "entropies", "advantages", "weights")
-ARRAY_TYPES = {"token_ids": "<i4", "loss_mask": "u1", "versions": "<i4", **dict.fromkeys(FLOAT_ARRAYS, "<f4")}
 
 
 class Missing(Exception):
@@ -135,7 +135,7 @@ def _token_row(row: Mapping[str, Any], folder: Path, tokenizers: Tokenizers) -> 
 
 
 def _array(row: Mapping[str, Any], name: str) -> Any:
-    return np.frombuffer(row[name], dtype=ARRAY_TYPES[name])
+    return unpack_array(row[name], name, row["codec"])
 
 
 def data(folder: Path) -> dict[str, Any]:
@@ -236,11 +236,11 @@ def systems(folder: Path) -> dict[str, Any]:
         }
 
 
-def _staleness(rows: Sequence[tuple[int, bytes, bytes]]) -> dict[str, list[int]]:
+def _staleness(rows: Sequence[tuple[int, bytes, bytes, str]]) -> dict[str, list[int]]:
     """How many versions old the weights were that drew each row's oldest token, over the last steps."""
     ages: Counter[int] = Counter()
-    for version, mask, versions in rows:
-        drawn = np.frombuffer(versions, "<i4")[np.frombuffer(mask, "u1") == 1]
+    for version, mask, versions, codec in rows:
+        drawn = unpack_array(versions, "versions", codec)[unpack_array(mask, "loss_mask", codec) == 1]
         drawn = drawn[drawn >= 0]  # the rest is no version's: a data set's or an opponent's
         if len(drawn):
             ages[version - 1 - int(drawn.min())] += 1  # a step trains on the weights before its own version

@@ -181,6 +181,7 @@ def group(database: Database, stage: int, step: int, group_id: str) -> dict[str,
 
 
 def members(database: Database, stage: int, step: int, group_id: str) -> list[dict[str, Any]]:
+    """`text` is None where the transcript went to make room for newer ones."""
     rows = database.records(
         "SELECT member, status, score, score_kind, reason, parts, weighted, num_tokens, text, messages, finish, error, "
         "events FROM trajectories WHERE stage = ? AND step = ? AND group_id = ? ORDER BY member",
@@ -190,7 +191,7 @@ def members(database: Database, stage: int, step: int, group_id: str) -> list[di
 
 
 def _member(row: dict[str, Any]) -> dict[str, Any]:
-    alone = [{"role": "assistant", "content": row["text"]}] if row["finish"] else []
+    alone = [{"role": "assistant", "content": row["text"]}] if row["finish"] and row["text"] is not None else []
     return {
         **row,
         "parts": json.loads(row["parts"]),
@@ -238,10 +239,10 @@ def group_tasks(database: Database) -> dict[tuple[int, int, str], str]:
     return {(stage, step, group_id): task_id for stage, step, group_id, task_id in rows}
 
 
-def drawn_versions(database: Database, steps: int, most: int = 2000) -> list[tuple[int, bytes, bytes]]:
-    """(weights version that trained it, packed loss mask, packed versions) of rows of the last steps."""
+def drawn_versions(database: Database, steps: int, most: int = 2000) -> list[tuple[int, bytes, bytes, str]]:
+    """(weights version that trained it, packed loss mask, packed versions, how they are packed) of the last steps."""
     return database.rows(
-        f"WITH last AS ({LAST_STEPS}) SELECT s.version, r.loss_mask, r.versions FROM last "
+        f"WITH last AS ({LAST_STEPS}) SELECT s.version, r.loss_mask, r.versions, r.codec FROM last "
         "JOIN steps s USING (stage, step) CROSS JOIN token_rows r ON r.stage = s.stage AND r.step = s.step "
         "WHERE r.advantages IS NOT NULL LIMIT ?",
         *(steps, most),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from temper.runs.arrays import ARRAY_TYPES, PLANES, pack_array
 from temper.runs.nulls import number
 from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
 from temper.storable import to_json
@@ -109,16 +110,15 @@ def untrained_rows(report: StepReport, trajectory: Trajectory) -> Iterator[Row]:
     for row, turn in enumerate(trajectory.turns):
         completion = turn.completion
         size, drawn = len(completion.prompt_ids), len(completion.token_ids)
-        nothing, entropies = np.zeros(size), completion.entropies
-        yield (
-            *(report.stage, report.step, trajectory.group_id, trajectory.index, row),
-            _array(np.concatenate((np.array(completion.prompt_ids, np.int32), array_of(completion.token_ids))), "<i4"),
-            _array(np.repeat([0, 1], [size, drawn]), "u1"),
-            _array(np.concatenate((nothing, array_of(completion.logprobs))), "<f4"),
-            _array(np.concatenate((np.full(size, -1), array_of(completion.versions))), "<i4"),
-            *(None, None, None),
-            None if entropies is None else _array(np.concatenate((nothing, array_of(entropies))), "<f4"),
-        )
+        arrays = {
+            "token_ids": np.concatenate((np.array(completion.prompt_ids, np.int32), array_of(completion.token_ids))),
+            "loss_mask": np.repeat([0, 1], [size, drawn]),
+            "behavior_logprobs": np.concatenate((np.zeros(size), array_of(completion.logprobs))),
+            "versions": np.concatenate((np.full(size, -1), array_of(completion.versions))),
+        }
+        if completion.entropies is not None:
+            arrays["entropies"] = np.concatenate((np.zeros(size), array_of(completion.entropies)))
+        yield (report.stage, report.step, trajectory.group_id, trajectory.index, row, *_arrays(arrays))
 
 
 def evaluation_row(result: EvaluationResult) -> Row:
@@ -149,21 +149,23 @@ def verdict_row(verdict: VerdictRecord) -> Row:
 
 def _sample_arrays(sample: Sample, trace: Trace | None) -> Row:
     """trace: what the trainer found when it trained the row; None: it kept nothing."""
-    policy = sample.proximal_logprobs if trace is None else trace.policy_logprobs
-    return (
-        _array(sample.token_ids, "<i4"),
-        _array(sample.loss_mask, "u1"),
-        _array(sample.behavior_logprobs, "<f4"),
-        _array(sample.versions, "<i4"),
-        None if policy is None else _array(policy, "<f4"),
-        _array(sample.advantages, "<f4"),
-        _array(sample.weights, "<f4"),
-        None if trace is None else _array(trace.entropies, "<f4"),
-    )
+    columns: dict[str, Sequence[float] | None] = {
+        "token_ids": sample.token_ids,
+        "loss_mask": sample.loss_mask,
+        "behavior_logprobs": sample.behavior_logprobs,
+        "versions": sample.versions,
+        "policy_logprobs": sample.proximal_logprobs if trace is None else trace.policy_logprobs,
+        "advantages": sample.advantages,
+        "weights": sample.weights,
+        "entropies": None if trace is None else trace.entropies,
+    }
+    return _arrays({name: array_of(column) for name, column in columns.items() if column is not None})
 
 
-def _array(values: Sequence[float] | NDArray[Any], dtype: str) -> bytes:
-    return array_of(values, dtype).tobytes()
+def _arrays(arrays: Mapping[str, NDArray[Any]]) -> Row:
+    """All array columns of a row and how they are packed; NULL for those that are not there."""
+    packed = (pack_array(arrays[name], name) if name in arrays else None for name in ARRAY_TYPES)
+    return (*packed, PLANES)
 
 
 def _events(trajectory: Trajectory) -> str | None:

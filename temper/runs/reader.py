@@ -18,22 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from temper.errors import UserError
+from temper.runs.arrays import ARRAY_TYPES, unpack_array
 from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
 from temper.runs.schema import prepare_reading
 from temper.runs.state import QUERY, RunState, read_run_state
 from temper.types import EvaluationResult, Message, Scalar
 
 DATABASE = "run.db"
-ARRAY_TYPES = {
-    "token_ids": "<i4",
-    "loss_mask": "u1",
-    "behavior_logprobs": "<f4",
-    "versions": "<i4",
-    "policy_logprobs": "<f4",
-    "advantages": "<f4",
-    "weights": "<f4",
-    "entropies": "<f4",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +118,9 @@ class TrajectoryRecord:
     """Value of each reward part, or the reason why it has none."""
     weighted: Mapping[str, float | str | None]
     """What each part added to the score, after bounds, weight and gates."""
-    text: str
+    text: str | None
+    """The last thing the policy said. None: the transcript went to make room for newer ones; there are then no
+    messages, events and rows either."""
     messages: tuple[Message, ...]
     """Everything after the prompt, policy and environment in turn."""
     finish: str | None
@@ -229,8 +222,7 @@ class RunReader:
         """Every rollout of one step with its tokens, in draw and member order."""
         rows: dict[tuple[str, int], list[TokenRow]] = {}
         for row in self.query("SELECT * FROM token_rows WHERE stage = ? AND step = ? ORDER BY row", stage, step):
-            arrays = {name: _decode(row[name], kind) for name, kind in ARRAY_TYPES.items()}
-            rows.setdefault((row["group_id"], row["member"]), []).append(TokenRow(**arrays))
+            rows.setdefault((row["group_id"], row["member"]), []).append(TokenRow(**_arrays(row)))
         found = self.query(
             "SELECT t.*, g.task_id, g.prompt, g.answer, g.outcome FROM trajectories t "
             "JOIN groups g USING (stage, step, group_id) WHERE stage = ? AND step = ? ORDER BY g.draw, t.member",
@@ -261,7 +253,7 @@ class RunReader:
         for table, query in queries.items():
             digest = hashlib.sha256()
             for row in self._connection.execute(query):
-                digest.update(repr(tuple(row)).encode())
+                digest.update(repr(_unpacked(row) if table == "token_rows" else tuple(row)).encode())
             prints[table] = digest.hexdigest()
         return prints
 
@@ -284,8 +276,17 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _decode(blob: bytes | None, dtype: str) -> Any:
-    return None if blob is None else np.frombuffer(blob, dtype=dtype)
+def _arrays(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a row of tokens by name; None where there is none."""
+    blobs = {name: row[name] for name in ARRAY_TYPES}
+    return {name: None if blob is None else unpack_array(blob, name, row["codec"]) for name, blob in blobs.items()}
+
+
+def _unpacked(row: sqlite3.Row) -> tuple[Any, ...]:
+    """A row of tokens as the oldest layouts hold it: what was drawn is the same however it is packed."""
+    key = (row[name] for name in ("stage", "step", "group_id", "member", "row"))
+    arrays = _arrays(dict(row)).values()
+    return (*key, *(None if array is None else array.tobytes() for array in arrays))
 
 
 def _messages(text: str) -> tuple[Message, ...]:
@@ -304,7 +305,7 @@ def _with_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trajectory(row: Mapping[str, Any], rows: tuple[TokenRow, ...]) -> TrajectoryRecord:
-    alone = [{"role": "assistant", "content": row["text"]}] if row["finish"] else []
+    alone = [{"role": "assistant", "content": row["text"]}] if row["finish"] and row["text"] is not None else []
     said = json.loads(row["messages"]) if row["messages"] else alone
     decoded = ("prompt", "parts", "weighted", "messages", "events", "turn_rewards")
     plain = {name: row[name] for name in TrajectoryRecord.__dataclass_fields__ if name in row and name not in decoded}

@@ -1,7 +1,8 @@
 """The tables of run.db. Owns: their columns, their version, and which of them a rewind cuts back.
 
 Arrays are little-endian and unpadded: token_ids and versions int32, log-probabilities, entropies, advantages and
-weights float32, loss_mask uint8. NULL means "not known", never zero.
+weights float32, loss_mask uint8; arrays.py packs them. NULL means "not known", never zero. A rollout whose text is NULL
+has lost its transcript to the limit on them: what it scored stays, what it said is gone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sqlite3
 
 from temper.errors import UserError
 
-VERSION = "4"
+VERSION = "5"
 
 SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -38,15 +39,18 @@ CREATE TABLE groups (
 CREATE TABLE trajectories (
     stage INTEGER, step INTEGER, group_id TEXT, member INTEGER, status TEXT NOT NULL,
     score_kind TEXT NOT NULL, score REAL, reason TEXT, parts TEXT NOT NULL, weighted TEXT NOT NULL,
-    text TEXT NOT NULL, messages TEXT, finish TEXT, num_tokens INTEGER NOT NULL, error TEXT, seconds REAL NOT NULL,
+    text TEXT, messages TEXT, finish TEXT, num_tokens INTEGER NOT NULL, error TEXT, seconds REAL NOT NULL,
     events TEXT, turn_rewards TEXT,
     PRIMARY KEY (stage, step, group_id, member));
 
 CREATE TABLE token_rows (
     stage INTEGER, step INTEGER, group_id TEXT, member INTEGER, row INTEGER,
     token_ids BLOB NOT NULL, loss_mask BLOB NOT NULL, behavior_logprobs BLOB NOT NULL, versions BLOB NOT NULL,
-    policy_logprobs BLOB, advantages BLOB, weights BLOB, entropies BLOB,
+    policy_logprobs BLOB, advantages BLOB, weights BLOB, entropies BLOB, codec TEXT NOT NULL,
     PRIMARY KEY (stage, step, group_id, member, row));
+
+CREATE TABLE transcripts (
+    stage INTEGER, step INTEGER, bytes INTEGER NOT NULL, PRIMARY KEY (stage, step)) WITHOUT ROWID;
 
 CREATE TABLE evaluations (
     stage INTEGER, step INTEGER, name TEXT, score REAL, low REAL, high REAL, num_prompts INTEGER NOT NULL,
@@ -75,11 +79,12 @@ CREATE TABLE alarms (
     text TEXT NOT NULL, meaning TEXT NOT NULL, advice TEXT NOT NULL,
     PRIMARY KEY (stage, step, rule));
 """
+# transcripts: the steps whose rollouts still have their texts and tokens, and what these take.
 # The unique draw makes the ledger exactly-once: a prompt that is consumed twice fails the step instead of the science.
 
 STEP_TABLES = (
-    "steps", "metrics", "seconds", "groups", "trajectories", "token_rows", "evaluations", "ledger", "verdicts",
-    "audits", "alarms",
+    "steps", "metrics", "seconds", "groups", "trajectories", "token_rows", "transcripts", "evaluations", "ledger",
+    "verdicts", "audits", "alarms",
 )  # fmt: skip
 """What a rewind cuts back to a step. Events stay: they tell what happened to the process, killed attempts included."""
 
@@ -90,10 +95,13 @@ CREATE TEMP VIEW verdicts AS SELECT NULL AS rowid, NULL AS stage, NULL AS step, 
     NULL AS detail WHERE 0;
 """
 
+_RAW_ARRAYS = "CREATE TEMP VIEW token_rows AS SELECT *, 'raw' AS codec FROM main.token_rows;"
+
 OLD_LAYOUTS = {
-    "3": _NO_VERDICTS,
+    "4": _RAW_ARRAYS,
+    "3": f"{_NO_VERDICTS} {_RAW_ARRAYS}",
     "2": f"""{_NO_VERDICTS}
-CREATE TEMP VIEW token_rows AS SELECT *, NULL AS entropies FROM main.token_rows;
+CREATE TEMP VIEW token_rows AS SELECT *, NULL AS entropies, 'raw' AS codec FROM main.token_rows;
 CREATE TEMP VIEW evaluations AS SELECT *, NULL AS details FROM main.evaluations;
 CREATE TEMP VIEW audits AS SELECT NULL AS stage, NULL AS step, NULL AS evaluation, NULL AS place, NULL AS kind,
     NULL AS task_id, NULL AS prompt, NULL AS text, NULL AS reward, NULL AS heldout WHERE 0;

@@ -23,7 +23,7 @@ Ending = Literal["failed", "stopped"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     name: str
-    """"running", "finished", "failed", "stopped", "dead"; "not finished": an older version wrote it, without heartbeat."""
+    """"running", "finished", "failed", "stopped", "dead"; "not finished": an older version wrote it, without beats."""
     text: str = ""
     """Why it failed or was stopped, or since when it is silent. Untrusted: whoever shows it escapes it."""
     heartbeat: float | None = None

@@ -23,6 +23,7 @@ from temper.runs.lock import RunLock
 from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
 from temper.runs.schema import STEP_TABLES, prepare
 from temper.runs.state import BEAT_SECONDS, Ending, ended_row, heartbeat_row
+from temper.runs.transcripts import limit_transcripts
 from temper.storable import storable
 from temper.types import Batch, EvaluationResult, Group, StepReport
 
@@ -49,11 +50,12 @@ PATIENCE_SECONDS = 600.0
 Job = Callable[[sqlite3.Connection], None]
 
 
-def open_run(folder: Path, *, config: str, resume: bool) -> RunStore:
+def open_run(folder: Path, *, config: str, resume: bool, transcript_bytes: float = math.inf) -> RunStore:
     """The store of a run directory, locked for this process and ready to write.
 
     config: the resolved recipe, kept as config.toml. Without resume the directory must be new or empty; with it, it
-    holds a run, finished or not, or one that was killed before its first write.
+    holds a run, finished or not, or one that was killed before its first write. transcript_bytes: what the transcripts
+    of rollouts may take.
     """
     _check_folder(folder, resume)
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +73,7 @@ def open_run(folder: Path, *, config: str, resume: bool) -> RunStore:
         except (sqlite3.Error, OSError) as error:
             raise _as_temper_error(error, folder) from error
         undo.pop_all()
-    store = RunStore(folder, connection, lock)
+    store = RunStore(folder, connection, lock, transcript_bytes)
     store.start()
     if change:
         store.event("warning", f"resumed with a changed configuration:\n{change}")
@@ -112,8 +114,11 @@ class RunStore:
     """Everything is a job for the writer thread; each job is one transaction. A failed job ends the writer, and the
     next append() or flush() raises what happened: later steps must not be recorded over a hole."""
 
-    def __init__(self, folder: Path, connection: sqlite3.Connection, lock: RunLock) -> None:
+    def __init__(
+        self, folder: Path, connection: sqlite3.Connection, lock: RunLock, transcript_bytes: float = math.inf
+    ) -> None:
         self.folder = folder
+        self._transcript_bytes = transcript_bytes
         self._connection = connection
         self._lock = lock
         self._jobs: queue.Queue[Job | None] = queue.Queue(QUEUE_STEPS)
@@ -134,7 +139,7 @@ class RunStore:
 
     def append(self, report: StepReport, batch: Batch) -> None:
         """Records one step, all of it or nothing. Returns at once unless QUEUE_STEPS steps wait already."""
-        self._submit(lambda connection: _insert_step(connection, report, batch))
+        self._submit(lambda connection: _insert_step(connection, report, batch, self._transcript_bytes))
 
     def evaluation(self, result: EvaluationResult) -> None:
         """Records a held-out score. Repeated after a resume it replaces itself."""
@@ -286,7 +291,7 @@ class RunStore:
         raise _as_temper_error(self._failure, self.folder) from self._failure
 
 
-def _insert_step(connection: sqlite3.Connection, report: StepReport, batch: Batch) -> None:
+def _insert_step(connection: sqlite3.Connection, report: StepReport, batch: Batch, transcript_bytes: float) -> None:
     groups = encode.outcomes(batch)
     _insert(connection, "steps", [encode.step_row(report, batch)])
     _insert(connection, "metrics", encode.named_rows(report, {**report.metrics, **report.system}))
@@ -296,6 +301,7 @@ def _insert_step(connection: sqlite3.Connection, report: StepReport, batch: Batc
     _insert_rollouts(connection, report, groups, trained)
     if groups:
         _insert(connection, "token_rows", encode.trained_rows(report, batch))
+        limit_transcripts(connection, report.stage, report.step, transcript_bytes)
 
 
 def _insert_rollouts(

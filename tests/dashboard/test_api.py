@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,11 +27,13 @@ from temper.dashboard.server import static_files
 from temper.dashboard.tokens import REPLACEMENT, Pieces, Tokenizers
 from temper.errors import UserError
 from temper.runs import results
+from temper.runs.arrays import ARRAY_TYPES, PLANES, unpack_array
 from temper.runs.reader import RunReader, TrajectoryRecord
 from temper.runs.records import AlarmRecord, AuditRecord
 from temper.runs.results import PromptResult, SampleResult, SuiteResult, save
 from temper.runs.schema import OLD_LAYOUTS
 from temper.runs.store import open_run
+from temper.runs.transcripts import limit_transcripts
 from temper.types import Message, Status
 
 Serve = Callable[..., Any]
@@ -211,6 +214,27 @@ def test_a_trajectory_shows_every_token_with_its_numbers(
     drawn = [piece for piece, mask in zip(row["pieces"], row["loss_mask"], strict=True) if mask]
     assert "".join(drawn).removesuffix("<|end|>") == record.text
     assert row["pieces"][0].startswith("<|")
+
+
+def test_pages_say_that_a_transcript_was_dropped(
+    trained: Path, tmp_path: Path, serve: Serve, rollouts: list[TrajectoryRecord]
+) -> None:
+    run = copy_of(trained, tmp_path / "run")
+    with closing(sqlite3.connect(run / "run.db")) as connection, connection:
+        limit_transcripts(connection, 9, 1, 0.0)  # a step without rollouts: the newest of the others stays
+    server, kept = serve(run), rollouts[0]
+    rows = server.get(f"{server.run()}/rollouts", limit=1000)["rows"]
+    dropped = [row for row in rows if row["text"] is None]
+    assert {row["step"] for row in rows if row["text"] is not None} == {kept.step}
+    assert dropped
+    assert all(row["num_tokens"] and row["status"] for row in dropped)
+    place = {name: dropped[0][name] for name in ("stage", "step", "group_id")}
+    group = server.get(f"{server.run()}/group", **place)
+    assert {(member["text"], member["mean_advantage"]) for member in group["members"]} == {(None, None)}
+    told = server.get(f"{server.run()}/trajectory", **place, member=0)
+    assert (told["text"], told["messages"], told["rows"]) == (None, [], [])
+    assert told["prompt"], "what was asked is kept"
+    assert server.get(f"{server.run()}/systems")["staleness"]["ages"], "of the steps that still have their tokens"
 
 
 def test_tokens_are_shown_as_ids_when_the_run_has_no_tokenizer(
@@ -415,6 +439,13 @@ def test_a_run_of_the_earlier_layout_still_opens(trained: Path, tmp_path: Path, 
     run = copy_of(trained, tmp_path / "run")
     assert "2" in OLD_LAYOUTS
     with sqlite3.connect(run / "run.db") as connection:
+        for name in ARRAY_TYPES:
+            connection.create_function(
+                "raw", 1, lambda blob, name=name: blob and unpack_array(blob, name, PLANES).tobytes()
+            )
+            connection.execute(f"UPDATE token_rows SET {name} = raw({name})")
+        connection.execute("ALTER TABLE token_rows DROP COLUMN codec")
+        connection.execute("DROP TABLE transcripts")
         connection.execute("DROP TABLE audits")
         connection.execute("DROP TABLE alarms")
         connection.execute("DROP TABLE verdicts")

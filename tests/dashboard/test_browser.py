@@ -297,7 +297,7 @@ def test_a_row_opens_its_group_side_by_side(browser: Browser) -> None:
 
 
 def test_a_token_shows_what_the_run_recorded(browser: Browser, folder: Path) -> None:
-    import numpy as np
+    from temper.runs.arrays import unpack_array
 
     browser.open("plain", "tokens")
     browser.wait("document.querySelectorAll('.token').length > 3", "tokens")
@@ -306,11 +306,13 @@ def test_a_token_shows_what_the_run_recorded(browser: Browser, folder: Path) -> 
     )[0]
     blobs = query(
         folder / "plain",
-        "SELECT token_ids, loss_mask, behavior_logprobs, advantages FROM token_rows JOIN groups "
+        "SELECT token_ids, loss_mask, behavior_logprobs, advantages, codec FROM token_rows JOIN groups "
         "USING (stage, step, group_id) WHERE stage = ? AND step = ? AND draw = ? AND member = 0",
         *(stage, step, draw),
     )[0]
-    ids, mask = np.frombuffer(blobs[0], "<i4"), np.frombuffer(blobs[1], "u1")
+    names = ("token_ids", "loss_mask", "behavior_logprobs", "advantages")
+    arrays = (unpack_array(blob, name, blobs[-1]) for blob, name in zip(blobs, names, strict=False))
+    ids, mask, logprobs, advantages = arrays
     drawn = int(mask.argmax())
     assert browser.count(".token") == len(ids)
     browser.run("document.querySelectorAll('.token')[arguments[0]].focus()", drawn)
@@ -319,8 +321,8 @@ def test_a_token_shows_what_the_run_recorded(browser: Browser, folder: Path) -> 
         "(name) => [name.innerText, name.nextSibling.innerText]))"
     )
     assert facts["Id"] == str(ids[drawn])
-    assert float(facts["Log-prob, sampler"]) == pytest.approx(np.frombuffer(blobs[2], "<f4")[drawn], abs=1e-4)
-    assert float(facts["Advantage"]) == pytest.approx(np.frombuffer(blobs[3], "<f4")[drawn], abs=1e-3)
+    assert float(facts["Log-prob, sampler"]) == pytest.approx(logprobs[drawn], abs=1e-4)
+    assert float(facts["Advantage"]) == pytest.approx(advantages[drawn], abs=1e-3)
     assert {"Ratio", "Weights version", "Loss weight", "Entropy", "Log-prob, trainer"} <= set(facts)
     browser.press("\ue012")  # left: into the prompt
     browser.wait("document.querySelector('.token-card').innerText.includes('no (masked)')", "the token before")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from temper.dashboard.pages import _staleness
+from temper.runs.arrays import PLANES, pack_array
 
 
-def row(*versions: int) -> tuple[int, bytes, bytes]:
+def row(*versions: int) -> tuple[int, bytes, bytes, str]:
     """A row of one prompt token, trained by the step that made version 6."""
-    mask = [0] + [1] * len(versions)
-    return 6, np.array(mask, "u1").tobytes(), np.array([-1, *versions], "<i4").tobytes()
+    mask, drawn_by = np.array([0] + [1] * len(versions)), np.array([-1, *versions])
+    return 6, pack_array(mask, "loss_mask"), pack_array(drawn_by, "versions"), PLANES
 
 
 def test_rows_of_opponents_and_of_data_sets_are_of_no_age() -> None:

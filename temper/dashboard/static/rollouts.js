@@ -183,7 +183,7 @@ function rows(found, state, load, open) {
       cell: (row) => (row.score === null ? el("span", { title: row.reason || "" }, row.score_kind) : number(row.score)),
     },
     { title: "Tokens", number: true, cell: (row) => String(row.num_tokens) },
-    { title: "Response", class: "words", cell: (row) => el("span", { class: "line-clamp" }, row.text || "(nothing)") },
+    { title: "Response", class: "words", cell: (row) => el("span", { class: "line-clamp" }, said(row.text)) },
     { title: "Task", class: "short", cell: (row) => row.task_id },
     { title: "Status", cell: (row) => badge(row.status, statusTone(row.status)) },
     { title: "Outcome", cell: (row) => badge(row.outcome, statusTone(row.outcome)) },
@@ -253,6 +253,15 @@ export function parts(values, weighted) {
   );
 }
 
+/** What stands where a transcript was that went to make room for newer ones. */
+export const DROPPED =
+  "Words and tokens of this rollout went to make room for newer ones (rollout.transcripts_gb); its score, status and length are kept.";
+
+/** The text of a response; null: its transcript was dropped. */
+function said(text) {
+  return text === null ? "(transcript dropped)" : text || "(nothing)";
+}
+
 export function conversation(messages) {
   return (messages || []).map((message) =>
     el(
@@ -277,7 +286,7 @@ function sideBySide(found, row, run, address, close) {
         badge(`${one.num_tokens} tokens`),
       ),
       one.reason ? el("p", { class: "hint" }, one.reason) : null,
-      el("pre", { class: "said" }, one.text || "(nothing)"),
+      el("pre", { class: "said" }, said(one.text)),
       parts(one.parts, one.weighted),
       el(
         "div",

@@ -1,7 +1,7 @@
 // One trajectory, token by token. Owns: colours of tokens, where turns begin, what the pointer or the focus shows.
 import { ofRun } from "./api.js";
 import { add, badge, card, el, empty, failure, fill, isNumber, number, plain, statusTone } from "./dom.js";
-import { conversation, listed, parts } from "./rollouts.js";
+import { conversation, DROPPED, listed, parts } from "./rollouts.js";
 
 const BLUE = "0, 114, 178";
 const ORANGE = "213, 94, 0";
@@ -143,13 +143,15 @@ function page(run, place, found, around, state, address) {
     ),
     found.rows.length
       ? text
-      : empty("No tokens were kept", "The trajectory failed before it drew any, or its tokens were not recorded."),
+      : found.text === null
+        ? empty("The transcript was dropped", DROPPED)
+        : empty("No tokens were kept", "The trajectory failed before it drew any, or its tokens were not recorded."),
   );
   const talk = card(
     "Conversation",
     "Prompt, turns of the policy, and what the environment answered.",
     conversation(found.prompt),
-    conversation(found.messages),
+    found.text === null ? el("p", { class: "hint" }, DROPPED) : conversation(found.messages),
   );
   return [
     el(
