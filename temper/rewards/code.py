@@ -10,6 +10,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,18 @@ from temper.rewards.code_tests import BadTests, FunctionTest, StreamTest, read_t
 from temper.sandbox import Limits, Outcome, Program, Sandbox, SandboxFailed, require_sandbox
 from temper.types import Score, Task, Trajectory
 
-PROCESS = Path(__file__).with_name("code_process.py").read_text(encoding="utf-8")
-CHECK_LIMITS = Limits(wall_seconds=30.0, cpu_seconds=20.0, output_bytes=4 << 20)
+PROCESS, WIRE = (
+    Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("code_process.py", "code_wire.py")
+)
+WIRE_FILE = "temper/rewards/code_wire.py"
+"""Where the process imports it from."""
+PATIENCE = 6.0
+"""Wall time per second that a program may use. A machine that has less time for it is no fault of the program."""
+CHECK_LIMITS = Limits(wall_seconds=PATIENCE * 20.0, cpu_seconds=20.0, idle_seconds=20.0, output_bytes=4 << 20)
 """For the tests themselves, which are trusted to end; what they wait for has run before."""
-MAX_ROUNDS = 8
-"""Each round answers at least one more question; only tests that ask about answers need more than one."""
+MAX_ROUNDS = 64
+"""Each round answers at least one more question; only tests that ask about answers need more than one. With more it is
+the solution that keeps the tests going, e.g. `while not done(): step()`."""
 MAX_REMEMBERED = 4096
 
 Questions = list[list[Any]]
@@ -31,8 +39,10 @@ Questions = list[list[Any]]
 class CodeReward:
     """The weighted share of tests passed; with all_or_nothing 1 when all are, else 0.
 
-    A response without a program, or one that crashes or hangs, has passed nothing; a call that hangs also fails the
-    function tests after it. Broken tests and a broken sandbox are errors, never numbers.
+    What the response causes is a number: one without a program, or one that crashes, hangs, or answers so that the
+    tests do not end, has passed nothing; a call that hangs also fails the function tests after it. What the tests, the
+    sandbox or a busy machine cause is an error: tests that break before they have heard an answer, and a program that
+    got too little processor time, twice. timeout_seconds is of processor time, and as much again of sleep.
     """
 
     name = "code"
@@ -40,7 +50,7 @@ class CodeReward:
     def __init__(
         self,
         *,
-        timeout_seconds: float = 5.0,
+        timeout_seconds: float = 10.0,
         all_or_nothing: bool = True,
         only_hidden: bool = False,
         entry_point: str = "",
@@ -50,7 +60,12 @@ class CodeReward:
         self._all_or_nothing = all_or_nothing
         self._only_hidden = only_hidden
         self._entry_point = entry_point
-        self._limits = Limits(wall_seconds=timeout_seconds, cpu_seconds=timeout_seconds, output_bytes=1 << 20)
+        self._limits = Limits(
+            wall_seconds=PATIENCE * timeout_seconds,
+            cpu_seconds=timeout_seconds,
+            idle_seconds=timeout_seconds,
+            output_bytes=1 << 20,
+        )
         self._sandbox = Sandbox(size=workers)
         self._first_questions: dict[tuple[FunctionTest, ...], Questions] = {}
 
@@ -61,17 +76,17 @@ class CodeReward:
             return Score.error(str(error))
         source = find_program(trajectory.text)
         if source is None:
-            return Score.of(0.0)
+            return Score.of(0.0, "there is no program")
         streams = [test for test in tests if isinstance(test, StreamTest)]
         functions = tuple(test for test in tests if isinstance(test, FunctionTest))
         try:
-            passed = [*await self._run_streams(source, streams), *await self._run_functions(source, functions)]
+            faults = [*await self._run_streams(source, streams), *await self._run_functions(source, functions)]
         except (SandboxFailed, BadTests) as error:
             return Score.error(str(error))
         weights = [*(test.weight for test in streams), *(test.weight for test in functions)]
-        if self._all_or_nothing:
-            return Score.of(float(all(ok for ok, weight in zip(passed, weights, strict=True) if weight)))
-        return Score.of(sum(weight * ok for weight, ok in zip(weights, passed, strict=True)) / sum(weights))
+        share = sum(weight for weight, fault in zip(weights, faults, strict=True) if not fault) / sum(weights)
+        first = next((fault for weight, fault in zip(weights, faults, strict=True) if fault and weight), None)
+        return Score.of(0.0 if first and self._all_or_nothing else share, first)
 
     def check(self, task: Task) -> str | None:
         """Tests must be readable, assert something, and call the solution."""
@@ -84,51 +99,82 @@ class CodeReward:
     async def close(self) -> None:
         self._sandbox.close()
 
-    async def _run_streams(self, source: str, tests: Sequence[StreamTest]) -> list[bool]:
+    async def _run_streams(self, source: str, tests: Sequence[StreamTest]) -> list[str]:
+        """What is wrong, by test; '' where nothing is."""
         programs = (Program(source=source, stdin=test.input) for test in tests)
-        outcomes = await asyncio.gather(*(self._sandbox.run(program, self._limits) for program in programs))
-        return [run.status == "ok" and test.accepts(run.stdout) for run, test in zip(outcomes, tests, strict=True)]
+        outcomes = await asyncio.gather(*(self._run(program, self._limits) for program in programs))
+        return [_stream_fault(run, test) for run, test in zip(outcomes, tests, strict=True)]
 
-    async def _run_functions(self, source: str, tests: tuple[FunctionTest, ...]) -> list[bool]:
-        """Questions to the solution, its answers, then the tests on the answers; again while these ask new ones."""
+    async def _run_functions(self, source: str, tests: tuple[FunctionTest, ...]) -> list[str]:
+        """What is wrong, by test. Questions to the solution, its answers, then the tests on the answers; again while
+        these ask new ones."""
         if not tests:
             return []
-        if (questions := self._first_questions.get(tests)) is None:
-            questions = [verdict["questions"] for verdict in await self._check(tests, [], "")]
-            if len(self._first_questions) < MAX_REMEMBERED:
-                self._first_questions[tests] = questions
+        questions = await self._first_round(tests)
+        answered: dict[int, int] = {}
         for _ in range(MAX_ROUNDS):
             answers = await self._ask(source, questions)
-            verdicts = await self._check(tests, questions, answers)
-            if all(verdict["verdict"] != "pending" for verdict in verdicts):
-                return [verdict["verdict"] == "passed" for verdict in verdicts]
-            questions = [verdict["questions"] for verdict in verdicts]
-        raise BadTests(f"the tests still ask the solution new questions after {MAX_ROUNDS} rounds")
+            outcome, nonce = await self._check(tests, questions, answers)
+            if outcome.status != "ok":
+                # Without answers they ended. What they have heard since is the solution's.
+                return [f"with the solution's answers the tests ended with {outcome.status}"] * len(tests)
+            verdicts = _read_verdicts(outcome, nonce, len(tests))
+            waiting = {i: one["num_answered"] for i, one in enumerate(verdicts) if one["verdict"] == "pending"}
+            # A solution that answers the same question differently each time could be asked for ever.
+            if not any(count > answered.get(place, -1) for place, count in waiting.items()):
+                break
+            questions, answered = [verdict["questions"] for verdict in verdicts], waiting
+        return ["" if one["verdict"] == "passed" else one["reason"] or "the answers never settle" for one in verdicts]
+
+    async def _first_round(self, tests: tuple[FunctionTest, ...]) -> Questions:
+        """What the tests ask before they have heard anything. Whatever breaks here is the tests' own fault."""
+        if (questions := self._first_questions.get(tests)) is None:
+            outcome, nonce = await self._check(tests, [], "")
+            if outcome.status != "ok":
+                raise BadTests(f"the tests ended with {outcome.status}: {outcome.stderr[-200:]}")
+            questions = [verdict["questions"] for verdict in _read_verdicts(outcome, nonce, len(tests))]
+            if len(self._first_questions) < MAX_REMEMBERED:
+                self._first_questions[tests] = questions
+        return questions
 
     async def _ask(self, source: str, questions: Questions) -> str:
         """The solution's own words: forging them is answering, and no expected value is where it could be read."""
-        files = {"solution.py": source, "questions.json": json.dumps(questions)}
+        files = {"solution.py": source, "questions.json": json.dumps(questions), WIRE_FILE: WIRE}
         program = Program(source=PROCESS, files=files, arguments=("solve",))
-        return (await self._sandbox.run(program, self._limits)).stdout
+        return (await self._run(program, self._limits)).stdout
 
-    async def _check(self, tests: Sequence[FunctionTest], asked: Questions, answers: str) -> list[dict[str, Any]]:
+    async def _check(self, tests: Sequence[FunctionTest], asked: Questions, answers: str) -> tuple[Outcome, str]:
+        """How the tests ended, and the word that marks their verdicts as theirs."""
         nonce = secrets.token_hex(16)
         job = {"nonce": nonce, "tests": [test.as_job() for test in tests], "asked": asked}
-        files = {"job.json": json.dumps(job), "answers.jsonl": answers}
-        outcome = await self._sandbox.run(Program(source=PROCESS, files=files, arguments=("check",)), CHECK_LIMITS)
-        verdicts = _read_verdicts(outcome, nonce, len(tests))
-        for verdict in verdicts:
-            if verdict["verdict"] == "unsupported":
-                raise BadTests(f"a test cannot be run: {verdict['reason']}")
-        return verdicts
+        files = {"job.json": json.dumps(job), "answers.jsonl": answers, WIRE_FILE: WIRE}
+        return await self._run(Program(source=PROCESS, files=files, arguments=("check",)), CHECK_LIMITS), nonce
+
+    async def _run(self, program: Program, limits: Limits) -> Outcome:
+        """The outcome; from a second try with more patience where the machine was too busy for the first."""
+        for patience in (1.0, PATIENCE):
+            wall_seconds = patience * limits.wall_seconds
+            outcome = await self._sandbox.run(program, replace(limits, wall_seconds=wall_seconds))
+            if not outcome.is_starved:
+                return outcome
+        raise SandboxFailed(
+            f"the machine is too busy: a program got {outcome.cpu_seconds:.1f} s of the processor in {wall_seconds:g} s"
+        )
+
+
+def _stream_fault(run: Outcome, test: StreamTest) -> str:
+    if run.status != "ok":
+        return f"the program ended with {run.status}"
+    return "" if test.accepts(run.stdout) else "it printed something else"
 
 
 def _read_verdicts(outcome: Outcome, nonce: str, num_tests: int) -> list[dict[str, Any]]:
-    if outcome.status != "ok":
-        raise BadTests(f"the tests ended with {outcome.status}: {outcome.stderr[-200:]}")
     result = json.loads(outcome.stdout)
     if result["nonce"] != nonce or len(result["verdicts"]) != num_tests:
         raise BadTests("the tests gave no verdict")
+    for verdict in result["verdicts"]:
+        if verdict["verdict"] == "unsupported":
+            raise BadTests(f"a test cannot be run: {verdict['reason']}")
     return list(result["verdicts"])
 
 

@@ -1,6 +1,7 @@
 """The two programs that judge a solution, each run in a sandbox of its own: "solve" calls it, "check" runs the tests.
 
-Owns: both sides of the exchange and the plain data between them. Refuses: importing anything but the standard library.
+Owns: both sides of the exchange. Refuses: the form of the data between them (code_wire.py); importing anything else but
+the standard library.
 No object of the solution ever reaches an assertion: what it returns is rebuilt here from builtin types, and whatever is
 no plain data stays in its own process, as a number that names it. The tests never enter the solution's process.
 """
@@ -8,8 +9,8 @@ no plain data stays in its own process, as a number that names it. The tests nev
 from __future__ import annotations
 
 import ast
-import builtins
 import contextlib
+import functools
 import importlib
 import itertools
 import json
@@ -20,18 +21,23 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MAX_DEPTH, MAX_ITEMS = 64, 100_000
-SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-Wire = Any
-"""What JSON holds: scalars as ["int", "0x2a"], containers as ["list", [...]], things elsewhere as ["there", number]."""
+from temper.rewards.code_wire import (
+    NotPlain,
+    Remote,
+    SolutionError,
+    TooDeep,
+    Wire,
+    decode,
+    decode_answer,
+    decode_exception,
+    encode,
+    encode_exception,
+    update,
+)
 
-
-class NotPlain(Exception):
-    """The value is not made of builtin types alone."""
-
-
-class SolutionError(Exception):
-    """The solution raised something that is no builtin exception, ended its process, or gave no answer in time."""
+MAX_ITEMS = 100_000
+MAX_NEW_QUESTIONS = 10_000
+"""In one round: `while True: next(x)` asks for ever as long as the answers are not known."""
 
 
 class Unsupported(BaseException):
@@ -41,8 +47,12 @@ class Unsupported(BaseException):
     """
 
 
-class Elsewhere:
-    """A value in the solution's process, known by the number of the operation that made it, or by a global name.
+class EnoughAsked(BaseException):
+    """So many questions wait for an answer that more would be guesses."""
+
+
+class Elsewhere(Remote):
+    """A value in the solution's process.
 
     Only instances of classes that the test itself constructs have attributes here: a function that should return text
     could otherwise return an object whose startswith() agrees to everything.
@@ -70,6 +80,9 @@ class Elsewhere:
     def __iter__(self) -> Iterator[Any]:
         items = self._exchange.ask("iterate", self)
         return iter(items if isinstance(items, list) else _refuse())
+
+    def __next__(self) -> Any:
+        return self._exchange.ask("next", self)
 
     def __len__(self) -> int:
         return int(self._exchange.ask("length", self))
@@ -124,66 +137,6 @@ class Unknown(Elsewhere):
     __mod__ = __rmod__ = __floordiv__ = __pow__ = __neg__ = __abs__ = __round__ = _itself
 
 
-def encode(value: Any, depth: int = 0) -> Wire:
-    """Plain data for the wire. Instances of subclasses travel as what they inherit from: a Counter is a dict."""
-    if value is None or value is True or value is False:
-        return value
-    if depth > MAX_DEPTH:
-        raise NotPlain("nested too deeply")
-    if isinstance(value, Elsewhere):
-        return ["there", value._place]
-    if isinstance(value, str):
-        return ["str", str.__str__(value)]
-    if isinstance(value, int):
-        return ["int", hex(int.__index__(value))]
-    if isinstance(value, float):
-        return ["float", float.hex(value)]
-    if isinstance(value, complex):
-        return ["complex", value.real.hex(), value.imag.hex()]
-    if isinstance(value, bytes | bytearray):
-        return ["bytes", bytes(value).hex()]
-    for name, kind in SEQUENCES.items():
-        if isinstance(value, kind):
-            items = [encode(item, depth + 1) for item in kind.__iter__(value)]  # type: ignore[attr-defined]
-            # Sets of text come in another order in each process.
-            return [name, sorted(items, key=json.dumps) if name in ("set", "frozenset") else items]
-    if isinstance(value, dict):
-        return ["dict", [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in dict.items(value)]]
-    if isinstance(value, type) and _is_builtin(value):
-        return ["type", value.__name__]
-    raise NotPlain(f"{type(value).__name__} is no plain data")
-
-
-def _is_builtin(kind: type) -> bool:
-    return vars(builtins).get(kind.__name__) is kind
-
-
-def decode(wire: Wire, there: Callable[[Any], Any]) -> Any:
-    """Rebuilds plain data; `there` resolves what is not plain."""
-    if wire is None or isinstance(wire, bool):
-        return wire
-    tag, content = wire[0], wire[1]
-    if tag in SEQUENCES:
-        return SEQUENCES[tag](decode(item, there) for item in content)
-    if tag == "dict":
-        return {decode(key, there): decode(item, there) for key, item in content}
-    if tag == "complex":
-        return complex(float.fromhex(content), float.fromhex(wire[2]))
-    if tag == "type":
-        return _builtin_type(content)
-    scalars: dict[str, Callable[[Any], Any]] = {
-        "str": str, "int": lambda text: int(text, 16), "float": float.fromhex, "bytes": bytes.fromhex, "there": there
-    }  # fmt: skip
-    return scalars[tag](content)
-
-
-def _builtin_type(name: str) -> type:
-    found = vars(builtins)[name]
-    if not isinstance(found, type):
-        raise ValueError(f"{name} is no type")
-    return found
-
-
 class Exchange:
     """One test's questions to the solution, in order, and the answers so far.
 
@@ -191,26 +144,59 @@ class Exchange:
     test only collects questions: answers are Unknown, assertions count nothing, and the verdict is "pending".
     """
 
-    def __init__(self, asked: list[Wire], answers: dict[int, Wire]) -> None:
+    def __init__(self, test: dict[str, Any], asked: list[Wire], answers: dict[int, Wire]) -> None:
         self.asked, self.answers = asked, answers
         self.questions: list[Wire] = []
-        self.is_collecting = False
+        self.num_answered = 0
         self.num_reached = 0
+        self.is_collecting = False
+        self.has_failed = False
+        self._is_alone = False
+        self.exceptions: dict[str, type[Exception]] = {
+            name: type(name, (Exception,), {}) for name in test["exceptions"]
+        }
+        """Classes of the solution that the test catches, by name; and StopIteration, where the test catches that."""
+        self._catches_stop, self._looks_at_arguments = test["catches_stop"], test["looks_at_arguments"]
 
     def ask(self, verb: str, *operands: Any) -> Any:
         number = len(self.questions)
+        is_instance = _makes_instance(verb, operands[0])
         if not self.is_collecting and number < len(self.asked) and self._is_same(self.asked[number], verb, operands):
             self.questions.append(self.asked[number])
-            return self._answer(number, is_instance=_makes_instance(verb, operands[0]))
+            self.num_answered += 1
+            return self._answer(number, verb, operands, is_instance=is_instance)
         self.is_collecting = True
+        if number >= len(self.asked) + MAX_NEW_QUESTIONS:
+            raise EnoughAsked
         try:
             self.questions.append([verb, *(encode(operand) for operand in operands)])
+        except TooDeep as error:  # only the solution makes such values
+            raise SolutionError(str(error)) from error
         except NotPlain as error:
             raise Unsupported(str(error)) from error
-        return Unknown(self, number, is_instance=_makes_instance(verb, operands[0]))
+        return Unknown(self, number, is_instance=is_instance)
 
     def reach(self) -> None:
+        """An assertion holds, or the exception that a test waits for has come."""
         self.num_reached += 1
+
+    def miss(self, error: Exception) -> None:
+        """An assertion failed. That holds even if a handler of the test swallows it; unless answers are guesses."""
+        if not self.is_collecting:
+            self.has_failed = self.has_failed or isinstance(error, AssertionError)
+            raise error
+
+    def alone(self, called: Any) -> Any:
+        """For a statement that is a call and nothing else: all that it is for is what it changes."""
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            self._is_alone = True
+            try:
+                return called(*arguments, **named)
+            finally:
+                self._is_alone = False
+
+        return call if isinstance(called, Elsewhere) else called
 
     def _is_same(self, asked: Wire, verb: str, operands: tuple[Any, ...]) -> bool:
         return asked[0] == verb and len(asked) == len(operands) + 1 and all(map(self._fits, asked[1:], operands))
@@ -224,21 +210,27 @@ class Exchange:
             return True
         # An earlier answer handed on: it was asked for by its number, before its value was known.
         is_earlier = isinstance(asked, list) and asked[0] == "there" and isinstance(asked[1], int)
-        return is_earlier and self.answers.get(asked[1]) == ["value", wire]
+        return is_earlier and self.answers.get(asked[1], [])[:2] == ["value", wire]
 
-    def _answer(self, number: int, *, is_instance: bool) -> Any:
-        answer = self.answers.get(number)
+    def _answer(self, number: int, verb: str, operands: tuple[Any, ...], *, is_instance: bool) -> Any:
+        answer, raised = self.answers.get(number), None
         if answer is None:
             raise SolutionError("the solution gave no answer")
         try:
-            if answer[0] == "value":
-                return decode(answer[1], _nothing_there)
-            if answer[0] == "there":
-                return Elsewhere(self, number, is_instance=is_instance)
-            raised = _exception(str(answer[1]), str(answer[2]))
+            if answer[0] == "raised":
+                stops = {"StopIteration": StopIteration} if verb == "next" or self._catches_stop else {}
+                raised = decode_exception(answer, {**self.exceptions, **stops})
+            value = decode_answer(answer[1]) if answer[0] == "value" else None
+            # Where a value comes back it is the answer, and the argument may be what it is compared with: emptied, it
+            # would make `sorted(x)` what the solution likes. Else the change is what was asked for.
+            if value is None or self._is_alone or self._looks_at_arguments:
+                for place, wire in answer[4 if raised else 2]:
+                    update(operands[place], decode_answer(wire))
         except Exception as error:  # the solution can write what it likes into its answers
             raise SolutionError(f"the answer is malformed: {type(error).__name__}") from error
-        raise raised
+        if raised:
+            raise raised
+        return value if answer[0] == "value" else Elsewhere(self, number, is_instance=is_instance)
 
 
 def _makes_instance(verb: str, target: Any) -> bool:
@@ -246,56 +238,63 @@ def _makes_instance(verb: str, target: Any) -> bool:
     return (isinstance(target._place, str) and target._place[:1].isupper()) if verb == "call" else target._is_instance
 
 
-def _nothing_there(place: Any) -> Any:
-    raise ValueError(f"an answer names {place}")
-
-
-def _exception(name: str, message: str) -> Exception:
-    """Tests may expect a ValueError; they never get a SystemExit, nor an AssertionError of the solution's making."""
-    kind = vars(builtins).get(name)
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, AssertionError):
-        with contextlib.suppress(TypeError):
-            return kind(message)
-    return SolutionError(f"{name}: {message}")
-
-
 class _Guard(ast.NodeTransformer):
-    """Counts each assertion as it is reached, and lets it pass while questions are only collected."""
+    """Counts each assertion that holds, lets it pass while questions are only collected, and marks calls that
+    stand alone. A handler of named exceptions is reached by what the test waits for."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        handler = ast.parse(
-            "try:\n    __exchange__.reach()\nexcept Exception:\n    if not __exchange__.is_collecting:\n        raise"
+        guarded = ast.parse(
+            "try:\n    __exchange__.reach()\nexcept Exception as __error__:\n    __exchange__.miss(__error__)"
         ).body[0]
-        assert isinstance(handler, ast.Try)
-        handler.body.append(node)
-        return ast.copy_location(handler, node)
+        assert isinstance(guarded, ast.Try)
+        guarded.body.insert(0, node)
+        return ast.copy_location(guarded, node)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        if isinstance(node.value, ast.Call):
+            alone = ast.parse("__exchange__.alone", mode="eval").body
+            node.value.func = ast.Call(func=alone, args=[node.value.func], keywords=[])
+        return node
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
+        self.generic_visit(node)
+        caught = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"Exception"}
+        if not caught & {"Exception", "BaseException", "AssertionError"}:
+            node.body[:0] = ast.parse("__exchange__.reach()").body
+        return node
 
 
 def run_test(test: dict[str, Any], asked: list[Wire], answers: dict[int, Wire]) -> dict[str, Any]:
-    """The verdict of one test ("passed", "failed", "pending", "unsupported") and the questions it asked."""
-    exchange = Exchange(asked, answers)
+    """The verdict of one test ("passed", "failed", "pending", "unsupported"), the questions it asked, and how many of
+    them were answered."""
+    exchange = Exchange(test, asked, answers)
     random.seed(0)  # the same questions each time
     space: dict[str, Any] = {"__name__": "tests", "__exchange__": exchange}
     for name in test["modules"]:
         space[name] = importlib.import_module(name)
+    theirs = {**{name: Elsewhere(exchange, name) for name in test["names"]}, **exchange.exceptions}
     verdict, reason = "passed", ""
     try:
-        space.update({name: Elsewhere(exchange, name) for name in test["names"]})
+        space.update(theirs)
         exec(compile(test["setup"], "setup", "exec"), space)
-        space.update({name: Elsewhere(exchange, name) for name in test["names"]})  # a stub in the setup gives way
+        space.update(theirs)  # a stub in the setup gives way
         tree = ast.fix_missing_locations(_Guard().visit(ast.parse(test["source"])))
         exec(compile(tree, "tests", "exec"), space)
-        if test["entry_point"] and callable(space.get("check")):
-            space["check"](space[test["entry_point"]])
+        if test["defines_check"]:
+            space["check"](Elsewhere(exchange, test["entry_point"]))
     except Unsupported as error:
         verdict, reason = "unsupported", str(error)
     except BaseException as error:  # SystemExit too: a test that ends early has not passed
         verdict, reason = "failed", f"{type(error).__name__}: {error}"[:200]
     if exchange.is_collecting and verdict != "unsupported":
         verdict = "pending"
-    elif verdict == "passed" and not (exchange.num_reached and exchange.questions):
-        verdict, reason = "unsupported", "no assertion was reached, or the solution was never called"
-    return {"verdict": verdict, "reason": reason, "questions": exchange.questions}
+    elif verdict == "passed" and not exchange.questions:
+        verdict, reason = "unsupported", "the solution was never called, and no assertion was reached"
+    elif verdict == "passed" and (exchange.has_failed or (test["compares"] and not exchange.num_reached)):
+        verdict, reason = "failed", "an assertion failed, or none was reached"
+    return {
+        "verdict": verdict, "reason": reason, "questions": exchange.questions, "num_answered": exchange.num_answered
+    }  # fmt: skip
 
 
 def check(give: Callable[[Wire], None]) -> None:
@@ -328,22 +327,31 @@ def solve(give: Callable[[Wire], None]) -> None:
     for place, questions in enumerate(tests):
         made: dict[int, Any] = {}
         for number, question in enumerate(questions):
+            operands: list[Any] = []
             try:
-                made[number] = value = _perform(question, module, made)
+                operands = [decode(wire, functools.partial(_find, module, made)) for wire in question[1:]]
+                made[number] = value = _perform(question[0], operands)
                 try:
                     answer = ["value", encode(value)]
                 except (NotPlain, RecursionError):
-                    answer = ["there"]
+                    answer = ["there", None]
             except BaseException as error:
-                answer = ["raised", type(error).__name__, str(error)[:1000]]
-            give([place, number, answer])
+                answer = encode_exception(error)
+            give([place, number, [*answer, _changes(question, operands)]])
 
 
-def _perform(question: Wire, module: types.ModuleType, made: dict[int, Any]) -> Any:
-    def there(place: Any) -> Any:
-        return made[place] if isinstance(place, int) else getattr(module, place)
+def _changes(question: Wire, operands: list[Any]) -> list[Wire]:
+    """Operands that the call left other than it found them, each with its number; those of plain data only."""
+    changes = []
+    for place, operand in enumerate(operands):
+        with contextlib.suppress(NotPlain, RecursionError):
+            if question[0] == "call" and place and (wire := encode(operand)) != question[place + 1]:
+                changes.append([place, wire])
+    return changes
 
-    verb, target, *operands = (question[0], *(decode(wire, there) for wire in question[1:]))
+
+def _perform(verb: str, operands: list[Any]) -> Any:
+    target, *operands = operands
     if verb == "call":
         return target(*operands[:-1], **operands[-1])
     if verb == "attribute":
@@ -352,9 +360,15 @@ def _perform(question: Wire, module: types.ModuleType, made: dict[int, Any]) -> 
         return setattr(target, *operands)  # type: ignore[func-returns-value]
     if verb == "item":
         return target[operands[0]]
+    if verb == "next":
+        return next(target)
     if verb == "iterate":
         return list(itertools.islice(target, MAX_ITEMS))
     return len(target) if verb == "length" else bool(target)
+
+
+def _find(module: types.ModuleType, made: dict[int, Any], place: Any) -> Any:
+    return made[place] if isinstance(place, int) else getattr(module, place)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import ast
 import builtins
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from temper.types import Task
@@ -42,22 +42,26 @@ class FunctionTest:
     setup: str = ""
     """Trusted code run before the test, e.g. helpers that the prompt shows."""
     entry_point: str = ""
-    """The function handed to check(candidate), when the test defines one. No other name may be the solution's then."""
+    """The function handed to check(candidate), when the test defines one."""
     weight: float = 1.0
     names: tuple[str, ...] = ()
     """What the test takes from the solution."""
+    exceptions: tuple[str, ...] = ()
+    """Exceptions that the solution defines and the test catches."""
     modules: tuple[str, ...] = ()
     """Of the standard library, used without an import."""
+    defines_check: bool = False
+    compares: bool = True
+    """Some assertion is about a value. Else all the test wants is an exception: `assert False` behind a call."""
+    catches_stop: bool = False
+    """It waits for a StopIteration."""
+    looks_at_arguments: bool = False
+    """It compares something that it wrote down itself with something else that it wrote down: a call between the two
+    may have changed the first."""
 
     def as_job(self) -> dict[str, Any]:
         """For the process that runs it."""
-        return {
-            "source": self.source,
-            "setup": self.setup,
-            "entry_point": self.entry_point,
-            "names": self.names,
-            "modules": self.modules,
-        }
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "weight"}
 
 
 Test = StreamTest | FunctionTest
@@ -67,7 +71,8 @@ def read_tests(task: Task, *, entry_point: str = "", only_hidden: bool = False) 
     """The tests in extra "tests" (else the answer) and "hidden_tests". Raises BadTests.
 
     Each is a JSON list whose entries are source with assertions, {source, weight} or {input, output, weight}; or it is
-    Python source itself. Extra "setup" and "entry_point" hold for all of them.
+    Python source itself. Extra "setup" and "entry_point" hold for all of them; the latter may name several functions,
+    the one to be checked first.
     """
     hidden, public = _text(task, "hidden_tests"), _text(task, "tests") or task.answer or ""
     if only_hidden and not hidden:
@@ -120,28 +125,38 @@ def _test(entry: Any, setup: str, entry_point: str) -> Test:
 
 def _function_test(source: str, setup: str, entry_point: str, weight: float) -> FunctionTest:
     tree, setup_tree = _parse(source, "a test"), _parse(setup, '"setup"')
-    if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+    if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
         raise BadTests(f"a test asserts nothing: {source!r:.80}")
-    has_check = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body)
-    if has_check and not entry_point:
+    entries = entry_point.replace(",", " ").split()
+    defines_check = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body)
+    if defines_check and not entries:
         raise BadTests('a test defines check(candidate); "entry_point" must name the function to check')
     unbound = _loaded(tree, setup_tree) - _bound(tree, setup_tree) - set(vars(builtins))
+    exceptions = unbound & _caught(tree)
     modules = unbound & sys.stdlib_module_names - _called(tree, setup_tree)  # a function may be called "numbers"
-    names = unbound - modules
-    if entry_point and (others := sorted(names - {entry_point})):
+    names = unbound - modules - exceptions
+    if entries and (others := sorted(names - set(entries))):
         # Taken from the solution they would be the solution's to define, and it would define them to its advantage.
-        raise BadTests(f'a test uses {", ".join(others)}, which nothing defines. Put it into "setup"')
+        raise BadTests(
+            f'a test uses {", ".join(others)}, which nothing defines. Put it into "setup"; or, if the solution is to '
+            f'define it, name it in "entry_point" too'
+        )
     # Some tasks ask for a function that is named like a builtin.
-    names |= {entry_point} if entry_point else (set() if names else _asserted_calls(tree))
+    names |= set(entries) if entries else (set() if names else _asserted_calls(tree))
     if not names:
         raise BadTests(f"a test calls nothing of the solution: {source!r:.80}")
     return FunctionTest(
         source=source,
         setup=setup,
-        entry_point=entry_point,
+        entry_point=entries[0] if entries else "",
         weight=weight,
         names=tuple(sorted(names)),
+        exceptions=tuple(sorted(exceptions)),
         modules=tuple(sorted(modules)),
+        defines_check=defines_check,
+        compares=any(isinstance(node, ast.Assert) and not _is_literal(node.test) for node in ast.walk(tree)),
+        catches_stop="StopIteration" in _caught(tree),
+        looks_at_arguments=_looks_at_arguments(tree),
     )
 
 
@@ -167,6 +182,33 @@ def _asserted_calls(tree: ast.Module) -> set[str]:
     tests = [node.test for node in ast.walk(tree) if isinstance(node, ast.Assert)]
     calls = [test.left if isinstance(test, ast.Compare) else test for test in tests]
     return {call.func.id for call in calls if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)}
+
+
+def _caught(tree: ast.Module) -> set[str]:
+    """X and Y, in `except (X, Y)`."""
+    types = [node.type for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.type]
+    return {node.id for kind in types for node in ast.walk(kind) if isinstance(node, ast.Name)}
+
+
+def _looks_at_arguments(tree: ast.Module) -> bool:
+    """`x = [3, 1]`, and later `assert x == [1, 3]`."""
+    nodes = list(ast.walk(tree))
+    given = [node for node in nodes if isinstance(node, ast.Assign) and _is_literal(node.value)]
+    written = {target.id for node in given for target in node.targets if isinstance(target, ast.Name)}
+    compared = [node.test for node in nodes if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)]
+    return any(
+        isinstance(side, ast.Name) and side.id in written and _is_literal(other)
+        for test in compared
+        for side, other in ((test.left, test.comparators[0]), (test.comparators[0], test.left))
+    )
+
+
+def _is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _bound(*trees: ast.Module) -> set[str]:

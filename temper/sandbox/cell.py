@@ -222,6 +222,9 @@ class _Watching:
     started: float = field(default_factory=time.monotonic)
     checked: float = field(default_factory=time.monotonic)
     ended: float = 0.0
+    cpu_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    is_starved: bool = False
     verdict: Status | None = None
     report: bytes = b""
     stdout: bytearray = field(default_factory=bytearray)
@@ -250,11 +253,14 @@ class _Watching:
         if self.verdict or self.report:
             return
         if now - self.started >= self.limits.wall_seconds:
-            self.verdict = "timeout"
+            self.verdict, self.is_starved = "timeout", True
         elif now - self.checked >= WATCH_SECONDS:
-            self.checked = now
             usage = measure(supervisor)
-            if usage.cpu_seconds > self.limits.cpu_seconds:
+            self.cpu_seconds = usage.cpu_seconds
+            # No more than was looked at: a watcher that got no time itself must not take the gap for sleep.
+            self.idle_seconds += min(now - self.checked, 2 * WATCH_SECONDS) if usage.is_idle else 0.0
+            self.checked = now
+            if usage.cpu_seconds > self.limits.cpu_seconds or self.idle_seconds > self.limits.idle_seconds:
                 self.verdict = "timeout"
             elif usage.tasks > self.limits.processes:
                 self.verdict = "killed"
@@ -275,6 +281,8 @@ class _Watching:
             stdout=self.stdout.decode(errors="replace"),
             stderr=self.stderr.decode(errors="replace"),
             seconds=(self.ended or time.monotonic()) - self.started,
+            cpu_seconds=self.cpu_seconds,
+            is_starved=self.is_starved and self.verdict == "timeout",
         )
 
     def _judge(self) -> tuple[Status, int]:
@@ -283,7 +291,7 @@ class _Watching:
         if kind != "exit":
             raise SandboxFailed(f"the sandbox ended without a result: {rest or kind}")
         code_text, cpu_text, peak_text = rest.split()
-        code = int(code_text)
+        code, self.cpu_seconds = int(code_text), max(self.cpu_seconds, float(cpu_text))
         if float(cpu_text) >= self.limits.cpu_seconds:
             return "timeout", code
         if self.has_run_out_of_memory(int(peak_text)):

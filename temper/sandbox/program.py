@@ -5,6 +5,7 @@ Owns: Program, Limits, Outcome. Refuses: file names that point outside the progr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
@@ -26,6 +27,8 @@ class Limits:
     wall_seconds: float = 5.0
     cpu_seconds: float = 5.0
     """Of all its processes together."""
+    idle_seconds: float = math.inf
+    """Time in which none of its processes wanted the processor: asleep, or waiting for each other."""
     memory_bytes: int = 256 << 20
     """Of all its processes together."""
     processes: int = 16
@@ -72,3 +75,8 @@ class Outcome:
     stdout: str
     stderr: str
     seconds: float
+    cpu_seconds: float = 0.0
+    """Of all its processes together, as last counted."""
+    is_starved: bool = False
+    """A timeout at wall_seconds of a program that had neither used cpu_seconds nor been idle for idle_seconds: the
+    machine had no time for it, which says nothing about the program."""

@@ -12,6 +12,8 @@ from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+BUSY = ("R", "D")
+"""States of a thread that runs or could, and of one that waits for a disk or a page."""
 
 
 @dataclass(frozen=True)
@@ -21,20 +23,27 @@ class Usage:
     cpu_seconds: float
     """Of the living and of the children they have waited for."""
     memory_bytes: int
+    is_idle: bool
+    """No thread runs, wants to run, or waits for a disk."""
 
 
 def measure(supervisor: int) -> Usage:
     """A process that ends while we look counts as nothing."""
-    tasks, ticks, pages = -1, 0, 0
+    tasks, ticks, pages, is_idle = -1, 0, 0, True
     waiting = [supervisor]
     while waiting:
         folder = Path(f"/proc/{waiting.pop()}")
         with contextlib.suppress(OSError):
-            # The name in parentheses may hold anything, so count the fields from behind it.
-            status = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            status = _fields(folder)
             ticks += sum(map(int, status[11:15]))
             tasks += int(status[17])
             pages += int(status[21])
             for thread in (folder / "task").iterdir():
+                is_idle = is_idle and _fields(thread)[0] not in BUSY
                 waiting += map(int, (thread / "children").read_text().split())
-    return Usage(max(tasks, 0), ticks / TICKS, pages * PAGE_BYTES)
+    return Usage(max(tasks, 0), ticks / TICKS, pages * PAGE_BYTES, is_idle)
+
+
+def _fields(folder: Path) -> list[str]:
+    """Of the stat file, from the state on. The name in parentheses before it may hold anything."""
+    return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -67,7 +67,9 @@ TASKS = {"stream": task(STREAM), "asserts": task(ASSERTS), "check": CHECKED}
 
 
 def score(reward: CodeReward, on: Task, response: Trajectory) -> Score:
-    return asyncio.run(reward.score(on, response))
+    """Without what is said about a number."""
+    found = asyncio.run(reward.score(on, response))
+    return found if found.value is None else Score.of(found.value)
 
 
 @needs_sandbox
@@ -192,7 +194,7 @@ def test_no_attack_scores(say: Say, name: str) -> None:
         return scores
 
     *attacked, healthy = asyncio.run(go())
-    assert attacked == [Score.of(0.0)] * len(attacked)
+    assert [each.value for each in attacked] == [0.0] * len(attacked)
     assert healthy == Score.of(1.0)
 
 
@@ -233,18 +235,18 @@ def test_weights_and_hidden_tests(say: Say) -> None:
     on = task(public, hidden_tests=json.dumps(["assert f(2) == 2", {"source": "assert f(3) == 0", "weight": 0}]))
     response = say("def f(x): return x\nprint('hello ')\n\n")
 
-    async def go(**options: Any) -> Score:
+    async def go(**options: Any) -> float | None:
         reward = CodeReward(**options)
-        value = await reward.score(on, response)
+        found = await reward.score(on, response)
         await reward.close()
-        return value
+        return found.value
 
-    assert asyncio.run(go(all_or_nothing=False)) == Score.of(1.0)
-    assert asyncio.run(go(all_or_nothing=True)) == Score.of(1.0)
-    assert asyncio.run(go(only_hidden=True)) == Score.of(1.0)
+    assert asyncio.run(go(all_or_nothing=False)) == 1.0
+    assert asyncio.run(go(all_or_nothing=True)) == 1.0
+    assert asyncio.run(go(only_hidden=True)) == 1.0
     response = say("def f(x): return 1\nprint('hello')")
-    assert asyncio.run(go(all_or_nothing=False)) == Score.of(0.8)
-    assert asyncio.run(go(only_hidden=True)) == Score.of(0.0)
+    assert asyncio.run(go(all_or_nothing=False)) == 0.8
+    assert asyncio.run(go(only_hidden=True)) == 0.0
 
 
 @needs_sandbox
@@ -422,7 +424,7 @@ def require_references_score(pairs: list[tuple[Task, str]], say: Say) -> None:
         return judged
 
     judged = asyncio.run(go())
-    assert [entry for entry in judged if entry[1] != Score.of(1.0) or entry[2] != Score.of(0.0)] == []
+    assert [entry for entry in judged if entry[1] != Score.of(1.0) or entry[2].value != 0.0] == []
 
 
 @needs_sandbox
