@@ -157,7 +157,10 @@ def _has_pairs(tasks: Sequence[Task]) -> bool:
 
 def _rubric(parts: Sequence[RewardConfig], rewards: dict[str, RewardFactory]) -> Rubric:
     return Rubric(
-        [Part(make_reward(part.kind, _options(part), rewards), part.weight, part.gate, part.clip) for part in parts]
+        [
+            Part(make_reward(part.kind, _options(part), rewards), part.weight, part.gate, part.clip, part.optional)
+            for part in parts
+        ]
     )
 
 

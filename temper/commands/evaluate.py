@@ -218,7 +218,7 @@ def open_rubric(suite: Suite) -> Rubric:
     }
     return Rubric(
         [
-            Part(make_reward(part.kind, part.options, rewards), part.weight, part.gate, part.clip)
+            Part(make_reward(part.kind, part.options, rewards), part.weight, part.gate, part.clip, part.optional)
             for part in suite.reward
         ]
     )

@@ -120,6 +120,8 @@ class RewardConfig(Section):
     """The whole reward is 0 unless this part is at least 1. A gate has no weight of its own."""
     clip: tuple[float, float] | None = None
     """Bounds of the part before weighting."""
+    optional: bool = False
+    """Leave the part out where it cannot be scored. Otherwise the response then has no score at all."""
     options: dict[str, Scalar | list[Scalar]] = {}
     """Arguments of the reward, e.g. {pattern = "<answer>.*</answer>"}."""
 

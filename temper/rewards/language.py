@@ -124,7 +124,7 @@ def consistency(text: str, language: str) -> float:
 class LanguageReward:
     """How much of the response is in the language asked for, from 0 to 1; without one, in the language of the prompt.
 
-    A prompt whose language cannot be told, and a response of numbers alone, are unscorable. No response at all is 0.
+    A prompt whose language cannot be told is unscorable. A response without words is 0: none of it is in any language.
     """
 
     name = "language"
@@ -141,10 +141,8 @@ class LanguageReward:
         language = self._language or detect_language(_prompt(task))
         if language is None:
             return Score.unscorable("the language of the prompt cannot be told")
-        if not trajectory.text.strip():
-            return Score.of(0.0)
         if not count_scripts(trajectory.text):
-            return Score.unscorable("the response has no words")
+            return Score.of(0.0, "the response has no words")
         return Score.of(consistency(trajectory.text, language))
 
     def check(self, task: Task) -> str | None:

@@ -9,6 +9,7 @@ import unicodedata
 from itertools import pairwise
 
 from temper.errors import UserError
+from temper.rewards.visible import num_visible
 from temper.types import Score, Task, Trajectory
 
 
@@ -38,7 +39,8 @@ def _kind(character: str) -> str:
 
 
 class RepetitionReward:
-    """-share of repeated n-grams (0: nothing repeated); with is_positive 1 - share. No response is unscorable."""
+    """-share of repeated n-grams (0: nothing repeated); with is_positive 1 - share. A response that shows nothing has
+    the worst score: leaving a penalty by saying nothing must not pay."""
 
     name = "repetition"
 
@@ -50,8 +52,8 @@ class RepetitionReward:
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         text = "\n".join(turn.message.content for turn in trajectory.turns)
-        if not text.strip():
-            return Score.unscorable("the response is empty")
+        if not num_visible(text):
+            return Score.of(self._offset - 1.0, "the response is empty")
         return Score.of(self._offset - repeated_share(text, self._n))
 
     def check(self, task: Task) -> str | None:

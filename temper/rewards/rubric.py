@@ -34,6 +34,7 @@ class Part(NamedTuple):
     weight: float = 1.0
     is_gate: bool = False
     clip: tuple[float, float] | None = None
+    is_optional: bool = False
 
 
 FILES = "rewards"
@@ -48,11 +49,13 @@ class Rubric:
         self._rules: dict[str, Rule] = {}
         self._agreement: dict[str, Mapping[str, float]] = {}
         for part in parts:
-            reward, weight, is_gate, clip = Part(*part)
+            reward, weight, is_gate, clip, is_optional = Part(*part)
             copies = sum(other.name == reward.name for other in self._parts.values())
             name = f"{reward.name}_{copies + 1}" if copies else reward.name
             self._parts[name] = reward
-            self._rules[name] = Rule(weight=weight, is_gate=is_gate, clip=clip, pays_turns=_pays_turns(reward))
+            self._rules[name] = Rule(
+                weight=weight, is_gate=is_gate, clip=clip, is_optional=is_optional, pays_turns=_pays_turns(reward)
+            )
         _require_rules(self._rules)
 
     @property
@@ -194,6 +197,8 @@ def _require_rules(rules: Mapping[str, Rule]) -> None:
             raise UserError(f'reward "{name}": a gate is open or closed and has no bounds. Remove clip or gate.')
         if rule.clip is not None and not rule.clip[0] <= rule.clip[1]:
             raise UserError(f'reward "{name}": clip={rule.clip} must be (low, high) with low <= high.')
+        if rule.is_optional and not rule.adds:
+            raise UserError(f'reward "{name}": only a part that adds to the score can be optional. Remove optional.')
         if rule.pays_turns and (rule.is_gate or rule.clip is not None):
             raise UserError(f'reward "{name}" pays turns (by_turn), which is neither a gate nor clipped. Remove both.')
     if rules and not any(rule.adds for rule in rules.values()):

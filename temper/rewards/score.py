@@ -22,6 +22,8 @@ class Rule:
     """The whole is 0 unless this part is at least 1. A gate adds nothing itself."""
     clip: tuple[float, float] | None = None
     """Bounds of the part before weighting; None: as it is."""
+    is_optional: bool = False
+    """Left out of the sum where it cannot be scored. Otherwise the whole cannot be scored either."""
     pays_turns: bool = False
     """The weight scales what the part pays the turns; to the whole it adds nothing."""
 
@@ -41,10 +43,11 @@ def finite(score: Score) -> Score:
 def combine(parts: Mapping[str, Score], rules: Mapping[str, Rule]) -> Score:
     """Weighted sum of the parts that have a value; 0 when a gate is closed.
 
-    Any error makes an error: the sum without that part is another goal than the one asked for. A gate that could not be
-    scored leaves the whole unscorable: it is neither open nor closed. So does a part that pays turns: unpaid, the
-    member would look worse than its group. Other unscorable parts are left out; when all are, so is the whole. What a
-    verifier says of its number stays with the whole.
+    Any error makes an error, and a part that could not be scored leaves the whole unscorable: the sum without it is
+    another goal than the one asked for. Without its penalty a bad response would look like a good one, without what it
+    is paid for a good one like a bad one. Two exceptions: a closed gate leaves nothing for the parts that add, scored
+    or not; and parts that say so are optional and left out, unless no other has a value. What a verifier says of its
+    number stays with the whole.
     """
     for name, score in parts.items():
         if score.kind is ScoreKind.ERROR:
@@ -55,10 +58,11 @@ def combine(parts: Mapping[str, Score], rules: Mapping[str, Rule]) -> Score:
     said = "; ".join(f"{name}: {score.reason}" for name, score in parts.items() if score.is_value and score.reason)
     if _has_closed_gate(parts, rules):
         return Score.of(0.0, said or None)
-    values = [score.value for name, score in weigh(parts, rules).items() if rules[name].adds]
-    scored = [value for value in values if value is not None]
-    if not scored:
-        reasons = "; ".join(f"{name}: {score.reason}" for name, score in parts.items() if score.reason)
+    values = {name: score.value for name, score in weigh(parts, rules).items() if rules[name].adds}
+    scored = [value for value in values.values() if value is not None]
+    missing = [name for name, value in values.items() if value is None and (not rules[name].is_optional or not scored)]
+    if missing or not scored:
+        reasons = "; ".join(f"{name}: {parts[name].reason}" for name in missing)
         return Score.unscorable(reasons or "there are no reward parts")
     return finite(Score.of(sum(scored), said or None))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from temper.errors import UserError
 from temper.rewards.repetition import RepetitionReward, repeated_share, split_words
-from temper.types import ScoreKind, Task, Trajectory
+from temper.types import Task, Trajectory
 
 Say = Callable[[str], Trajectory]
 TASK = Task(id="t:1", messages=())
@@ -47,7 +47,9 @@ def test_the_reward_is_a_penalty_or_a_bonus_and_needs_a_response(say: Say) -> No
     text = say("a b a b")
     assert asyncio.run(RepetitionReward(n=2).score(TASK, text)).value == pytest.approx(-1 / 3)
     assert asyncio.run(RepetitionReward(n=2, is_positive=True).score(TASK, text)).value == pytest.approx(2 / 3)
-    assert asyncio.run(RepetitionReward().score(TASK, say("  "))).kind is ScoreKind.UNSCORABLE
+    for empty in ("  ", "\u200b\u2060"):
+        assert asyncio.run(RepetitionReward().score(TASK, say(empty))).value == -1.0
+        assert asyncio.run(RepetitionReward(is_positive=True).score(TASK, say(empty))).value == 0.0
 
 
 def test_an_n_below_one_is_the_users_mistake() -> None:

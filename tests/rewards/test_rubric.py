@@ -11,7 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
+from temper.config import RewardConfig
+from temper.data import _rubric
 from temper.errors import UserError
+from temper.rewards.registry import REWARDS
 from temper.rewards.rubric import Part, Rubric
 from temper.rewards.text import TextReward
 from temper.rewards.user import UserReward
@@ -239,3 +242,20 @@ def test_a_rubric_that_pays_no_turns_says_so(say: Say) -> None:
 def test_payments_beside_no_outcome_or_above_it_are_the_users_mistake(parts: list[Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Rubric(parts)
+
+
+def test_only_a_part_that_adds_can_be_optional() -> None:
+    with pytest.raises(UserError, match="only a part that adds"):
+        Rubric([Part(TextReward("exact"), is_gate=True, is_optional=True), (TextReward("f1"), 1.0)])
+
+
+def test_a_recipe_says_whether_a_part_is_optional(say: Say) -> None:
+    task = Task(id="t:1", messages=(Message(role="user", content="1 + 1 = ?"),), answer="2")  # in no language
+
+    def whole(is_optional: bool) -> Score:
+        parts = [RewardConfig(kind="exact"), RewardConfig(kind="language", optional=is_optional)]
+        total, _ = asyncio.run(_rubric(parts, REWARDS).score(task, say("2")))
+        return total
+
+    assert whole(True) == Score.of(1.0)
+    assert whole(False).kind is ScoreKind.UNSCORABLE

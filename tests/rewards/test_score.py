@@ -19,12 +19,22 @@ def test_the_total_is_the_weighted_sum() -> None:
     assert combine(parts, {"math": Rule(), "format": Rule(weight=0.2)}) == Score.of(1.1)
 
 
-def test_an_unscorable_part_is_left_out_and_all_unscorable_is_unscorable() -> None:
+def test_a_part_without_a_verdict_leaves_the_whole_without_one() -> None:
+    """A penalty that is dropped would turn a bad response into a good one."""
     judge = Score.unscorable("the judge gave no verdict")
-    assert combine({"math": Score.of(1.0), "judge": judge}, {"math": Rule(weight=2.0), "judge": Rule()}) == Score.of(
-        2.0
-    )
-    assert combine({"judge": judge}, {"judge": Rule()}).kind is ScoreKind.UNSCORABLE
+    for weight in (1.0, -1.0):
+        whole = combine(
+            {"math": Score.of(1.0), "judge": judge}, {"math": Rule(weight=2.0), "judge": Rule(weight=weight)}
+        )
+        assert whole == Score.unscorable("judge: the judge gave no verdict")
+
+
+def test_an_optional_part_is_left_out_unless_it_is_all_there_is() -> None:
+    judge = Score.unscorable("the judge gave no verdict")
+    optional = {"math": Rule(weight=2.0), "judge": Rule(is_optional=True)}
+    assert combine({"math": Score.of(1.0), "judge": judge}, optional) == Score.of(2.0)
+    assert combine({"math": Score.unscorable("no"), "judge": Score.of(1.0)}, optional) == Score.unscorable("math: no")
+    assert combine({"judge": judge}, {"judge": Rule(is_optional=True)}).kind is ScoreKind.UNSCORABLE
 
 
 def test_what_a_verifier_says_of_its_number_stays_with_the_whole() -> None:
