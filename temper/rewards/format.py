@@ -9,27 +9,33 @@ import re
 
 from temper.errors import UserError
 from temper.rewards.json_schema import Schema, find_json
-from temper.rewards.workers import WorkerFailed, WorkerPool
+from temper.rewards.visible import num_visible, visible
+from temper.rewards.workers import WorkerFailed, WorkerPool, blame
 from temper.types import Score, Task, Trajectory
 
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
 
 
 class FormatReward:
-    """1 when the whole response matches the regular expression ("." also matches line ends), else 0."""
+    """1 when the whole response matches the regular expression ("." also matches line ends), else 0.
+
+    It must match as written and without what nobody sees: a thought of zero-width spaces is none.
+    """
 
     name = "format"
 
     def __init__(self, *, pattern: str, workers: int = 1, deadline_seconds: float = 2.0) -> None:
         require_pattern(pattern, 'reward "format"')
         self._pattern = pattern
-        self._pool = WorkerPool("temper.rewards.patterns:matches", size=workers, deadline_seconds=deadline_seconds)
+        self._pool = WorkerPool(
+            "temper.rewards.patterns:matches", size=workers, deadline_seconds=deadline_seconds, is_pure=True
+        )
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         try:
-            return Score.of(float(await self._pool.call(self._pattern, trajectory.text)))
+            return Score.of(float(await self._pool.call(self._pattern, [trajectory.text, visible(trajectory.text)])))
         except WorkerFailed as error:
-            return Score.error(str(error))
+            return blame(error)
 
     def check(self, task: Task) -> str | None:
         return None
@@ -48,17 +54,18 @@ def require_pattern(pattern: str, where: str) -> None:
 def has_tags(text: str, names: tuple[str, ...], *, min_characters: int = 1) -> bool:
     """Whether the text is <a>...</a> <b>...</b> ... in this order, each tag once, and nothing but space between.
 
-    Inside each there must be that many characters that are no space: a form filled with nothing is no answer.
+    Inside each there must be that many characters that show something: a form filled with nothing is no answer. Nor may
+    a tag hide behind characters that nobody sees.
     """
-    place = 0
+    shown, place = visible(text), 0
     for name in names:
         opening, closing = f"<{name}>", f"</{name}>"
-        if text.count(opening) != 1 or text.count(closing) != 1:
+        if any(written.count(tag) != 1 for written in (text, shown) for tag in (opening, closing)):
             return False
         start, end = text.index(opening), text.index(closing)
         if text[place:start].strip() or start < place or end < start:
             return False
-        if len("".join(text[start + len(opening) : end].split())) < min_characters:
+        if num_visible(text[start + len(opening) : end]) < min_characters:
             return False
         place = end + len(closing)
     return not text[place:].strip()
@@ -95,7 +102,9 @@ class JsonSchemaReward:
 
     def __init__(self, *, schema: str, workers: int = 1, deadline_seconds: float = 2.0) -> None:
         self._schema = Schema(schema)
-        self._pool = WorkerPool("temper.rewards.patterns:found", size=workers, deadline_seconds=deadline_seconds)
+        self._pool = WorkerPool(
+            "temper.rewards.patterns:found", size=workers, deadline_seconds=deadline_seconds, is_pure=True
+        )
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         fits, searches = self._schema.fits(find_json(trajectory.text))
@@ -104,7 +113,7 @@ class JsonSchemaReward:
         try:
             return Score.of(float(await self._pool.call(searches)))
         except WorkerFailed as error:
-            return Score.error(str(error))
+            return blame(error)
 
     def check(self, task: Task) -> str | None:
         return None

@@ -1,6 +1,8 @@
 """Checks of instructions that a program can verify, in the manner of IFEval: one pure function per instruction id.
 
 Owns: the table of checks. Refuses: regular expressions that can take more than one pass; these read what a model wrote.
+What is forbidden or limited is looked for in the text as it is read, look-alike letters included; what is asked for
+must be written as asked.
 """
 
 from __future__ import annotations
@@ -11,19 +13,25 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 from temper.rewards.language import SCRIPTS, detect_language
+from temper.rewards.visible import as_read, num_visible
 
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "at least": lambda count, bound: count >= bound,
     "less than": lambda count, bound: count < bound,
 }
+COMMAS = ",\uff0c\ufe50\ufe10\uff64\u3001\u060c\u201a"
+"""Of all scripts, and the low quotation mark that looks like one."""
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 POSTSCRIPTS = {"P.S.": re.compile(r"p\.\s?s\."), "P.P.S": re.compile(r"p\.\s?p\.\s?s")}
-_WORD = re.compile(r"\w+")
+_WORD = re.compile(r"\w[\w\u0300-\u036f]*")  # accents, written as marks of their own, end no word
 _CAPITALS = re.compile(r"[\w'\u2019-]+")
-_PLACEHOLDER = re.compile(r"\[[^\[\]\n]+\]")
+_PLACEHOLDER = re.compile(r"\[([^\[\]\n]+)\]")
 _HIGHLIGHT = re.compile(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*")
 _TITLE = re.compile(r"<<([^\n<>]+)>>")
-_SENTENCE_END = re.compile(r"[.!?\u2026\u06d4]+(?=[\"'\u201d\u2019)\]*_]{0,3}(?:\s|$))|[\u3002\uff01\uff1f\u0964]+")
+# The end of a run of marks is looked at once per run, not once per mark.
+_SENTENCE_END = re.compile(
+    r"(?<![.!?\u2026\u06d4])[.!?\u2026\u06d4]++(?=[\"'\u201d\u2019)\]*_]{0,3}(?:\s|$))|[\u3002\uff01\uff1f\u0964]+"
+)
 _ABBREVIATION = re.compile(r"\b(?:mr|mrs|ms|dr|prof|st|jr|sr|vs|etc|e\.g|i\.e|no|fig|[a-z])$", re.IGNORECASE)
 
 
@@ -33,15 +41,19 @@ def keywords_exist(text: str, *, keywords: Sequence[str]) -> bool:
 
 
 def keyword_frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    return RELATIONS[relation](text.casefold().count(keyword.casefold()), frequency)
+    return RELATIONS[relation](_read_for(relation, text).casefold().count(keyword.casefold()), frequency)
 
 
 def no_forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
-    return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
+    # In each reading: a word may be disguised, or be written in another alphabet itself.
+    readings = {text, as_read(text)}
+    return not any(
+        re.search(rf"\b{re.escape(word)}\b", reading, re.IGNORECASE) for word in forbidden_words for reading in readings
+    )
 
 
 def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return RELATIONS[let_relation](text.lower().count(letter.lower()), let_frequency)
+    return RELATIONS[let_relation](_read_for(let_relation, text).lower().count(letter.lower()), let_frequency)
 
 
 def response_language(text: str, *, language: str) -> bool:
@@ -72,20 +84,22 @@ def paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, 
 
 
 def number_placeholders(text: str, *, num_placeholders: int) -> bool:
-    return len(_PLACEHOLDER.findall(text)) >= num_placeholders
+    return sum(num_visible(inner) > 0 for inner in _PLACEHOLDER.findall(text)) >= num_placeholders
 
 
 def postscript(text: str, *, postscript_marker: str) -> bool:
     pattern = POSTSCRIPTS.get(postscript_marker) or re.compile(re.escape(postscript_marker.lower()))
     found = pattern.search(text.lower())
-    return found is not None and bool(text[found.end() :].strip(" .:*\n"))
+    return found is not None and num_visible(text[found.end() :].strip(" .:*\n")) > 0
 
 
 def number_bullets(text: str, *, num_bullets: int) -> bool:
     """Lines that begin with "*" or "-", rulers made of these apart."""
     lines = [line.strip() for line in text.splitlines()]
     bullets = [
-        line for line in lines if line.startswith(("*", "-")) and not line.startswith("**") and line.strip("*- ")
+        line
+        for line in lines
+        if line.startswith(("*", "-")) and not line.startswith("**") and num_visible(line.strip("*- "))
     ]
     return len(bullets) == num_bullets
 
@@ -97,7 +111,7 @@ def constrained_response(text: str) -> bool:
 
 def number_highlights(text: str, *, num_highlights: int) -> bool:
     found = [(bold or plain).strip() for bold, plain in _HIGHLIGHT.findall(text)]
-    return sum(map(bool, found)) >= num_highlights
+    return sum(num_visible(part) > 0 for part in found) >= num_highlights
 
 
 def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
@@ -119,7 +133,7 @@ def json_format(text: str) -> bool:
 
 
 def has_title(text: str) -> bool:
-    return any(title.strip() for title in _TITLE.findall(text))
+    return any(map(num_visible, _TITLE.findall(text)))
 
 
 def two_responses(text: str) -> bool:
@@ -150,12 +164,12 @@ def all_lowercase(text: str) -> bool:
 
 
 def no_comma(text: str) -> bool:
-    return "," not in text
+    return not any(comma in text for comma in COMMAS)
 
 
 def in_quotation_marks(text: str) -> bool:
     stripped = text.strip()
-    return len(stripped) > 2 and stripped[0] == stripped[-1] == '"'
+    return len(stripped) > 2 and stripped[0] == stripped[-1] == '"' and num_visible(stripped[1:-1]) > 0
 
 
 CHECKS: dict[str, Callable[..., bool]] = {
@@ -217,8 +231,13 @@ def loose_variants(text: str) -> list[str]:
     return [*variants, *(variant.replace("*", "") for variant in variants)]
 
 
+def _read_for(relation: str, text: str) -> str:
+    """For an upper bound, also what only looks like the thing counts; for a lower one, only the thing itself."""
+    return as_read(text) if relation == "less than" else text
+
+
 def _without_empty_ends(parts: Sequence[str]) -> list[str]:
-    stripped = [part.strip() for part in parts]
+    stripped = [part.strip() if num_visible(part) else "" for part in parts]
     start = 1 if stripped and not stripped[0] else 0
     end = len(stripped) - 1 if len(stripped) > 1 and not stripped[-1] else len(stripped)
     return stripped[start:end]

@@ -13,6 +13,7 @@ from typing import Any
 
 from temper.errors import UserError, did_you_mean
 from temper.rewards.instruction_checks import CHECKS, CHOICES, loose_variants
+from temper.rewards.visible import num_visible, visible
 from temper.types import Score, Task, Trajectory
 
 TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "Sequence[str]": (list,)}
@@ -28,9 +29,10 @@ class Instruction:
     arguments: Mapping[str, Any]
 
     def is_followed(self, text: str, *, is_loose: bool) -> bool:
-        """An empty response follows nothing, even what only forbids."""
-        variants = loose_variants(text) if is_loose else [text]
-        return any(variant.strip() and CHECKS[self.id](variant, **self.arguments) for variant in variants)
+        """Judged by what a reader sees. An empty response follows nothing, even what only forbids."""
+        shown = visible(text)
+        variants = loose_variants(shown) if is_loose else [shown]
+        return any(num_visible(variant) and CHECKS[self.id](variant, **self.arguments) for variant in variants)
 
 
 class InstructionReward:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from temper.errors import UserError, did_you_mean
+from temper.rewards.visible import visible
 
 MAX_CHARACTERS = 1 << 20
 Search = tuple[str, str]
@@ -39,12 +40,13 @@ TYPES: dict[str, Callable[[Any], bool]] = {
 LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "minimum": ("number", lambda value, limit: value >= limit),
     "maximum": ("number", lambda value, limit: value <= limit),
-    "minLength": ("string", lambda value, limit: len(value) >= limit),
+    "minLength": ("string", lambda value, limit: len(visible(value)) >= limit),
     "maxLength": ("string", lambda value, limit: len(value) <= limit),
     "minItems": ("array", lambda value, limit: len(value) >= limit),
     "maxItems": ("array", lambda value, limit: len(value) <= limit),
 }
-"""Keyword -> the type it is about (values of other types are not its business), and the comparison."""
+"""Keyword -> the type it is about (values of other types are not its business), and the comparison. Characters that
+show nothing make no text longer."""
 
 KEYWORDS = frozenset(
     {"type", "properties", "required", "items", "enum", "const", "pattern", "additionalProperties", *LIMITS}
@@ -109,7 +111,7 @@ def _verdicts(schema: Any, value: Any, searches: list[Search]) -> Iterator[bool]
         if keyword in schema and TYPES[kind](value):
             yield is_within(value, schema[keyword])
     if "pattern" in schema and isinstance(value, str):
-        searches.append((schema["pattern"], value))
+        searches += [(schema["pattern"], value), (schema["pattern"], visible(value))]
     if isinstance(value, dict):
         yield from _object_verdicts(schema, value, searches)
     if isinstance(value, list) and "items" in schema:

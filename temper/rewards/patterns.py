@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 
 
-def matches(pattern: str, text: str) -> bool:
-    """Whether all of the text matches."""
-    return re.fullmatch(pattern, text.strip(), flags=re.DOTALL) is not None
+def matches(pattern: str, texts: Sequence[str]) -> bool:
+    """Whether all of each text matches."""
+    return all(re.fullmatch(pattern, text.strip(), flags=re.DOTALL) is not None for text in texts)
 
 
 def found(searches: Sequence[tuple[str, str]]) -> bool:

@@ -49,13 +49,13 @@ def num_visible(text: str) -> int:
 
 
 def as_read(text: str) -> str:
-    """The text as a reader takes it, for looking words up in it: what is visible, in plain letters (Unicode's
-    compatible forms, without accents), and in a text that is mostly Latin the look-alikes replaced. Case stays."""
+    """The text as a reader takes it, for looking words up in it: what is visible, in the plain form of each letter
+    (NFKC), without marks that belong to no letter, and in a text that is mostly Latin the look-alikes replaced."""
     text = visible(text)
     if text.isascii():
         return text
-    decomposed = unicodedata.normalize("NFKD", text)
-    plain = "".join(character for character in decomposed if unicodedata.category(character) != "Mn")
+    composed = unicodedata.normalize("NFKC", text)
+    plain = "".join(character for character in composed if unicodedata.category(character) != "Mn")
     num_latin = sum(character.isascii() and character.isalpha() for character in plain)
     # A text in Russian is read as Russian: "сор" is no "cop" there.
     return plain.translate(_LOOKALIKES) if 2 * num_latin > sum(map(str.isalpha, plain)) else plain

@@ -40,10 +40,11 @@ def test_no_attack_on_math_scores_and_none_breaks_the_verifier() -> None:
     assert not result.reasons
 
 
-def test_no_attack_on_format_scores_and_a_regex_bomb_is_an_error() -> None:
-    result = verify("format", attack=True)
+@pytest.mark.parametrize("kind", ["format", "tags", "json_schema", "ifeval"])
+def test_no_attack_on_a_form_scores_and_none_breaks_the_verifier(kind: str) -> None:
+    result = verify(kind, attack=True)
     assert result.wrong == []
-    assert {kind for kind, _ in result.reasons} == {ScoreKind.ERROR}
+    assert not result.reasons
 
 
 @pytest.mark.slow

@@ -31,9 +31,24 @@ def test_format_matches_the_whole_response_over_lines(say: Say) -> None:
     assert values(reward, [say(text) for text in texts]) == [Score.of(1.0), Score.of(0.0)]
 
 
-def test_a_regex_bomb_is_an_error_and_the_next_response_is_scored(say: Say) -> None:
+def test_a_regex_bomb_is_zero_with_a_reason_and_the_next_response_is_scored(say: Say) -> None:
+    """A response that could bring an error about would be left out of the means instead."""
     reward = FormatReward(pattern="(a+)+b", deadline_seconds=1.0)
-    assert values(reward, [say("a" * 64), say("aab")]) == [Score.error("timeout after 1 s"), Score.of(1.0)]
+    bomb, right = values(reward, [say("a" * 64), say("aab")])
+    assert (bomb.value, bool(bomb.reason)) == (0.0, True)
+    assert right == Score.of(1.0)
+
+
+@pytest.mark.parametrize("hidden", ["\u200b", "\u2060\ufeff", "\U000e0041", "\u3164"])
+def test_what_nobody_sees_fills_no_form(say: Say, hidden: str) -> None:
+    pattern = FormatReward(pattern="<think>.+</think>.*")
+    assert [score.value for score in values(pattern, [say(f"<think>{hidden}</think>5"), say("<think>a</think>5")])] == [
+        0.0, 1.0
+    ]  # fmt: skip
+    tags = [f"<think>{hidden}</think><answer>5</answer>", f"<th{hidden}ink>a</think><answer>5</answer>"]
+    assert [score.value for score in values(TagsReward(), [say(text) for text in tags])] == [0.0, 0.0]
+    schema = JsonSchemaReward(schema='{"type": "string", "minLength": 1}')
+    assert [score.value for score in values(schema, [say(json.dumps(hidden)), say('"a"')])] == [0.0, 1.0]
 
 
 def test_a_pattern_that_does_not_compile_is_the_users_mistake() -> None:

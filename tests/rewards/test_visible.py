@@ -35,10 +35,14 @@ def test_what_shows_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["the bаd word", "the b\u200bad word", "the ｂａｄ word", "the bád word", "the 𝐛𝐚𝐝 word"]
+    "text", ["the bаd word", "the b\u200bad word", "the ｂａｄ word", "the b\u0332ad word", "the 𝐛𝐚𝐝 word"]
 )
 def test_a_disguised_word_is_read_as_what_it_looks_like(text: str) -> None:
     assert as_read(text) == "the bad word"
+
+
+def test_an_accent_is_part_of_its_letter() -> None:
+    assert as_read("él y el résumé") == "él y el résumé"
 
 
 def test_a_text_in_another_alphabet_is_not_taken_for_latin() -> None:

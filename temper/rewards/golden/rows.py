@@ -17,7 +17,7 @@ from temper.types import Message, Scalar, Task, Trajectory
 
 FOLDER = Path(__file__).parent
 FILES = {"math": ("math.jsonl", "math_by_hand.jsonl"), "code": ("code.jsonl",), "format": ("format.jsonl",)}
-ATTACKS = "attacks.jsonl"
+ATTACKS = ("attacks.jsonl", "attacks_on_forms.jsonl")
 _TEXTS = ("response", "category", "prompt", "answer", "tests", "kind")
 
 
@@ -59,7 +59,7 @@ def load_golden(kind: str, path: Path | None = None) -> list[GoldenRow]:
 
 def load_attacks(kind: str | None = None) -> list[GoldenRow]:
     """The attacks on rewards of a kind, or all. None may score, so is_correct is False in every row."""
-    return [row for row in _read(FOLDER / ATTACKS) if kind in (None, row.kind)]
+    return [row for name in ATTACKS for row in _read(FOLDER / name) if kind in (None, row.kind)]
 
 
 def _read(path: Path) -> Iterable[GoldenRow]:
