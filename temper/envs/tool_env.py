@@ -30,6 +30,9 @@ MakeTools = Callable[[Task, int], Iterable[Tool]]
 """(task, seed) to tools over a state made for this episode."""
 DETAIL_CHARACTERS = 200
 """Of an event: enough to find the call again."""
+MAX_CHARACTERS = 100_000
+"""Of anything a tool says, before secrets are looked for, and of the arguments in a record: a tool, or a server behind
+it, may answer with more than memory holds three times. Observations are cut shorter, to observation_characters."""
 _MARKERS = re.compile(r"<(?=\||/?(?:s|think|tools?|tool_\w+|\w+_of_turn)>)|\[(?=/?(?:INST|SYSTEM_|TOOL_|AVAILABLE_))")
 """Where the common chat markers begin: <|im_end|>, </s>, <tool_call>, <end_of_turn>, [INST], [TOOL_CALLS] ..."""
 
@@ -202,22 +205,22 @@ class ToolEnv:
         secrets = self._permissions.secrets.for_tool(tool)
         try:
             value = await run_with_deadline(partial(tool.run, **arguments, **secrets), seconds, f"tool {tool.name}")
-            return _as_text(value), None
+            return _as_text(value)[: max(MAX_CHARACTERS, 2 * self._limits.observation_characters)], None
         except DeadlinePassed:
             return f"error: '{tool.name}' took longer than {seconds:g} s", EventKind.TOOL_TIMEOUT
         except (BackendError, TaskError):
             raise
         except ToolTimeout as problem:
-            return f"error: {problem}", EventKind.TOOL_TIMEOUT
+            return f"error: {problem}"[:MAX_CHARACTERS], EventKind.TOOL_TIMEOUT
         except ToolError as problem:
-            return f"error: {problem}", EventKind.TOOL_ERROR
+            return f"error: {problem}"[:MAX_CHARACTERS], EventKind.TOOL_ERROR
         except Exception as problem:  # the rim: whatever a tool throws is something for the policy to read
-            return f"error: {type(problem).__name__}: {problem}", EventKind.TOOL_ERROR
+            return f"error: {type(problem).__name__}: {problem}"[:MAX_CHARACTERS], EventKind.TOOL_ERROR
 
     def _record(self, tool: Tool, described: str, failure: EventKind | None) -> Event:
         """A failed or late call is recorded like the others: it may have changed something before it failed."""
         outcome = _OUTCOMES[failure]
-        arguments = self._permissions.secrets.redact(described)
+        arguments = self._permissions.secrets.redact(described)[:MAX_CHARACTERS]
         self._log.add(SideEffect(tool=tool.name, effect=tool.effect, arguments=arguments, outcome=outcome))
         return self._event(EventKind.SIDE_EFFECT, tool.name, f"{outcome}: {described}")
 

@@ -1,6 +1,8 @@
 """A file system in memory: list, read, write, replace, move, copy, delete. The files at the end are judged.
 
 Owns: environment and generator "files". Refuses: the disk; no path leads out of the dictionary that an episode gets.
+And more than MAX_CHARACTERS: each replace() could multiply a file by the length of a call, and a few of them fill a
+machine.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ ACTIONS: dict[str, Effect] = {
 }
 """Methods of FileSystem that a policy may call."""
 Calls = list[tuple[str, dict[str, Any]]]
+MAX_CHARACTERS = 1_000_000
+"""Of all paths and texts of an episode together."""
 
 
 class FileSystem:
@@ -64,7 +68,9 @@ class FileSystem:
         path: of the file
         text: all that it shall hold
         """
-        self.files[self._target(path)] = text
+        place = self._target(path)
+        self._require_room(len(place) + len(text), lost=self._size(place))
+        self.files[place] = text
 
     def replace(self, path: str, old: str, new: str) -> str:
         """Replaces every occurrence of a text in a file.
@@ -77,6 +83,7 @@ class FileSystem:
         count = self.files[found].count(old) if old else 0
         if not count:
             raise ToolError(f"{found} does not hold {old!r:.40}")
+        self._require_room(count * len(new), lost=count * len(old))
         self.files[found] = self.files[found].replace(old, new)
         return f"{count} replaced"
 
@@ -87,6 +94,7 @@ class FileSystem:
         target: its new path
         """
         found, place = self._existing(source), self._target(target)
+        self._require_room(len(place), lost=len(found))
         self.files[place] = self.files.pop(found)
 
     def copy(self, source: str, target: str) -> None:
@@ -95,7 +103,9 @@ class FileSystem:
         source: path of the file
         target: path of the copy
         """
-        self.files[self._target(target)] = self.files[self._existing(source)]
+        place, text = self._target(target), self.files[self._existing(source)]
+        self._require_room(len(place) + len(text), lost=self._size(place))
+        self.files[place] = text
 
     def delete(self, path: str) -> None:
         """Deletes a file for good.
@@ -103,6 +113,14 @@ class FileSystem:
         path: of the file
         """
         del self.files[self._existing(path)]
+
+    def _size(self, path: str) -> int:
+        return len(path) + len(self.files[path]) if path in self.files else 0
+
+    def _require_room(self, characters: int, *, lost: int) -> None:
+        """For so many more, where so many go."""
+        if sum(map(self._size, self.files)) - lost + characters > MAX_CHARACTERS:
+            raise ToolError(f"the disk is full: all files together may have {MAX_CHARACTERS} characters")
 
     def _existing(self, path: str) -> str:
         if (clean := _clean(path)) not in self.files:

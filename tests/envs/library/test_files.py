@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from temper.envs.library.files import FilesEnv, FileSystem, files, judge
+from temper.envs.library.files import MAX_CHARACTERS, FilesEnv, FileSystem, files, judge
 from temper.envs.threads import check_isolation_of_episodes, play_script
 from temper.envs.tool_calls import write_call
 from temper.envs.tools import ToolError
@@ -122,3 +122,24 @@ def test_equal_seeds_give_equal_tasks_and_foreign_ones_are_refused() -> None:
         FilesEnv(mistake_cost=-1.0)
     with pytest.raises(TaskError, match="generator"):
         asyncio.run(FilesEnv().start(Task(id="x", messages=(Message(role="user", content="?"),)), 0))
+
+
+def test_a_few_calls_cannot_fill_the_machine() -> None:
+    """Each replace() could multiply a file by the length of a call: four of them asked for 320 GB."""
+    system = FileSystem({"a.txt": "x"})
+    grow = (
+        *(lambda: system.replace("a.txt", "x", "x" * 800) for _ in range(4)),
+        *(lambda number=number: system.copy("a.txt", f"copy_{number}.txt") for number in range(9)),
+        lambda: system.write("b.txt", "y" * MAX_CHARACTERS),
+    )
+    refused = []
+    for call in grow:
+        try:
+            call()
+        except ToolError as error:
+            refused.append(str(error))
+    assert refused
+    assert all("the disk is full" in reason for reason in refused)
+    assert sum(len(path) + len(text) for path, text in system.files.items()) <= MAX_CHARACTERS
+    system.replace("a.txt", "x", "")  # what makes room is allowed
+    system.write("a.txt", "short")
