@@ -1,6 +1,7 @@
 """What models write when they call a tool: one pure parser per convention, and the writer of each.
 
-Owns: text to calls and back. Refuses: exceptions (a malformed call is a BadCall with the reason), eval, running it.
+Owns: text to calls and back. Refuses: exceptions (a malformed call is a BadCall with the reason), eval, running it, and
+more than a bounded number of passes over a text: a policy writes it, and the event loop waits.
 """
 
 from __future__ import annotations
@@ -41,6 +42,14 @@ class Parsed:
 
 
 Parser = Callable[[str], Parsed]
+MAX_BROKEN = 200
+"""Braces that begin like an object and are none, after which no more are tried: each may be a thousand levels deep."""
+_OBJECT = re.compile(r'\{\s*+["}]')
+_SPACE = re.compile(r"\s*+")
+_CALL_OBJECT = re.compile(r'\{\s*+"(name|type|parameters)"')
+# Possessive: spaces that two parts of a pattern could share would be shared out in every way there is.
+_MISTRAL = re.compile(r'\[\s*+\{\s*+"(name|arguments)"|^\s*+[\w.-]++\s*+(?:\[ARGS\]\s*+)?\{\s*+["}]')
+_NAMED = re.compile(r"\s*+(?:\[TOOL_CALLS\]\s*+)?([\w.-]++)\s*+(?:\[CALL_ID\][\w-]++)?(?:\[ARGS\])?\s*+(?=\{)")
 
 
 def parse_hermes(text: str) -> Parsed:
@@ -64,13 +73,14 @@ def parse_llama3(text: str) -> Parsed:
     """{"name": ..., "parameters": {...}}, after <|python_tag|> or anywhere; several follow each other."""
     before, tag, after = text.partition("<|python_tag|>")
     body, thoughts = (after, [before]) if tag else (text, [])
-    calls, place = list[Call | BadCall](), 0
-    while (start := body.find("{", place)) >= 0:
+    calls, place, num_broken = list[Call | BadCall](), 0, 0
+    while (start := body.find("{", place)) >= 0 and num_broken < MAX_BROKEN:
         thoughts.append(body[place:start])
-        value, end = _json_at(body, start)
+        value, end = _json_at(body, start) if _OBJECT.match(body, start) else (None, start)
+        num_broken += value is None and _OBJECT.match(body, start) is not None
         if isinstance(value, dict) and "name" in value:
             calls.append(_call_of(value, body[start:end]))
-        elif value is None and (tag or re.match(r'\{\s*"(name|type|parameters)"', body[start:])):
+        elif value is None and (tag or _CALL_OBJECT.match(body, start)):
             calls.append(BadCall("the call is not valid JSON", body[start:]))
             end = len(body)
         else:  # braces in prose, or an answer that is JSON
@@ -90,7 +100,7 @@ def parse_mistral(text: str) -> Parsed:
     """
     before, marker, body = text.partition("[TOOL_CALLS]")
     if not marker:
-        found = re.search(r'\[\s*\{\s*"(name|arguments)"|^\s*[\w.-]+\s*(\[ARGS\])?\s*\{\s*["}]', text)
+        found = _MISTRAL.search(text)
         if found is None:
             return Parsed(text.strip())
         before, body = text[: found.start()], text[found.start() :]
@@ -183,9 +193,8 @@ def detect_format(chat_template: str) -> str:
 def _named_calls(text: str) -> tuple[Call | BadCall, ...]:
     """name[ARGS]{...} one after the other."""
     calls, place = list[Call | BadCall](), 0
-    head = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w.-]+)\s*(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?(?=\s*\{)")
-    while text[place:].strip():
-        found = head.match(text, place)
+    while _SPACE.match(text, place).end() < len(text):  # type: ignore[union-attr]  # it matches nothing, too
+        found = _NAMED.match(text, place)
         value, end = _json_at(text, found.end()) if found else (None, place)
         if found is None or not isinstance(value, dict):
             return (*calls, BadCall("a call is a name and a JSON object of arguments", text[place:]))
@@ -214,8 +223,7 @@ def _call_of(value: Any, text: str) -> Call | BadCall:
 
 def _json_at(text: str, start: int) -> tuple[Any, int]:
     """The JSON value that begins here and where it ends; (None, start) when there is none."""
-    while start < len(text) and text[start].isspace():
-        start += 1
+    start = _SPACE.match(text, start).end()  # type: ignore[union-attr]  # it matches nothing, too
     try:
         return _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):  # ValueError: not JSON, or an integer of thousands of digits

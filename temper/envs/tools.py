@@ -13,6 +13,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin
 
 from temper.envs.tool_calls import Call
@@ -154,7 +155,7 @@ class ToolSet:
         if found is None:
             near = difflib.get_close_matches(call.name, self._tools, n=1, cutoff=0.5)
             hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(self._tools))}"
-            raise ArgumentsRefused(f"there is no tool '{call.name}', {hint}")
+            raise ArgumentsRefused(f"there is no tool '{call.name:.64}', {hint}")
         schema = found.parameters
         arguments = _read_plain(call.arguments, schema) if isinstance(call.arguments, str) else dict(call.arguments)
         if (problem := mismatch(arguments, schema)) is not None:
@@ -282,8 +283,8 @@ def _read_plain(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _split(text: str) -> list[str]:
     """At commas outside of quotes and brackets."""
-    parts, depth, quote = [""], 0, ""
-    for character in text:
+    cuts, depth, quote = [-1], 0, ""
+    for place, character in enumerate(text):
         if quote:
             quote = "" if character == quote else quote
         elif character in "'\"":
@@ -293,10 +294,8 @@ def _split(text: str) -> list[str]:
         elif character in ")]}":
             depth -= 1
         elif character == "," and depth == 0:
-            parts.append("")
-            continue
-        parts[-1] += character
-    return parts
+            cuts.append(place)
+    return [text[start + 1 : end] for start, end in pairwise([*cuts, len(text)])]
 
 
 def _read_value(text: str, schema: Mapping[str, Any]) -> Any:

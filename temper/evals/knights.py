@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _ROLE = re.compile(r"\b([A-Z][\w'-]*) is (not )?an? (knight|knave)\b")
 
 
@@ -17,7 +17,7 @@ def stated_roles(text: str) -> str | None:
     Only the one <answer></answer> counts when there is one; thoughts before </think> never do.
     """
     text = text.rpartition("</think>")[2]
-    tagged = _TAG.findall(text)
+    tagged = [inner for inner, end in _TAG.findall(text) if end]
     if len(tagged) > 1:
         return None
     roles: dict[str, str] = {}

@@ -269,7 +269,8 @@ def math_answer(text: str, *, is_strict: bool = False) -> str | None:
 
 def line_answer(text: str) -> str | None:
     """What the last <answer></answer> holds, else the last line that is not empty."""
-    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL | re.IGNORECASE)
+    found = re.findall(r"<answer>(.*?)(</answer>|\Z)", text, re.DOTALL | re.IGNORECASE)
+    tagged = [inner for inner, end in found if end]
     lines = [line for line in text.splitlines() if line.strip()]
     return text_answer(tagged[-1] if tagged else lines[-1] if lines else "")
 

@@ -41,6 +41,9 @@ MAX_BATCH = 1
 MAX_TOTAL = 0.5
 """What all turns of an episode are paid at most, before the weight. An outcome is worth 1."""
 
+MAX_STEPS = 256
+"""More are no solution: each is a question of its own, and each question holds the steps before it."""
+
 UNUSED = ("show_answer", "whole_episode", "length_slope", "length_reference", "labelled", "kappa_floor")
 """Options of judges that say nothing about steps."""
 
@@ -239,6 +242,9 @@ class ProcessReward:
         steps = split_steps(trajectory, self._separator, per_turn=self._per_turn)
         if not steps:
             return [], self.log.add(trajectory, Score.of(0.0), steps=0, fingerprint=mark)
+        if len(steps) > MAX_STEPS:
+            found = Score.of(0.0, f"{len(steps)} steps, more than {MAX_STEPS}")
+            return [], self.log.add(trajectory, found, steps=len(steps), fingerprint=mark)
         scores = await self._scorer.score(task, trajectory, steps)
         for place, score in enumerate(scores):
             self.log.add(trajectory, score, step=place, fingerprint=mark)

@@ -25,7 +25,8 @@ HASH_DEPENDENT = frozenset(
 """Families that walk a Python set: another process, another item, unless PYTHONHASHSEED is fixed."""
 NO_LEVEL = -1
 """The family's defaults."""
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", flags=re.DOTALL)
+# Or the end: else every tag that is never closed would be followed to the end of the text, again and again.
+_ANSWER = re.compile(r"<answer>(.*?)(</answer>|\Z)", flags=re.DOTALL)
 
 
 def reasoning_gym(
@@ -195,7 +196,7 @@ def final_answer(response: str, gold: str | None, *, strict: bool) -> str:
     text = response.strip()
     if strict or not text:
         return text
-    if tagged := _ANSWER.findall(text):
+    if tagged := [inner for inner, end in _ANSWER.findall(text) if end]:
         return str(tagged[-1]).strip()
     if gold is None or "\n" in gold.strip():
         return text
