@@ -39,7 +39,7 @@ def test_the_second_checker_contradicts_no_label_and_judges_most() -> None:
 def test_no_attack_is_labelled_correct_and_every_kind_is_attacked() -> None:
     attacks = load_attacks()
     assert not any(row.is_correct for row in attacks)
-    assert {row.kind for row in attacks} == {"math", "code", "format", "judge"}
+    assert {row.kind for row in attacks} == {"math", "code", "format", "judge", "tags", "json_schema", "ifeval"}
     assert {row.kind for row in load_attacks("code")} == {"code"}
 
 

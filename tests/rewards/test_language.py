@@ -79,7 +79,7 @@ def test_a_mixture_scores_its_share_and_mathematics_is_no_language(say: Say) -> 
 
 
 def test_silence_and_one_right_word_do_not_pay(say: Say) -> None:
-    assert score(say("  "), language="en") == Score.of(0.0)
+    assert score(say("  "), language="en").value == 0.0
     assert score(say("42"), language="en").value == 0.0
     assert score(say("the " + TEXTS["de"]), language="en") == Score.of(0.0)
     assert (score(say("the " + TEXTS["ru"]), language="en").value or 0) < 0.1
