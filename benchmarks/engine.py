@@ -41,11 +41,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def load(options: argparse.Namespace) -> Any:
     dtype = getattr(torch, options.dtype)
     if not options.random:
-        return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(DEVICE).eval()
+        return (
+            AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, trust_remote_code=False).to(DEVICE).eval()
+        )
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(options.model)
+    config = AutoConfig.from_pretrained(options.model, trust_remote_code=False)
     with DEVICE:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
 
 
 REPEATS = 4

@@ -121,8 +121,8 @@ def measure_trl(folder: Path, options: argparse.Namespace, dtype: str) -> dict[s
     from trl import GRPOConfig, GRPOTrainer
 
     completions, on_cpu = options.prompts * options.group, not torch.cuda.is_available()
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), trust_remote_code=False)
     model.generation_config.eos_token_id = None
     per_device = min(options.trl_batch, completions)
     arguments = GRPOConfig(
@@ -151,8 +151,12 @@ def measure_trl(folder: Path, options: argparse.Namespace, dtype: str) -> dict[s
 def measure_generate(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
     """Hugging Face generate alone, which is what TRL samples with when it has no vLLM."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), trust_remote_code=False)
+        .to(device)
+        .eval()
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     texts = [text for text in prompts(options.prompts) for _ in range(options.group)]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False).to(device)
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}

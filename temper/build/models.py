@@ -15,6 +15,7 @@ import torch
 
 from temper.config import RunConfig
 from temper.errors import UserError
+from temper.integrity import verify, write_manifest
 from temper.models.adapters import LoadModel, add_adapter, has_adapter, settings_of, with_own_weights, without_adapter
 from temper.models.load import find_checkpoint, load_model
 from temper.models.materialize import whole
@@ -52,7 +53,9 @@ def first_model(config: RunConfig, run_folder: Path) -> Path:
     if not folder.is_dir():  # made aside: a run killed here must not go on from half a model
         shutil.rmtree(unfinished, ignore_errors=True)
         make_tiny_model(unfinished, seed=config.seed, **config.model.new.model_dump())
+        write_manifest(unfinished)
         unfinished.rename(folder)
+    verify(folder)
     return folder
 
 

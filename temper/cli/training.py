@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from temper.cli.console import Overrides, Recipe, app, out
+from temper.errors import UserError
 
 UNFINISHED = 4
 """Exit code of a training that an alarm stopped: only a run that reached its last step ends with 0."""
@@ -24,10 +25,10 @@ def init(
     from temper.commands.init import init as write_files
 
     for path in write_files(folder):
-        out.print(f"wrote {path}", markup=False, highlight=False)
+        out.print(f"wrote {path}", highlight=False)
     recipe = folder / "recipe.toml"
-    out.print(f"\n  temper train {recipe} --dry-run     checks everything in seconds", markup=False, highlight=False)
-    out.print(f"  temper train {recipe}               trains", markup=False, highlight=False)
+    out.print(f"\n  temper train {recipe} --dry-run     checks everything in seconds", highlight=False)
+    out.print(f"  temper train {recipe}               trains", highlight=False)
 
 
 @app.command()
@@ -44,7 +45,7 @@ def train(
     if dry_run:
         from temper.commands.preflight import dry_run as check
 
-        out.print(check(recipe, overrides=set_ or ()), markup=False)
+        out.print(check(recipe, overrides=set_ or ()))
         out.print("\nNothing was trained. Everything that can be checked without weights is in order.")
         return
     from temper.commands.train import is_finished
@@ -52,14 +53,14 @@ def train(
     from temper.runs.report import make_report, render
 
     folder = run_training(recipe, overrides=set_ or (), run=run, resume=resume)
-    out.print(render(make_report(folder)), markup=False)
-    out.print(f"\nThe run is in {folder}. Look at it:", markup=False)
-    out.print(f"  temper watch {folder}           curves, rollouts and tokens in the browser", markup=False)
-    out.print(f"  temper report {folder}          numbers, intervals, time split", markup=False)
-    out.print(f"  temper sample {folder}          talk to the trained model", markup=False)
-    out.print(f"  temper export {folder} OUT      an ordinary Hugging Face directory", markup=False)
+    out.print(render(make_report(folder)))
+    out.print(f"\nThe run is in {folder}. Look at it:")
+    out.print(f"  temper watch {folder}           curves, rollouts and tokens in the browser")
+    out.print(f"  temper report {folder}          numbers, intervals, time split")
+    out.print(f"  temper sample {folder}          talk to the trained model")
+    out.print(f"  temper export {folder} OUT      an ordinary Hugging Face directory")
     if not is_finished(folder):
-        out.print("\nThe run is not finished: go on with --resume.", markup=False)
+        out.print("\nThe run is not finished: go on with --resume.")
         raise typer.Exit(UNFINISHED)
 
 
@@ -80,10 +81,12 @@ def report(
 
         for target in (path for path in (csv, parquet) if path is not None):
             num_rows = export_metrics(run, target, form="wide" if wide else "long")
-            out.print(f"{target}: {num_rows:,} rows", markup=False)
+            out.print(f"{target}: {num_rows:,} rows")
         return
     result = make_report(run)
-    out.print_json(report_json(result)) if as_json else out.print(render(result), markup=False)
+    out.print_json(report_json(result)) if as_json else out.print(render(result))
+    if result.damage:
+        raise UserError(result.damage)
 
 
 @app.command()
@@ -101,5 +104,5 @@ def watch(
         host=host,
         port=port,
         open_browser=open_,
-        say=lambda line: out.print(line, markup=False, highlight=False),
+        say=lambda line: out.print(line, highlight=False),
     )

@@ -21,6 +21,7 @@ from temper.commands.train import outputs_of
 from temper.config import RunConfig, load_recipe, refer, references
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import BackendError, UserError
+from temper.integrity import verify
 from temper.models.adapters import is_adapter_folder
 from temper.models.load import Head, end_ids, find_checkpoint, hidden_states, load_model, load_tokenizer, read_shape
 from temper.models.materialize import load_trained, materialize
@@ -122,6 +123,7 @@ def export(path: Path, out: Path) -> float:
     Returns the largest difference of logits.
     """
     source = find_model(path)
+    verify(source)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty. Give a new directory")
     if is_adapter_folder(source):
@@ -151,7 +153,9 @@ def compare_logits(ours: Path, theirs: Path) -> float:
     kind = kind_of(ours)
     model = load_trained(ours, torch.float32, torch.device("cpu"))
     reader = AutoModelForCausalLM if kind is None else CLASSES[kind]
-    plain: Any = reader.from_pretrained(theirs, dtype=torch.float32, local_files_only=True).eval()
+    plain: Any = reader.from_pretrained(
+        theirs, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    ).eval()
     plain.config.get_text_config().pad_token_id = None  # a classifier of sequences then reads the last token
     ids = torch.randint(read_shape(ours).vocab_size, (24,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -37,6 +37,7 @@ from temper.errors import UserError
 from temper.evals.attempts import Attempts, constant_score, play
 from temper.evals.scores import ROUNDING, suite_metrics
 from temper.evals.suites import DecodingConfig, Suite, answer_of, load_suite, prompts_sha256, read_tasks
+from temper.integrity import sha256_of
 from temper.models.decoder import FAMILIES
 from temper.models.load import end_ids, load_model, load_tokenizer, read_shape
 from temper.named import load_function
@@ -48,7 +49,7 @@ from temper.rollout.episode import EpisodeSetup
 from temper.runs.results import PromptResult, SuiteResult, differing_budget, load, save
 from temper.tasks.generators import GENERATORS
 from temper.tasks.render import Renderer
-from temper.trainer.checkpoint import sha256_of
+from temper.terminal import SafeConsole, print_line
 from temper.types import SamplingParams, Scalar, Task
 from temper.version import __version__
 
@@ -87,7 +88,7 @@ class Asked:
 Note = Callable[[str], None]
 
 
-def evaluate_suite(checkpoint: Path, asked: Asked, *, note: Note = print, is_live: bool = True) -> SuiteResult:
+def evaluate_suite(checkpoint: Path, asked: Asked, *, note: Note = print_line, is_live: bool = True) -> SuiteResult:
     """Evaluates and saves. Raises UserError, before anything is drawn, when the file holds another budget's result."""
     folder = find_model(checkpoint)
     suite, tasks = open_suite(asked)
@@ -293,8 +294,8 @@ def weights_sha256(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _progress(name: str, total: int, is_live: bool) -> Iterator[Callable[[int], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_live) as bar:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=SafeConsole(stderr=True), transient=True, disable=not is_live) as bar:
         task = bar.add_task(name, total=total)
         yield lambda count: bar.advance(task, count)
 

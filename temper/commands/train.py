@@ -17,6 +17,7 @@ from temper import calls, loop
 from temper.build import Stage, build_stage, check_stage, first_model, make_plan
 from temper.config import FIRST, RunConfig, load_recipe, refer, to_toml
 from temper.errors import BackendError, TemperError, UserError
+from temper.integrity import verify
 from temper.models.load import find_checkpoint
 from temper.rollout.roller import StepFailure
 from temper.runs.alarms import Alarms, StopRun, line_of
@@ -141,6 +142,7 @@ async def run_stages(stages: Sequence[RunConfig], folder: Path, records: Records
         last = checkpoints / f"step-{config.steps}"
         if not last.is_dir():
             raise BackendError(f"stage {index + 1} ended before its last step: there is no checkpoint {last}")
+        verify(last)  # a stage that ended before this process began may have been damaged since
         outputs[config.stage] = output_of(config, last)
         if config.stage not in NO_POLICY:
             policy = outputs[config.stage]

@@ -332,6 +332,7 @@ class VllmEngine:
         arguments = AsyncEngineArgs(
             model=str(settings.folder),
             skip_tokenizer_init=True,
+            trust_remote_code=False,
             dtype=settings.dtype,
             seed=settings.seed,
             max_model_len=settings.max_length,

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from temper.errors import BackendError, UserError, did_you_mean
+from temper.integrity import verify
 from temper.models.load import load_model, save_description, saved_tensors
 from temper.models.low_rank import ADAPTER, is_adapted, merged_weight
 
@@ -318,6 +319,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], Origin]:
     for name in (CONFIG, WEIGHTS, ORIGIN):
         if not (folder / name).is_file():
             raise UserError(f"{folder} has no {name}: it is not an adapter that Temper wrote")
+    verify(folder)
     config = json.loads((folder / CONFIG).read_text())
     return config, Origin(**json.loads((folder / ORIGIN).read_text()))
 

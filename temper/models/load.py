@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from temper.errors import UserError
+from temper.integrity import verify
 from temper.models.attention import ATTENTION_NAME
 from temper.models.decoder import FAMILIES, Numerics, can_walk, lay_end_to_end, numerics_of, set_numerics, walk
 from temper.models.exact import tiled_linear
@@ -53,6 +54,7 @@ def find_checkpoint(path: str, key: str = "model.path") -> Path:
         )
     if not (folder / "config.json").is_file():
         raise UserError(f'{key} "{path}" has no config.json, so it is not a Hugging Face checkpoint')
+    verify(folder)
     return folder
 
 
@@ -68,8 +70,13 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    return shape_of(config)
+    return shape_of(read_config(folder))
+
+
+def read_config(folder: Path) -> Any:
+    """What transformers makes of config.json, without code from the directory."""
+    verify(folder)
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def shape_of(config: Any) -> ModelShape:
@@ -108,8 +115,9 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, numerics:
 
 
 def _pretrained(folder: Path, dtype: torch.dtype) -> Any:
+    verify(folder)
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{folder}: the model cannot be loaded: {error}") from error
 
@@ -130,8 +138,9 @@ def prepare(model: Any) -> nn.Module:
 
 
 def load_tokenizer(folder: Path) -> Any:
+    verify(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
 

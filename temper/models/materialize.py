@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import BackendError, UserError
+from temper.integrity import write_manifest
 from temper.models.adapters import (
     LoadModel,
     MergedTensors,
@@ -49,6 +50,7 @@ def whole(folder: Path) -> Path:
     out = folder.with_name(f"merged-{folder.name}-{content_digest(folder)}")
     if not out.is_dir():
         mine = materialize(folder, out.with_name(f"{UNFINISHED}{out.name}-{os.getpid()}"))
+        write_manifest(mine)
         try:
             mine.rename(out)
         except OSError:  # another process was faster, and its copy is the same

@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 from transformers.utils import logging as transformers_logging
 
 from temper.errors import UserError
+from temper.integrity import verify
 from temper.models.decoder import lay_end_to_end, set_numerics
-from temper.models.load import prepare
+from temper.models.load import prepare, read_config
 
 ScorerKind = Literal["conversation", "steps"]
 """One score for a whole conversation, or one logit at the end of every step."""
@@ -56,17 +57,23 @@ def load_scorer(folder: Path, dtype: torch.dtype, device: torch.device, kind: Sc
 
 def kind_of(folder: Path) -> ScorerKind | None:
     """What the description of a directory says; None: no scorer."""
-    names = AutoConfig.from_pretrained(folder, local_files_only=True).architectures or [""]
+    names = read_config(folder).architectures or [""]
     return next((kind for end, kind in ARCHITECTURES.items() if names[0].endswith(end)), None)
 
 
 def _load(folder: Path, dtype: torch.dtype, kind: ScorerKind) -> tuple[Any, dict[str, Any]]:
+    verify(folder)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would report the head as missing; what may be missing is checked
     try:
         with torch.random.fork_rng(devices=[]):  # it draws a head; the run's randomness is not its business
             loaded: tuple[Any, dict[str, Any]] = CLASSES[kind].from_pretrained(
-                folder, num_labels=1, dtype=dtype, local_files_only=True, output_loading_info=True
+                folder,
+                num_labels=1,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
         return loaded
     except (OSError, ValueError, RuntimeError) as error:

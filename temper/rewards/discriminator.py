@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from temper.errors import BackendError, TaskError, UserError
+from temper.integrity import verify
 from temper.rewards.model import Batcher, TooLong, conversation_of, encode_chat, require_room
 from temper.types import Group, Message, Scalar, Score, Task, Trajectory
 
@@ -225,13 +226,19 @@ def _load(path: str, device: str, where: str) -> tuple[Any, Any]:
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         raise UserError(f'{where}: path="{path}" has no config.json. Give a Hugging Face directory on this machine.')
+    verify(folder)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # it would report the head as missing; what may be missing is checked
     try:
         model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32, num_labels=1, output_loading_info=True
+            folder,
+            local_files_only=True,
+            dtype=torch.float32,
+            num_labels=1,
+            output_loading_info=True,
+            trust_remote_code=False,
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model = model.to(device).eval()  # no dropout: a score must be a function of the text
     except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last: torch without CUDA
         raise UserError(f'{where}: path="{path}" cannot be loaded ({error}).') from error

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from temper.errors import UserError
+from temper.integrity import verify
+from temper.markers import markers_of
 from temper.types import Message, Score, Task, Trajectory
 
 SCALE_FILE = "temper_scale.json"
@@ -102,14 +104,19 @@ def load_classifier(path: str, device: str, *, where: str) -> tuple[Any, Any, bo
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         raise UserError(f'{where}: path="{path}" has no config.json. Give a Hugging Face directory on this machine.')
+    verify(folder)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         is_per_token = (config.architectures or [""])[0].endswith("ForTokenClassification")
         kind = "AutoModelForTokenClassification" if is_per_token else "AutoModelForSequenceClassification"
         model, info = getattr(transformers, kind).from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
+            folder,
+            local_files_only=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+            trust_remote_code=False,
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model = model.to(device).eval()
     except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last: torch without CUDA
         raise UserError(f'{where}: path="{path}" cannot be loaded ({error}).') from error
@@ -143,7 +150,9 @@ def conversation_of(task: Task, trajectory: Trajectory) -> list[Message]:
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message], *, for_generation: bool = False) -> list[int]:
     """Ids of the conversation in the tokenizer's own chat template."""
-    conversation = [{**message.as_dict(), "content": spell_out(tokenizer, message.content)} for message in messages]
+    conversation = [
+        {name: spell_out(tokenizer, text) for name, text in message.as_dict().items()} for message in messages
+    ]
     text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=for_generation)
     return encode(tokenizer, str(text))
 
@@ -154,10 +163,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 def spell_out(tokenizer: Any, text: str) -> str:
     """Control tokens in the text taken apart: a response must not end its own turn and begin a better one."""
-    for token in tokenizer.added_tokens_decoder.values():
-        if token.special and len(token.content) > 1 and token.content in text:
-            text = text.replace(token.content, f"{token.content[0]} {token.content[1:]}")
-    return text
+    return markers_of(tokenizer).take_apart(text)
 
 
 def require_room(ids: Sequence[int], model: Any) -> None:

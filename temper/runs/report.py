@@ -6,7 +6,6 @@ Owns: the summary and how it reads as text and as JSON. A gain is shown only bet
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import tomllib
@@ -17,6 +16,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from temper.errors import UserError
+from temper.integrity import sha256_of, verify
 from temper.runs.encode import TRAINED
 from temper.runs.nulls import finite
 from temper.runs.reader import LedgerEntry, Point, RunReader, StepRecord
@@ -96,6 +97,8 @@ class Report:
     weights: str | None
     """The file of weights in it."""
     weights_sha256: str | None
+    damage: str | None
+    """What is wrong with that checkpoint; None: it is what was written."""
     peak_memory_bytes: float | None
     """Most that was held at once, of the device or of the process; None before the first step."""
 
@@ -126,7 +129,8 @@ def make_report(folder: Path) -> Report:
         )
         for number in numbers
     )
-    checkpoint = newest_checkpoint(folder)
+    checkpoint, damage = _verified_checkpoint(folder)
+    weights = None if checkpoint is None or damage else weights_of(checkpoint)
     line = min((number for number in numbers if origins.get(number)), default=math.inf)
     return Report(
         folder=str(folder),
@@ -138,23 +142,39 @@ def make_report(folder: Path) -> Report:
         heldout={name: tuple(r.score for r in evaluations if r.name == name) for name in _names(evaluations)},
         failures=failures,
         checkpoint=None if checkpoint is None else str(checkpoint.relative_to(folder)),
-        weights=None if checkpoint is None else weights_of(checkpoint).name,
-        weights_sha256=None if checkpoint is None else _sha256(weights_of(checkpoint)),
+        weights=None if weights is None else weights.name,
+        weights_sha256=None if weights is None else sha256_of(weights),
+        damage=damage,
         peak_memory_bytes=max(memory.values(), default=None),
     )
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """checkpoints/<stage>-<kind>/step-<n> of the last stage and step; unfinished ones bear other names."""
-    found = [path.parent for name in WEIGHTS for path in (folder / "checkpoints").glob(f"*-*/step-*/{name}")]
+    found = (folder / "checkpoints").glob("*-*/step-*")
     numbered = [(path.parent.name.partition("-")[0], path.name.removeprefix("step-"), path) for path in found]
     ordered = [(int(stage), int(step), path) for stage, step, path in numbered if (stage + step).isdecimal()]
     return max(ordered)[2] if ordered else None
 
 
-def weights_of(checkpoint: Path) -> Path:
-    """The file of weights in a checkpoint."""
-    return next(path for name in WEIGHTS if (path := checkpoint / name).is_file())
+def weights_of(checkpoint: Path) -> Path | None:
+    """The file of weights in a checkpoint; None when there are several, or none."""
+    return next((path for name in WEIGHTS if (path := checkpoint / name).is_file()), None)
+
+
+def _verified_checkpoint(folder: Path) -> tuple[Path | None, str | None]:
+    """The newest checkpoint and what is wrong with it. A live run may remove one that is being read: then the next."""
+    for _ in range(3):
+        newest = newest_checkpoint(folder)
+        if newest is None:
+            return None, None
+        try:
+            verify(newest)
+            return newest, None
+        except (UserError, OSError) as error:
+            if newest.is_dir():
+                return newest, str(error)
+    return None, None
 
 
 def _largest(points: Iterable[Point]) -> dict[int, float]:
@@ -193,11 +213,6 @@ def _origins(folder: Path) -> dict[int, str]:
     stages = table.get("stage", ())
     paths = {number: str(stage.get("model", {}).get("path", "")) for number, stage in enumerate(stages) if number}
     return {number: path.removeprefix("stage:") for number, path in paths.items() if path.startswith("stage:")}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _names(evaluations: Iterable[EvaluationResult]) -> list[str]:
@@ -259,7 +274,9 @@ def render(report: Report) -> str:
     lines += _work_lines(report)
     for reason, times in list(report.failures.items())[:5]:
         lines.append(f"  failed rollouts  {times:,} x {reason}")
-    if report.checkpoint:
+    if report.damage:
+        lines += ["", f"  damaged          {report.damage}"]
+    elif report.weights:
         lines += [
             "",
             f"  final weights    {report.checkpoint}/{report.weights}",

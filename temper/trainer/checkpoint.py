@@ -1,24 +1,24 @@
 """Checkpoint directories that are either complete and verified, or not there.
 
 A checkpoint is written aside, fsynced, given a manifest with the sha256 of every part, and renamed into place last.
-Owns: atomicity, verification, the order of checkpoints. Refuses: knowing what is inside; writers fill the folder.
+Owns: atomicity, the order of checkpoints. Refuses: verification (integrity.py); knowing what is inside, which writers
+fill in.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from temper.errors import UserError
+from temper.integrity import MANIFEST, STATE, verify, write_manifest
 
-MANIFEST = "manifest.json"
-STATE = "state.json"
 UNFINISHED = ".tmp-"
 """Prefix of folders that are being written; one that is found at start-up was left by a killed run."""
 
@@ -40,7 +40,7 @@ def write_checkpoint(
         for part in writers:
             writers[part](folder)
         part = MANIFEST
-        _write_manifest(folder)
+        write_manifest(folder)
         for path in _tree(folder):
             _sync(path)
         _move_into_place(folder, final)
@@ -54,33 +54,25 @@ def write_checkpoint(
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
     """The state of a checkpoint whose every part is present and unchanged. UserError names the first that is not."""
-    advice = "Use an older checkpoint, or restore this one from a copy"
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        parts = manifest["parts"]
-        is_intact = manifest["sha256"] == _digest_of_parts(parts)
-    except FileNotFoundError:
-        raise UserError(f"{folder} is not a complete checkpoint: {MANIFEST} is missing. {advice}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}: {MANIFEST} is damaged ({error}). {advice}") from error
-    if not is_intact:
-        raise UserError(f"{folder}: {MANIFEST} is damaged (its checksum differs). {advice}")
-    for relative, recorded in parts.items():
-        path = folder / relative
-        if not path.is_file():
-            raise UserError(f"{folder}: part {relative} is missing. {advice}")
-        if (size := path.stat().st_size) != recorded["size"]:
-            raise UserError(f"{folder}: part {relative} has {size} bytes instead of {recorded['size']}. {advice}")
-        if sha256_of(path) != recorded["sha256"]:
-            raise UserError(f"{folder}: part {relative} is damaged (its checksum differs). {advice}")
+    verify(folder, to_resume=True)
     state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
     return state
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """Finished checkpoints, oldest first: by the number at the end of the name, so step-9 comes before step-10."""
-    found = [path for path in parent.glob("*-*") if _number(path) >= 0 and (path / MANIFEST).is_file()]
-    return sorted(found, key=_number)
+    """Finished checkpoints, oldest first: by the number at the end of the name, so step-9 comes before step-10.
+
+    UserError names one without its manifest. It was damaged, for a checkpoint gets its name last; skipped, a run would
+    go on from an older one and nobody would know.
+    """
+    found = sorted((path for path in parent.glob("*-*") if _number(path) >= 0 and path.is_dir()), key=_number)
+    for path in found:
+        if not (path / MANIFEST).is_file():
+            raise UserError(
+                f"{path} is not a complete checkpoint: {MANIFEST} is missing. Restore it from a copy, or remove the "
+                f"directory to go on from the checkpoint before it"
+            )
+    return found
 
 
 def latest_checkpoint(parent: Path) -> Path | None:
@@ -109,27 +101,10 @@ def remove_unfinished(parent: Path) -> list[Path]:
     return leftovers
 
 
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _number(path: Path) -> int:
-    tail = path.name.rpartition("-")[2]
-    return int(tail) if tail.isdecimal() and not path.name.startswith(".") else -1
-
-
-def _write_manifest(folder: Path) -> None:
-    files = [path for path in _tree(folder) if path.is_file()]
-    parts = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in files
-    }
-    manifest = {"parts": parts, "sha256": _digest_of_parts(parts)}
-    (folder / MANIFEST).write_text(json.dumps(manifest, sort_keys=True))
-
-
-def _digest_of_parts(parts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    """-1: not a checkpoint, such as the merged copy of one."""
+    found = re.fullmatch(r"[^.-][^-]*-(\d+)", path.name)
+    return int(found[1]) if found else -1
 
 
 def _tree(folder: Path) -> Iterator[Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from temper.integrity import write_manifest
 from temper.runs.report import as_json, duration, make_report, newest_checkpoint, render
 from temper.runs.store import RunStore
 from temper.types import Batch, EvaluationResult, StepReport
@@ -33,6 +34,7 @@ def run(store: RunStore, make_step: StepMaker, make_evaluation: EvaluationMaker)
         folder = store.folder / "checkpoints" / name
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(name.encode())
+        write_manifest(folder)
     return store.folder
 
 
@@ -116,6 +118,7 @@ def test_a_checkpoint_of_an_adapter_is_found_and_hashed(run: Path) -> None:
     folder = run / "checkpoints" / "1-rl" / "step-12"
     folder.mkdir()
     (folder / "adapter_model.safetensors").write_bytes(b"adapter")
+    write_manifest(folder)
     report = make_report(run)
     assert (report.checkpoint, report.weights) == ("checkpoints/1-rl/step-12", "adapter_model.safetensors")
     assert report.weights_sha256 == hashlib.sha256(b"adapter").hexdigest()

@@ -123,7 +123,7 @@ def test_a_failure_that_is_not_the_disks_keeps_its_own_error(tmp_path: Path) -> 
 def test_checkpoints_are_ordered_by_number_and_pruned_from_the_oldest(tmp_path: Path) -> None:
     for number in (9, 100, 10):
         write(tmp_path, f"step-{number}")
-    (tmp_path / "step-200").mkdir()  # no manifest: not a checkpoint
+    (tmp_path / "merged-step-9-012345678901").mkdir()  # the merged copy of one
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-9", "step-10", "step-100"]
     assert latest_checkpoint(tmp_path) == tmp_path / "step-100"
     assert [path.name for path in prune(tmp_path, keep=2)] == ["step-9"]
@@ -161,3 +161,11 @@ def test_a_run_killed_while_saving_leaves_the_previous_checkpoint_and_a_leftover
     assert [path.name for path in remove_unfinished(tmp_path)] == [".tmp-step-50"]
     assert [path.name for path in tmp_path.iterdir()] == ["step-40"]
     assert read_checkpoint(tmp_path / "step-40") == STATE
+
+
+def test_a_checkpoint_without_its_manifest_is_named_and_not_skipped(tmp_path: Path) -> None:
+    for number in (9, 10):
+        write(tmp_path, f"step-{number}")
+    (tmp_path / "step-10" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"step-10 is not a complete checkpoint: manifest\.json is missing"):
+        latest_checkpoint(tmp_path)

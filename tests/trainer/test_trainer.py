@@ -14,10 +14,10 @@ import torch
 
 from temper.batching.pack import pack
 from temper.errors import BackendError, UserError
+from temper.integrity import sha256_of
 from temper.models.load import load_model
 from temper.models.tiny import character_tokenizer
 from temper.objectives import PRESETS, Objective, resolve
-from temper.trainer.checkpoint import sha256_of
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
 from temper.types import Batch, Sample

@@ -28,6 +28,7 @@ from temper.engine.sglang.probes import (
 from temper.engine.sglang.weights import take_over, write_checkpoint
 from temper.engine.sglang.wire import Drawn, body_of, check_drawn, require_supported
 from temper.errors import BackendError, ContextFull, TaskError
+from temper.integrity import refuse_code
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
@@ -95,6 +96,7 @@ class SglangEngine:
             seconds, address = self._settings.control_seconds, self._client.address
             server = await self._client.get("/server_info", seconds=seconds)
             refuse_settings(address, server, await self._client.get("/model_info", seconds=seconds))
+            refuse_code(self._settings.checkpoint)
             config = json.loads((self._settings.checkpoint / "config.json").read_text())
             self._vocabulary = int(config.get("text_config", config)["vocab_size"])
             self._max_prompt = int(server.get("max_req_input_len") or server.get("context_length") or 0)

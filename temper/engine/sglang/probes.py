@@ -38,6 +38,8 @@ def refuse_settings(address: str, server: Mapping[str, Any], model: Mapping[str,
         problems.append("it serves no generative model")
     if int(server.get("dp_size") or 1) > 1:
         problems.append("--dp-size above 1 hides several engines behind one address; start one server for each")
+    if server.get("trust_remote_code"):
+        problems.append("--trust-remote-code would run code that came with a checkpoint; start it without")
     if server.get("enable_watermark"):
         problems.append("--enable-watermark changes what is drawn; start it without")
     if not (server.get("max_req_input_len") or server.get("context_length")):
