@@ -77,11 +77,15 @@ class Conversations:
         said = self._records.said(asked.session, tuple(keys.values()))
         # What the client got was read out of the drawn text: the template must be shown the text itself.
         true = [
-            replace(message, content=said[keys[place]]) if keys.get(place) in said else message
+            replace(message, content=said[keys[place]])
+            if keys.get(place) in said
+            else self._renderer.take_apart(message)
             for place, message in enumerate(messages, 1)
         ]
-        true_text = self._render(true, asked)
+        true_text = self._render(true, asked, is_drawn=True)
         parent = self._records.parent_of(asked.session, true_text)
+        if parent is not None and any(self._renderer.take_apart(m) != m for m in true[parent.num_messages :]):
+            parent = None  # what would be encoded again has control tokens in it, drawn ones or spelled ones
         last = max(keys)
         why = "the template rewrites what was said" if keys[last] in said else "the last answer is not as it was given"
         if parent is None:
@@ -113,9 +117,9 @@ class Conversations:
         origin = Origin(history=history, messages=tuple(messages), text=text, num_messages=len(messages))
         return Prompt(ids=tuple(self._encode(text)), origin=origin)
 
-    def _render(self, messages: Sequence[Message], asked: Asked) -> str:
+    def _render(self, messages: Sequence[Message], asked: Asked, *, is_drawn: bool = False) -> str:
         assert self._renderer is not None, "only chats are rendered"
-        text = self._renderer.render(messages, for_generation=True, tools=asked.tools)
+        text = self._renderer.render(messages, for_generation=True, tools=asked.tools, is_drawn=is_drawn)
         if asked.tools and text == self._renderer.render(messages, for_generation=True):
             raise Refused(
                 "the chat template of this model shows no tools, so it would never know of them. Describe them in "

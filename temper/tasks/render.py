@@ -1,6 +1,7 @@
 """Messages to token ids and back, through the tokenizer's own chat template.
 
 Owns: what the model sees. Refuses: encoding again what the policy drew; the next prompt is the drawn ids and new ones.
+Text that is not the template's own is never encoded to control tokens (markers.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from temper.errors import UserError
+from temper.markers import markers_of
 from temper.types import Message, Task
 
 Tools = Sequence[Mapping[str, Any]]
@@ -48,6 +50,7 @@ class Renderer:
                 "instruction-tuned checkpoint."
             )
         self._tokenizer = tokenizer
+        self._markers = markers_of(tokenizer)
         self._system = system
         self._template = template
         own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
@@ -91,15 +94,19 @@ class Renderer:
         What the template writes behind the last of them is left out: nobody learns it.
         """
         places = [place for place, message in enumerate(messages) if message.role == "assistant"]
+        places = places if turns is None else places[-turns:]
+        for place in places:
+            self._require_no_end(messages[place].content)
+        messages = [self.take_apart(message) for message in messages]
         rows: list[SpokenRow] = []
-        for place in places if turns is None else places[-turns:]:
+        for place in places:
             begun = self.render(messages[:place], for_generation=True, tools=tools)
             if not rows or not begun.startswith(rows[-1].text):
                 rows.append(SpokenRow(text=""))
             row = rows[-1]
             row.add(self.encode(begun[len(row.text) :]), is_trained=False)
             said = self._said(begun, messages[: place + 1], tools)
-            row.add(self._said_ids(said), is_trained=True)
+            row.add(self.completion_ids(said), is_trained=True)
             row.text = begun + said + self._end_text
         return rows
 
@@ -115,14 +122,12 @@ class Renderer:
             return written if given.strip() in written else given
         return given
 
-    def _said_ids(self, text: str) -> list[int]:
-        ids = self.completion_ids(text)
-        if any(token in self.stop_ids for token in ids[:-1]):
+    def _require_no_end(self, text: str) -> None:
+        if any(token in self.stop_ids for token in self._raw_ids(text)):
             raise UserError(
                 f"an assistant's message holds a token that ends its turn, in {text!r:.80}. Remove it: the template "
                 "writes the end of a turn itself."
             )
-        return ids
 
     @cached_property
     def _end_text(self) -> str:
@@ -188,30 +193,23 @@ class Renderer:
         unknown = self._tokenizer.unk_token_id
         return "probe three" in text and (unknown is None or unknown not in self._raw_ids(text))
 
-    def render(self, messages: Sequence[Message], *, for_generation: bool, tools: Tools = ()) -> str:
+    def render(
+        self, messages: Sequence[Message], *, for_generation: bool, tools: Tools = (), is_drawn: bool = False
+    ) -> str:
+        """The conversation as text. is_drawn: what assistants say is the text of drawn ids, with the control tokens
+        among them, and is compared with such text, never encoded."""
         if not self.has_tool_role:  # then the user speaks for the tools
             messages = [_as_user(message) if message.role == "tool" else message for message in messages]
-        return self._render_as_given([self._defused(message) for message in messages], for_generation, tools)
+        messages = [m if is_drawn and m.role == "assistant" else self.take_apart(m) for m in messages]
+        return self._render_as_given(messages, for_generation, self._markers.take_apart_all(tools))
 
-    def _defused(self, message: Message) -> Message:
-        """The message without markers of the chat format: text from outside must not end its turn and speak as another.
+    def take_apart(self, message: Message) -> Message:
+        """The message without markers of the chat format: nobody must end his turn and speak as another.
 
-        A space behind the first character leaves the marker readable, and none.
+        Policies too: where a template rewrites history, what they drew as ordinary letters is encoded again.
         """
-        if message.role not in ("user", "tool"):
-            return message
-        content = message.content
-        for marker in self._markers:
-            content = content.replace(marker, f"{marker[0]} {marker[1:]}")
-        return message if content == message.content else replace(message, content=content)
-
-    @cached_property
-    def _markers(self) -> tuple[str, ...]:
-        """Texts that the tokenizer turns into control tokens, longest first."""
-        decoder = getattr(self._tokenizer, "added_tokens_decoder", {})
-        special = {str(token) for token in decoder.values() if getattr(token, "special", False)}
-        special |= set(getattr(self._tokenizer, "all_special_tokens", ()))
-        return tuple(sorted((marker for marker in special if len(marker) > 1), key=len, reverse=True))
+        content = self._markers.take_apart(message.content, is_spoken=message.role == "assistant")
+        return replace(message, content=content, name=self._markers.take_apart(message.name))
 
     def _render_as_given(self, messages: Sequence[Message], for_generation: bool, tools: Tools) -> str:
         conversation = [message.as_dict() for message in messages]

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from temper.envs.adapters.third_party import failure, require_package, within
 from temper.envs.permissions import Permissions
@@ -126,18 +126,16 @@ def _text_of(result: Any) -> str:
     return "\n".join(parts)
 
 
-def effect_of(annotations: Any, undeclared: Effect) -> Effect:
-    """What the server says that a tool changes. By the protocol, a tool that says nothing may destroy."""
-    if annotations is None:
-        return undeclared
-    if annotations.read_only_hint:
-        return "read"
-    if annotations.destructive_hint is None:
-        return undeclared
-    return "irreversible" if annotations.destructive_hint else "write"
+def effect_of(annotations: Any, declared: Effect) -> Effect:
+    """What the user declared, or worse where the server itself says that the tool destroys.
+
+    A server's hints never lift a restriction: one that calls its tool read-only may lie, and by the protocol a client
+    must not trust it.
+    """
+    return "irreversible" if getattr(annotations, "destructive_hint", None) else declared
 
 
-def as_tool(connection: McpConnection, described: Any, *, undeclared: Effect, seconds: float) -> Tool:
+def as_tool(connection: McpConnection, described: Any, *, declared: Effect, seconds: float) -> Tool:
     """An MCP tool as one of Temper's, called over the connection."""
 
     async def run(**arguments: Any) -> str:
@@ -148,7 +146,7 @@ def as_tool(connection: McpConnection, described: Any, *, undeclared: Effect, se
         description=" ".join((described.description or "").split()),
         parameters=described.input_schema,
         run=run,
-        effect=effect_of(described.annotations, undeclared),
+        effect=effect_of(described.annotations, declared),
         seconds=seconds,
     )
 
@@ -159,7 +157,8 @@ class McpEnv:
     server: "http://..." or the command as a list; a command is started anew for every episode.
     environment: variables the server may see besides PATH, HOME and the like. Nothing else is passed on.
     call_format: how the policy writes calls, see tool_calls.py.
-    undeclared: the effect of tools that declare none: read, write or irreversible.
+    effects: what tools change: read, write or irreversible, in one word for all of them, or by name; those that are not
+    named are irreversible. The server's own word is not taken for it.
     allow: effects that run. Irreversible ones run dry unless named here; set this only for servers you would let
     anybody use.
     only: names of the tools the policy may call; empty: all.
@@ -171,7 +170,7 @@ class McpEnv:
         server: str | list[str],
         environment: list[str] | None = None,
         call_format: str = "auto",
-        undeclared: str = "irreversible",
+        effects: str | dict[str, str] = "irreversible",
         allow: list[str] | None = None,
         only: list[str] | None = None,
         tool_seconds: float = 30.0,
@@ -179,11 +178,12 @@ class McpEnv:
         _require_server(server)
         find_parser(call_format)
         allowed = ["read"] if allow is None else allow
-        for name in (undeclared, *allowed):
+        self._effect = effects if isinstance(effects, str) else "irreversible"
+        self._effects = {} if isinstance(effects, str) else dict(effects)
+        for name in (self._effect, *self._effects.values(), *allowed):
             if name not in EFFECTS:
                 raise UserError(f'env "mcp": effect "{name}" is unknown. Known: {", ".join(EFFECTS)}.')
         self._connection = McpConnection(server, environment or ())
-        self._undeclared = undeclared
         self._only = frozenset(only or ())
         self._seconds = tool_seconds
         self._permissions = Permissions(effects=frozenset(allowed), approve=_yes if "irreversible" in allowed else None)
@@ -193,15 +193,19 @@ class McpEnv:
     async def start(self, task: Task, seed: int) -> EnvOpening:
         assert self._env is None, "an environment is single-use"
         described = await self._connection.open()
-        if missing := self._only - {tool.name for tool in described}:
-            raise UserError(f'env "mcp": the server has no tool "{sorted(missing)[0]}", which options.only names.')
+        for option, names in (("only", self._only), ("effects", self._effects.keys())):
+            if missing := names - {tool.name for tool in described}:
+                raise UserError(f'env "mcp": the server has no tool "{min(missing)}", which options.{option} names.')
         tools = [
-            as_tool(self._connection, tool, undeclared=self._undeclared, seconds=self._seconds)  # type: ignore[arg-type]
+            as_tool(self._connection, tool, declared=self._declared(tool.name), seconds=self._seconds)
             for tool in described
             if not self._only or tool.name in self._only
         ]
         self._env = ToolEnv(tools, permissions=self._permissions, presentation=self._presentation)
         return await self._env.start(task, seed)
+
+    def _declared(self, name: str) -> Effect:
+        return cast(Effect, self._effects.get(name, self._effect))
 
     async def step(self, message: Message) -> EnvReply:
         assert self._env is not None, "step() before start()"

@@ -23,6 +23,8 @@ from temper.types import EventKind, Message, Task
 mcp = pytest.importorskip("mcp")
 uvicorn = pytest.importorskip("uvicorn")
 
+KNOWN = {"add": "read", "put": "write", **dict.fromkeys(("fail", "sleep", "about", "die"), "read")}
+"""What the user of the server below says that its tools change."""
 SERVER = '''
 import os, sys, time
 from mcp.server.mcpserver import MCPServer
@@ -130,7 +132,7 @@ def is_alive(process: int) -> bool:
 @pytest.mark.parametrize("how", ["stdio", "http"])
 def test_tools_are_listed_with_their_schemas_and_called(how: str, command: list[str], url: str) -> None:
     async def go() -> None:
-        env = McpEnv(server=command if how == "stdio" else url)
+        env = McpEnv(effects=KNOWN, server=command if how == "stdio" else url)
         try:
             opening = await env.start(TASK, 0)
             add = next(tool["function"] for tool in opening.tools if tool["function"]["name"] == "add")
@@ -150,14 +152,14 @@ def test_tools_are_listed_with_their_schemas_and_called(how: str, command: list[
 
 @pytest.mark.parametrize("how", ["stdio", "http"])
 def test_a_tool_that_fails_is_something_for_the_policy_to_read(how: str, command: list[str], url: str) -> None:
-    (reply,) = asyncio.run(play(McpEnv(server=command if how == "stdio" else url), call("fail")))
+    (reply,) = asyncio.run(play(McpEnv(effects=KNOWN, server=command if how == "stdio" else url), call("fail")))
     assert "the shelf broke" in reply.messages[0].content
     assert EventKind.TOOL_ERROR in kinds(reply)
     assert not reply.is_done
 
 
 def test_arguments_that_do_not_fit_are_bad_calls_and_reach_no_server(url: str) -> None:
-    replies = asyncio.run(play(McpEnv(server=url), call("add", a="x", b=1), call("addd", a=1, b=1)))
+    replies = asyncio.run(play(McpEnv(effects=KNOWN, server=url), call("add", a="x", b=1), call("addd", a=1, b=1)))
     assert [kinds(reply) for reply in replies] == [[EventKind.BAD_CALL]] * 2
     assert "did you mean 'add'" in replies[1].messages[0].content
 
@@ -165,8 +167,8 @@ def test_arguments_that_do_not_fit_are_bad_calls_and_reach_no_server(url: str) -
 def test_a_tool_that_hangs_times_out_and_blocks_no_other_episode(command: list[str]) -> None:
     async def go() -> tuple[list[EnvReply], list[EnvReply]]:
         return await asyncio.gather(
-            play(McpEnv(server=command, tool_seconds=0.5), call("sleep", seconds=60)),
-            play(McpEnv(server=command), call("add", a=1, b=1)),
+            play(McpEnv(effects=KNOWN, server=command, tool_seconds=0.5), call("sleep", seconds=60)),
+            play(McpEnv(effects=KNOWN, server=command), call("add", a=1, b=1)),
         )
 
     (late,), (fine,) = asyncio.run(go())
@@ -176,8 +178,8 @@ def test_a_tool_that_hangs_times_out_and_blocks_no_other_episode(command: list[s
 
 def test_every_episode_has_a_process_of_its_own_that_ends_with_it(command: list[str]) -> None:
     put: dict[str, Any] = {"server": command, "allow": ["read", "write"]}
-    first = asyncio.run(play(McpEnv(**put), call("put", thing="apple"), call("about")))
-    second = asyncio.run(play(McpEnv(**put), call("put", thing="pear"), call("about")))
+    first = asyncio.run(play(McpEnv(effects=KNOWN, **put), call("put", thing="apple"), call("about")))
+    second = asyncio.run(play(McpEnv(effects=KNOWN, **put), call("put", thing="pear"), call("about")))
     assert "apple" in first[0].messages[0].content
     assert "apple" not in second[0].messages[0].content, "one episode saw what another had put down"
     processes = [int(replies[1].messages[0].content.split("\n")[1].split()[0]) for replies in (first, second)]
@@ -187,7 +189,7 @@ def test_every_episode_has_a_process_of_its_own_that_ends_with_it(command: list[
 
 def test_a_cancelled_episode_leaves_no_process(command: list[str]) -> None:
     async def go() -> int:
-        env = McpEnv(server=command)
+        env = McpEnv(effects=KNOWN, server=command)
         await env.start(TASK, 0)
         reply = await env.step(call("about"))
         process = int(reply.messages[0].content.split("\n")[1].split()[0])
@@ -208,12 +210,12 @@ def test_a_cancelled_episode_leaves_no_process(command: list[str]) -> None:
 
 def test_a_server_that_dies_is_a_task_error_and_not_an_answer(command: list[str]) -> None:
     with pytest.raises(TaskError, match="MCP server"):
-        asyncio.run(play(McpEnv(server=command), call("die")))
+        asyncio.run(play(McpEnv(effects=KNOWN, server=command), call("die")))
 
 
 def test_a_server_that_was_killed_is_noticed_at_the_next_call(command: list[str]) -> None:
     async def go() -> None:
-        env = McpEnv(server=command)
+        env = McpEnv(effects=KNOWN, server=command)
         try:
             await env.start(TASK, 0)
             reply = await env.step(call("about"))
@@ -240,25 +242,29 @@ def test_a_program_that_is_no_server_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_secrets_of_the_run_are_not_passed_on_unless_named(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCP_TEST_SECRET", "hunter2")
     monkeypatch.setenv("MCP_TEST_NAME", "ada")
-    (reply,) = asyncio.run(play(McpEnv(server=command, environment=["MCP_TEST_NAME"]), call("about")))
+    (reply,) = asyncio.run(play(McpEnv(effects=KNOWN, server=command, environment=["MCP_TEST_NAME"]), call("about")))
     assert "no secret ada" in reply.messages[0].content
 
 
 def test_tools_that_change_things_run_only_when_allowed(url: str) -> None:
-    denied = asyncio.run(play(McpEnv(server=url), call("put", thing="apple"), call("burn")))
+    denied = asyncio.run(play(McpEnv(effects=KNOWN, server=url), call("put", thing="apple"), call("burn")))
     assert [kinds(reply) for reply in denied] == [[EventKind.DENIED]] * 2
     allowed = asyncio.run(
-        play(McpEnv(server=url, allow=["read", "write", "irreversible"]), call("put", thing="apple"), call("burn"))
+        play(
+            McpEnv(effects=KNOWN, server=url, allow=["read", "write", "irreversible"]),
+            call("put", thing="apple"),
+            call("burn"),
+        )
     )
     assert all(EventKind.SIDE_EFFECT in kinds(reply) for reply in allowed)
     assert "burnt" in allowed[1].messages[0].content
-    (read,) = asyncio.run(play(McpEnv(server=url, undeclared="read"), call("burn")))
+    (read,) = asyncio.run(play(McpEnv(server=url, effects="read"), call("burn")))
     assert "burnt" in read.messages[0].content
 
 
 def test_only_the_named_tools_are_shown(url: str) -> None:
     async def go(*only: str) -> list[str]:
-        env = McpEnv(server=url, only=list(only))
+        env = McpEnv(effects=KNOWN, server=url, only=list(only))
         try:
             return [tool["function"]["name"] for tool in (await env.start(TASK, 0)).tools]
         finally:
@@ -269,14 +275,19 @@ def test_only_the_named_tools_are_shown(url: str) -> None:
         asyncio.run(go("ad"))
 
 
-@pytest.mark.parametrize(
-    ("read_only", "destructive", "effect"),
-    [(True, None, "read"), (False, False, "write"), (False, True, "irreversible"), (None, None, "write")],
-)
-def test_effects_come_from_the_servers_hints(read_only: bool | None, destructive: bool | None, effect: str) -> None:
-    hints = SimpleNamespace(read_only_hint=read_only, destructive_hint=destructive)
-    assert effect_of(hints, "write") == effect
-    assert effect_of(None, "write") == "write"
+@pytest.mark.parametrize("read_only", [True, False, None])
+@pytest.mark.parametrize("declared", ["read", "write", "irreversible"])
+def test_a_servers_hints_lift_no_restriction(read_only: bool | None, declared: Any) -> None:
+    for destructive in (False, None):
+        hints = SimpleNamespace(read_only_hint=read_only, destructive_hint=destructive)
+        assert effect_of(hints, declared) == declared
+    assert effect_of(SimpleNamespace(read_only_hint=read_only, destructive_hint=True), declared) == "irreversible"
+    assert effect_of(None, declared) == declared
+
+
+def test_a_tool_that_only_its_server_calls_read_only_does_not_run(url: str) -> None:
+    (reply,) = asyncio.run(play(McpEnv(server=url), call("add", a=1, b=1)))
+    assert kinds(reply) == [EventKind.DENIED]
 
 
 @pytest.mark.parametrize(
@@ -286,6 +297,7 @@ def test_effects_come_from_the_servers_hints(read_only: bool | None, destructive
         ({"server": []}, "list of texts"),
         ({"server": ["no-such-program-here"]}, "no command"),
         ({"server": [sys.executable], "allow": ["delete"]}, 'effect "delete" is unknown'),
+        ({"server": [sys.executable], "effects": {"add": "reed"}}, 'effect "reed" is unknown'),
         ({"server": [sys.executable], "call_format": "xml"}, 'call_format "xml" is unknown'),
     ],
 )
