@@ -6,7 +6,7 @@ Owns: loading, sizing the engine, putting the parts together. Refuses: training;
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +14,13 @@ from temper.build import pick_device, pick_dtype
 from temper.commands.checkpoints import find_model
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import UserError
-from temper.listening import is_public, listen
+from temper.listening import is_public, listen, own_names
 from temper.models.load import end_ids, load_model, load_tokenizer, read_shape
 from temper.serve.app import App, HttpSettings
 from temper.serve.conversation import Conversations
 from temper.serve.gateway import Gateway, Limits
 from temper.serve.records import Records
-from temper.serve.server import make_server, run
+from temper.serve.server import Ending, make_server, run
 from temper.serve.text import Words
 from temper.tasks.render import Renderer
 
@@ -59,19 +59,19 @@ def serve(checkpoint: Path, settings: ServeSettings, say: Callable[[str], None])
     key = settings.api_key or os.environ.get(KEY_VARIABLE, "")
     bound = listen(settings.host, settings.port)
     try:
-        app, close, name = open_app(checkpoint, settings, key)
+        app, ending, name = open_app(checkpoint, settings, key)
         server = make_server(app, settings.shutdown_seconds)
         if is_public(settings.host) and not key:
             say(f"warning: everybody who can reach {settings.host} can use this model. Set --api-key or {KEY_VARIABLE}")
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         say(f'"{name}" is served at http://{host}:{bound.getsockname()[1]}/v1')
-        run(server, bound, close)
+        run(server, bound, ending)
     finally:
         bound.close()
 
 
-def open_app(checkpoint: Path, settings: ServeSettings, key: str) -> tuple[App, Callable[[], Awaitable[None]], str]:
-    """The application, how to close it, and the model's name."""
+def open_app(checkpoint: Path, settings: ServeSettings, key: str) -> tuple[App, Ending, str]:
+    """The application, how it ends, and the model's name."""
     folder = find_model(checkpoint)
     tokenizer, stop_ids = load_tokenizer(folder), end_ids(folder, load_tokenizer(folder))
     name = settings.name or checkpoint.resolve().name
@@ -90,7 +90,8 @@ def open_app(checkpoint: Path, settings: ServeSettings, key: str) -> tuple[App, 
         await engine.close()
         gateway.shut()
 
-    return App(gateway, HttpSettings(api_key=key)), close, name
+    ending = Ending(end=gateway.end, close=close, shutdown_seconds=settings.shutdown_seconds)
+    return App(gateway, HttpSettings(api_key=key, hosts=own_names(settings.host))), ending, name
 
 
 def open_engine(folder: Path, settings: ServeSettings, words: Words) -> tuple[LocalEngine, int]:

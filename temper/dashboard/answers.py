@@ -9,6 +9,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from temper.listening import is_called_by
 from temper.runs.nulls import finite
 
 Scope = MutableMapping[str, Any]
@@ -16,7 +17,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 HEADERS = {
     # Charts set styles on elements and save pictures through blobs; scripts come from this server alone, without eval.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -49,8 +49,7 @@ class Guard:
     def __init__(self, app: App, hosts: frozenset[str] | None) -> None:
         self._app = app
         self._hosts = hosts
-        """Names by which the server may be called. A page of another site that has its own name point here (DNS
-        rebinding) sends that name. None: it listens to the network and cannot know its names."""
+        """As of listening.own_names()."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,16 +62,9 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
-        names = [_name(value.decode("latin-1")) for key, value in scope["headers"] if key == b"host"]
         if scope["method"] != "GET":
             await refuse(guarded, 405, f"the dashboard only reads: GET, not {scope['method']}")
-        elif self._hosts is not None and (not names or not self._hosts.issuperset(names)):
+        elif not is_called_by(self._hosts, scope["headers"]):
             await refuse(guarded, 403, "this server answers only to the names of its own machine, e.g. 127.0.0.1")
         else:
             await self._app(scope, receive, guarded)
-
-
-def _name(host: str) -> str:
-    """The host of "name:port" or "[::1]:port"."""
-    host = host.strip().lower()
-    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from temper import listening
 from temper.dashboard import pages
-from temper.dashboard.answers import LOOPBACK_NAMES, Guard, to_json
+from temper.dashboard.answers import Guard, to_json
 from temper.dashboard.database import OutOfTime
 from temper.dashboard.queries import Wanted
 from temper.dashboard.registry import Registry, UnknownRun, summary
@@ -75,8 +75,7 @@ def make_app(registry: Registry, host: str) -> tuple[Guard, Streams]:
     _add_rollout_routes(app, registry, answer)
     _add_run_routes(app, registry, answer)
     _add_static(app, static_files())
-    hosts = None if listening.is_public(host) else LOOPBACK_NAMES | {host.lower()}
-    return Guard(app, hosts), streams
+    return Guard(app, listening.own_names(host)), streams
 
 
 def _answer_failures(app: FastAPI) -> None:

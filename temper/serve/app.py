@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapp
 from dataclasses import dataclass
 from typing import Any
 
+from temper.listening import is_called_by
 from temper.serve.answers import Shape, event, to_json
 from temper.serve.asked import ENDPOINTS
 from temper.serve.gateway import Exchange, Gateway
@@ -30,6 +31,8 @@ log = logging.getLogger("temper.serve")
 class HttpSettings:
     api_key: str = ""
     """Empty: everybody may ask."""
+    hosts: frozenset[str] | None = None
+    """As of listening.own_names(): whom a page of another site cannot pretend to call."""
     max_body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
     """For a body to arrive."""
@@ -59,15 +62,24 @@ class App:
             await self._respond(client)
         except ClientGone:
             return
+        except asyncio.CancelledError:  # the server ends, and what was drawn is recorded: no failure to log
+            with contextlib.suppress(ClientGone):
+                await client.refuse(Refused("the server is shutting down", status=503, kind="server_error"))
         except Exception as error:
             refusal = refusal_of(error)
-            if refusal.status >= 500:
+            if not isinstance(error, Refused) and refusal.status >= 500:
                 log.error("%s failed", client.path, exc_info=error)
             with contextlib.suppress(ClientGone):
                 await client.refuse(refusal)
 
     async def _respond(self, client: Client) -> None:
         path, method = client.path, client.method
+        if not is_called_by(self._settings.hosts, client.headers):
+            raise Refused(
+                "this server answers only to the names of its own machine, e.g. 127.0.0.1",
+                status=403,
+                code="wrong_host",
+            )
         if path == "/health" and method == "GET":  # open to all: whoever watches the process has no key
             is_well = self._gateway.failure is None
             return await client.send_json(200 if is_well else 503, {"status": "ok" if is_well else "failed"})
@@ -126,7 +138,8 @@ class App:
                 raise
             except Exception as error:  # the status is sent already: the error is the last event, and no [DONE] follows
                 refusal = refusal_of(error)
-                log.error("a stream failed", exc_info=error)
+                if not isinstance(error, Refused):
+                    log.error("a stream failed", exc_info=error)
                 await client.send_part(event(refusal.body))
         await client.send_part(b"", is_last=True)
 
@@ -159,14 +172,14 @@ class Client:
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: HttpSettings) -> None:
         self.path: str = scope["path"]
         self.method: str = scope["method"]
-        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         self._receive = receive
         self._send = send
         self._settings = settings
         self._is_started = False
 
     def header(self, name: bytes) -> bytes:
-        return self._headers.get(name, b"")
+        return dict(self.headers).get(name, b"")
 
     @property
     def session(self) -> str:

@@ -150,6 +150,7 @@ class Gateway:
         self._in_flight = 0
         self._running: dict[str, asyncio.Future[None]] = {}
         self._totals = {"completions_total": 0.0, "refused_total": 0.0, "aborted_total": 0.0}
+        self._is_ending = False
         self.failure: BackendError | None = None
         """Set once the engine has failed: nothing will be drawn any more."""
 
@@ -157,6 +158,7 @@ class Gateway:
         """Understands a request and makes room for it; whoever opens must close."""
         if self.failure is not None:
             raise Refused("the engine has failed", status=503, kind="server_error", code="engine_failed")
+        self._require_open()
         try:
             self._require_room(1)  # before any work is done for a client that is sent away anyhow
             asked, prompts = await self._in_thread(lambda: self._understand(path, body, session))
@@ -170,6 +172,15 @@ class Gateway:
 
     def close(self, exchange: Exchange) -> None:
         self._in_flight -= len(exchange.jobs)
+
+    async def end(self) -> None:
+        """Ends everything under way, and returns when what was drawn so far is recorded."""
+        self._is_ending = True
+        deadline = time.monotonic() + ENDING_SECONDS
+        while self._in_flight and time.monotonic() < deadline:
+            for request_id in list(self._running):  # each time: one that waited for another may have begun since
+                await self._engine.abort(request_id)
+            await asyncio.sleep(0.02)
 
     async def answer(self, exchange: Exchange) -> Shape:
         """The whole response, when all its choices are drawn. Cancelling it ends them."""
@@ -220,6 +231,10 @@ class Gateway:
         self._worker.shutdown(wait=True, cancel_futures=True)
         if self._records is not None:
             self._records.close()
+
+    def _require_open(self) -> None:
+        if self._is_ending:
+            raise Refused("the server is shutting down", status=503, kind="server_error", code="shutting_down")
 
     def _require_room(self, wanted: int) -> None:
         if self._in_flight + wanted > self.limits.max_in_flight:
@@ -290,6 +305,7 @@ class Gateway:
         ended = await self._claim(job.request.id)
         job.is_drawing = True
         try:
+            self._require_open()
             completion = await self._engine.generate(job.request, watch=watch if news is not None else None)
             answer = await self._in_thread(lambda: self._finish(exchange, job, completion))
         except BackendError as error:
@@ -374,6 +390,7 @@ def _last_piece(job: Job, answer: Answer, asked: Asked) -> Piece:
 
 
 def _seeded_id(seed: int, index: int, prompt_ids: tuple[int, ...], params: SamplingParams) -> str:
-    """The engine keys its randomness by the id: equal requests with an equal seed draw the same."""
-    told = repr((seed, index, prompt_ids, params)).encode()
+    """The engine keys its randomness by the id: equal requests with an equal seed draw the same, and so do two of which
+    one asks for the likeliest tokens as well."""
+    told = repr((seed, index, prompt_ids, replace(params, top_logprobs=0))).encode()
     return f"seed-{hashlib.blake2b(told, digest_size=16).hexdigest()}"

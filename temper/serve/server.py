@@ -9,36 +9,69 @@ import asyncio
 import signal
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from temper import listening
 from temper.serve.app import App
 
 INSTALL = 'pip install "temper-rl[serve]"'
+LOOK_SECONDS = 0.1
+GRACE_SECONDS = 15.0
+"""For requests that were ended to be recorded and answered, before uvicorn cancels them."""
 
 
 def make_server(app: App, shutdown_seconds: float) -> Any:
     """A uvicorn server that is not started. Requests in flight have `shutdown_seconds` once it is told to end."""
     return listening.make_server(
-        app, shutdown_seconds=shutdown_seconds, missing=f"temper serve needs uvicorn: {INSTALL}"
+        app, shutdown_seconds=shutdown_seconds + GRACE_SECONDS, missing=f"temper serve needs uvicorn: {INSTALL}"
     )
 
 
-async def serve(server: Any, bound: socket.socket, close: Callable[[], Awaitable[None]]) -> None:
-    """Serves until told to stop (SIGTERM, SIGINT, server.should_exit), then closes everything."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a server ends."""
+
+    end: Callable[[], Awaitable[None]]
+    """Ends what is under way and records it."""
+    close: Callable[[], Awaitable[None]]
+    """Lets go of everything, when nothing is under way."""
+    shutdown_seconds: float
+    """For requests in flight to end by themselves."""
+
+
+async def serve(server: Any, bound: socket.socket, ending: Ending) -> None:
+    """Serves until told to stop (SIGTERM, SIGINT, server.should_exit), then closes everything.
+
+    Requests under way finish, or are ended in time and recorded as far as they got.
+    """
+    patience = asyncio.create_task(_end_in_time(server, ending))
     try:
         await server.serve(sockets=[bound])
+        await ending.end()  # uvicorn gives up on requests when it is told twice
     finally:
-        await close()
+        patience.cancel()
+        await ending.close()
 
 
-def run(server: Any, bound: socket.socket, close: Callable[[], Awaitable[None]]) -> None:
+async def _end_in_time(server: Any, ending: Ending) -> None:
+    """Before uvicorn cancels what is left: a request that is ended tells its client, a cancelled one breaks off."""
+    while not server.should_exit:
+        await asyncio.sleep(LOOK_SECONDS)
+    await asyncio.sleep(ending.shutdown_seconds)
+    await ending.end()
+
+
+def run(server: Any, bound: socket.socket, ending: Ending) -> None:
     """Serves in this process. A shutdown that was asked for is no failure."""
-    # uvicorn raises the signal once more when it is done; by default that would end the process as if it had crashed.
-    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    # uvicorn raises each signal once more when it is done: by default that would end the process or cancel the closing.
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        asyncio.run(serve(server, bound, close))
-    except KeyboardInterrupt:
-        return
+        asyncio.run(serve(server, bound, ending))
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

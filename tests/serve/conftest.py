@@ -7,7 +7,7 @@ import json
 import string
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from temper.serve.app import App, HttpSettings
 from temper.serve.conversation import Conversations
 from temper.serve.gateway import Gateway, Limits
 from temper.serve.records import Records
-from temper.serve.server import make_server, serve
+from temper.serve.server import Ending, make_server, serve
 from temper.tasks.render import Renderer
 from temper.types import Completion, Finish, Request
 
@@ -108,12 +108,12 @@ class Scripted:
 class Served:
     """A server in a thread."""
 
-    def __init__(self, app: App, close: Callable[[], Awaitable[None]], shutdown_seconds: float = 5.0) -> None:
+    def __init__(self, app: App, ending: Ending) -> None:
         bound = listen("127.0.0.1", 0)
         self.port = bound.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = make_server(app, shutdown_seconds)
-        self._thread = threading.Thread(target=lambda: asyncio.run(serve(self._server, bound, close)), daemon=True)
+        self._server = make_server(app, ending.shutdown_seconds)
+        self._thread = threading.Thread(target=lambda: asyncio.run(serve(self._server, bound, ending)), daemon=True)
         self._thread.start()
         until(lambda: self._server.started)
 
@@ -158,7 +158,9 @@ def serve_scripted(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., Ser
     """serve_scripted(engine, record=..., max_in_flight=..., **http settings)."""
     servers: list[Served] = []
 
-    def start(engine: Any, *, record: bool = False, max_in_flight: int = 64, **http: Any) -> Served:
+    def start(
+        engine: Any, *, record: bool = False, max_in_flight: int = 64, shutdown_seconds: float = 5.0, **http: Any
+    ) -> Served:
         records = Records(tmp_path / "records.db") if record else None
         renderer = Renderer(tokenizer)
         limits = Limits(model="tiny", stop_ids=renderer.stop_ids, max_length=CONTEXT, max_in_flight=max_in_flight)
@@ -167,7 +169,8 @@ def serve_scripted(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., Ser
         async def close() -> None:
             gateway.shut()
 
-        servers.append(Served(App(gateway, HttpSettings(**http)), close))
+        ending = Ending(end=gateway.end, close=close, shutdown_seconds=shutdown_seconds)
+        servers.append(Served(App(gateway, HttpSettings(**http)), ending))
         return servers[-1]
 
     yield start
@@ -184,7 +187,7 @@ def record_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(tiny_folder: Path, record_path: Path) -> Iterator[Served]:
     """The real engine on the tiny model, recording."""
     settings = ServeSettings(name="tiny", max_running=16, record=record_path, dtype="float32", device="cpu")
-    app, close, _ = open_app(tiny_folder, settings, key="")
-    server = Served(app, close)
+    app, ending, _ = open_app(tiny_folder, settings, key="")
+    server = Served(app, ending)
     yield server
     server.stop()

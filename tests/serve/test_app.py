@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from temper.errors import BackendError
+from temper.listening import own_names
 from temper.serve.records import read_records
 from temper.types import Finish
 
@@ -277,3 +279,40 @@ def test_metrics_are_prometheus_text(make_engine: Callable[..., Any], serve_scri
     text = httpx.get(f"{serve_scripted(make_engine()).url}/metrics").text
     assert "# TYPE temper_engine_steps_total counter\ntemper_engine_steps_total 3\n" in text
     assert "# TYPE temper_serve_in_flight gauge\ntemper_serve_in_flight 0\n" in text
+
+
+def test_a_page_of_another_site_that_points_its_name_here_is_refused(
+    make_engine: Callable[..., Any], serve_scripted: Callable[..., Any]
+) -> None:
+    served = serve_scripted(make_engine(), hosts=own_names("127.0.0.1"))
+    assert served.post(CHAT, ASKED).status_code == 200
+    assert error_of(served.post(CHAT, ASKED, Host="evil.example"), 403)["code"] == "wrong_host"
+    assert httpx.get(f"{served.url}/health", headers={"Host": "evil.example"}, timeout=30.0).status_code == 403
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("shutdown_seconds", [0.0, 10.0])
+def test_a_shutdown_records_every_completion_under_way(
+    make_engine: Callable[..., Any],
+    serve_scripted: Callable[..., Any],
+    eventually: Callable[..., None],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    is_streamed: bool,
+    shutdown_seconds: float,
+) -> None:
+    engine = make_engine("a rather long answer")
+    engine.seconds_per_token = 0.02
+    served = serve_scripted(engine, record=True, shutdown_seconds=shutdown_seconds)
+    with ThreadPoolExecutor(8) as clients:
+        asking = [clients.submit(served.post, CHAT, {**ASKED, "stream": is_streamed}) for _ in range(8)]
+        eventually(lambda: len(engine.running) == 8)
+        served.stop()
+        answers = [asked.result(timeout=20.0) for asked in asking]
+    rows = read_records(tmp_path / "records.db")
+    assert len(rows) == 8
+    ends = {row.turn.completion.finish for row in rows}
+    assert ends == ({Finish.ABORT} if shutdown_seconds == 0 else {Finish.STOP})
+    if shutdown_seconds:
+        assert {answer.status_code for answer in answers} == {200}
+    assert not [record for record in caplog.records if record.exc_info], "no tracebacks"

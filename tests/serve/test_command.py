@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from temper.commands.serve import ServeSettings, open_engine
 from temper.errors import UserError
 from temper.listening import is_public, listen
+from temper.serve.records import read_records
 from temper.serve.server import make_server
 from temper.serve.text import Words
 
@@ -22,15 +24,22 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from temper.commands.serve import ServeSettings, serve
-settings = ServeSettings(port=0, name="tiny", max_running=4, dtype="float32", device="cpu")
+settings = ServeSettings(
+    port=0, name="tiny", max_running=4, dtype="float32", device="cpu", shutdown_seconds=float(sys.argv[2]),
+    record=Path(sys.argv[3]),
+)
 serve(Path(sys.argv[1]), settings, lambda line: print(line, flush=True))
 """
 
 
 @pytest.mark.slow
-def test_sigterm_lets_a_stream_end_and_the_exit_is_clean(tiny_folder: Path, eventually: Callable[..., None]) -> None:
+def test_sigterm_lets_a_stream_end_and_the_exit_is_clean(
+    tiny_folder: Path, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tiny_folder)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM, str(tiny_folder), "30", str(tmp_path / "r.db")],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as server:
         try:
             assert server.stdout is not None
@@ -48,6 +57,36 @@ def test_sigterm_lets_a_stream_end_and_the_exit_is_clean(tiny_folder: Path, even
             assert server.returncode == 0
         finally:
             server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_loses_no_completion_and_leaves_no_traceback(
+    tiny_folder: Path, tmp_path: Path, number: signal.Signals, times: int, eventually: Callable[..., None]
+) -> None:
+    path, body = tmp_path / "r.db", {"model": "tiny", "prompt": "abc", "max_tokens": 500, "temperature": 2, "n": 16}
+    program = [sys.executable, "-c", PROGRAM, str(tiny_folder), "0.1", str(path)]
+    with (
+        subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server,
+        ThreadPoolExecutor(8) as clients,
+    ):
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split()[-1]
+            asking = [clients.submit(httpx.post, f"{url}/completions", json=body, timeout=60.0) for _ in range(8)]
+            metrics = f"{url.removesuffix('/v1')}/metrics"
+            eventually(lambda: "temper_serve_in_flight 128" in httpx.get(metrics, timeout=30.0).text)
+            for _ in range(times):
+                server.send_signal(number)
+            _, told = server.communicate(timeout=60.0)
+        finally:
+            server.kill()
+        for asked in asking:
+            asked.exception(timeout=60.0)
+    assert server.returncode == 0
+    assert "Traceback" not in told
+    assert len(read_records(path)) == 8 * 16
 
 
 def test_only_loopback_is_private() -> None:

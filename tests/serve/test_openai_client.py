@@ -223,3 +223,10 @@ def test_asynchronous_clients_work_too(served: Any) -> None:
             return [part.choices[0].delta.content or "" async for part in stream]
 
     assert isinstance("".join(asyncio.run(ask())), str)
+
+
+def test_asking_for_log_probabilities_does_not_change_what_is_drawn(served: Any) -> None:
+    asked = {"seed": 11, "max_tokens": 40, "temperature": 1.0}
+    plain = chat(served, **asked).choices[0].message.content
+    assert chat(served, **asked, logprobs=True).choices[0].message.content == plain
+    assert chat(served, **asked, logprobs=True, top_logprobs=4).choices[0].message.content == plain
