@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from temper.errors import BackendError, TaskError
 from temper.storable import written_out
+from temper.terminal import SafeConsole
 
 Result = TypeVar("Result")
 
@@ -209,7 +210,8 @@ class LoopWatch:
 def _tell_of(thread: int, name: str, held: float, advice: str) -> None:
     stack = traceback.extract_stack(sys._current_frames().get(thread), limit=SHOWN_FRAMES)
     where = ", called".join(f" at {frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(stack))
-    print(f"temper: {name} has held the event loop for {held:.0f} s{where}. {advice}.", file=sys.stderr, flush=True)
+    told = f"temper: {name} has held the event loop for {held:.0f} s{where}. {advice}."
+    SafeConsole(stderr=True, soft_wrap=True).print(told, highlight=False)
 
 
 WATCH = LoopWatch()

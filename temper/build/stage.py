@@ -31,6 +31,7 @@ from temper.rollout.episode import EpisodeSetup, Scorer
 from temper.rollout.gate import Canary
 from temper.stages.distill import NoReward
 from temper.stages.rejection import Rejection
+from temper.terminal import print_line
 from temper.trainer.checkpoint import read_checkpoint
 from temper.trainer.trainer import LocalTrainer, TrainerSettings
 from temper.types import EvaluationResult, SamplingParams, Scalar
@@ -56,11 +57,11 @@ class Stage:
     """Whether it trains on what it samples; then sampler and trainer must agree."""
     is_after_imitation: bool = False
     """Whether RL begins here on what supervised training has left; then that must be fit for it."""
-    note: Callable[[str], None] = print
+    note: Callable[[str], None] = print_line
     """Where facts about the run go: the store's events."""
-    warn: Callable[[str], None] = print
+    warn: Callable[[str], None] = print_line
     """Where doubts about the run go: the same, more loudly."""
-    show: Callable[[object], None] = print
+    show: Callable[[object], None] = print_line
     """Where tables go that people should see at once: the display."""
     opened: Callable[[], None] = lambda: None
     """Called when the gate has passed, before the first rollout."""

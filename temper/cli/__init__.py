@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import io
 import sys
+import traceback
 from typing import NoReturn
-
-from rich.console import Console
 
 # The verbs register themselves, in the order of --help.
 import temper.cli.training
@@ -18,6 +17,7 @@ import temper.cli.talking
 import temper.cli.explaining
 from temper.cli.console import app
 from temper.errors import TemperError
+from temper.terminal import SafeConsole
 
 
 def main() -> NoReturn:
@@ -31,6 +31,9 @@ def main() -> NoReturn:
     try:
         app(standalone_mode=True)
     except TemperError as error:
-        Console(stderr=True, soft_wrap=True).print(f"temper: {error}", markup=False, highlight=False)
+        SafeConsole(stderr=True, soft_wrap=True).print(f"temper: {error}", highlight=False)
         sys.exit(error.exit_code)
+    except Exception:  # a mistake of ours: the traceback may quote what a model wrote
+        SafeConsole(stderr=True, soft_wrap=True).print(traceback.format_exc(), highlight=False)
+        sys.exit(1)
     sys.exit(0)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from temper.terminal import SafeConsole
 
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models.",
@@ -16,11 +17,11 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Models to start from.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
-out = Console(soft_wrap=True)
+out = SafeConsole(soft_wrap=True)
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Change a key: --set optim.learning_rate=1e-5")]
 Recipe = Annotated[Path, typer.Argument(help="A recipe, e.g. recipes/demo.toml", show_default=False)]
 
 
 def note(line: str) -> None:
-    out.print(line, markup=False, highlight=False)
+    out.print(line, highlight=False)

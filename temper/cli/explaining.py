@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from temper.cli.console import app, model_app, out
 
@@ -27,19 +28,19 @@ def presets(
     if page is not None:
         from temper.commands.objectives_page import write_page
 
-        out.print(f"{write_page(page)} and its pictures are written", markup=False)
+        out.print(f"{write_page(page)} and its pictures are written")
     elif compare is not None:
         table = Table("factor", *compare)
         for row in differences(*compare):
             table.add_row(*row)
         out.print(table)
     elif name is not None:
-        out.print(describe(name), markup=False)
+        out.print(describe(name))
     else:
         table = Table("preset", "", "source")
         for title, family in FAMILIES.items():
             table.add_section()
-            table.add_row(f"[bold]{title}[/bold]", "", "")
+            table.add_row(Text(title, style="bold"), "", "")
             for preset in family:
                 table.add_row(preset.name, "experimental" if preset.why_experimental else "", preset.source)
         out.print(table)
@@ -57,12 +58,12 @@ def metrics(
     from temper.runs.metrics import METRICS, describe
 
     if page is not None:
-        out.print(f"{write_page(page)} is written", markup=False)
+        out.print(f"{write_page(page)} is written")
     elif name is not None:
         found = describe(name)
         if found is None:
             raise UserError(f'metric "{name}" is unknown. Run "temper metrics" to list all')
-        out.print(explain(found), markup=False)
+        out.print(explain(found))
     else:
         table = Table("metric", "unit", "meaning")
         for metric in METRICS:
@@ -91,4 +92,4 @@ def fetch(
     from temper.commands.models import fetch_model
 
     folder = fetch_model(name, target or Path("models") / name, source)
-    out.print(f"{folder} is ready: set model.path to it in a recipe", markup=False)
+    out.print(f"{folder} is ready: set model.path to it in a recipe")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from temper.cli.console import Overrides, app, note, out
+from temper.terminal import SafeConsole
 
 
 @app.command("eval")
@@ -44,8 +44,8 @@ def evaluate(
             max_new_tokens=max_new_tokens, limit=limit, seed=seed, out=target, force=force,
             numerics="fast" if fast else "exact", overrides=set_ or (),
         )  # fmt: skip
-        notes = Console(stderr=True, soft_wrap=True)
-        found = evaluate_suite(checkpoint, asked, note=lambda line: notes.print(line, markup=False, highlight=False))
+        notes = SafeConsole(stderr=True, soft_wrap=True)
+        found = evaluate_suite(checkpoint, asked, note=lambda line: notes.print(line, highlight=False))
         out.print_json(json.dumps(found.metrics)) if as_json else out.print(render(found))
         return
     _evaluate_heldout(checkpoint, recipe or checkpoint / "config.toml", set_ or (), as_json)
@@ -249,8 +249,8 @@ def verify(
     from temper.commands import verify as command
 
     result = command.verify(kind, golden=golden, attack=attack, options=command.read_options(options))
-    out.print(command.render(result), markup=False)
+    out.print(command.render(result))
     if compare:
-        out.print(command.compare(result), markup=False)
+        out.print(command.compare(result))
     if not result.is_fine:
         raise typer.Exit(1)

@@ -39,7 +39,7 @@ def sample(
             messages.append(Message(role="user", content=text))
             answers = await chat.answer(messages, n)
             for answer in answers:
-                out.print(answer, markup=False)
+                out.print(answer)
             if prompt is not None:
                 return
             messages.append(Message(role="assistant", content=answers[0]))
@@ -75,7 +75,7 @@ def serve(
         max_waiting=max_waiting, context=context, dtype=dtype, device=device, seed=seed,
         shutdown_seconds=shutdown_seconds,
     )  # fmt: skip
-    serve_checkpoint(checkpoint, settings, lambda line: out.print(line, markup=False, highlight=False))
+    serve_checkpoint(checkpoint, settings, lambda line: out.print(line, highlight=False))
 
 
 @app.command()
@@ -87,4 +87,4 @@ def export(
     from temper.commands.checkpoints import export as export_checkpoint
 
     gap = export_checkpoint(checkpoint, target)
-    out.print(f"{target}: logits equal to those of plain transformers within {gap:.2g}", markup=False)
+    out.print(f"{target}: logits equal to those of plain transformers within {gap:.2g}")

@@ -30,6 +30,7 @@ from temper.evals.suites import Suite, SuiteSource, answer_of, load_suite, read_
 from temper.runs.results import PromptResult
 from temper.tasks.dataset import read_file
 from temper.tasks.generators import GENERATORS
+from temper.terminal import print_line
 from temper.types import Message, Scalar, Task
 
 SHOWN = 5
@@ -61,7 +62,7 @@ class BestOf:
     gains: tuple[Gain, ...]
 
 
-def best(checkpoint: Path, asked: Asked, wanted: Wanted, *, out: Path | None = None, note: Note = print) -> BestOf:
+def best(checkpoint: Path, asked: Asked, wanted: Wanted, *, out: Path | None = None, note: Note = print_line) -> BestOf:
     """Draws, scores, picks; writes one line per prompt to `out`. Raises UserError when a prompt cannot be scored."""
     folder = find_model(checkpoint)
     suite, tasks = open_questions(asked, wanted)

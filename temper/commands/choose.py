@@ -25,6 +25,7 @@ from temper.evals.passk import pass_at_k
 from temper.evals.scores import ROUNDING, Metric, share_interval
 from temper.models.average import average_checkpoints
 from temper.runs.results import SuiteResult, load
+from temper.terminal import print_line
 from temper.trainer.checkpoint import list_checkpoints
 
 NO_POLICY = ("reward_model", "rejection")
@@ -52,7 +53,7 @@ class Chosen:
 
 def choose(
     candidates: Sequence[Path], probes: Sequence[Asked], *, k: int, out: Path, average: Path | None = None,
-    stage: str = "", note: Note = print,
+    stage: str = "", note: Note = print_line,
 ) -> Chosen:  # fmt: skip
     """Evaluates every candidate on every probe set, names the winners, averages them. Results go to `out`, and those
     that are there already, of the same weights and budget, are not drawn again.

@@ -26,13 +26,14 @@ from temper.evals.suites import load_suite, read_tasks
 from temper.evals.verdict import LARGE_K, Difference
 from temper.runs.results import SuiteResult, differing_budget, load
 from temper.tasks.generators import GENERATORS
+from temper.terminal import print_line
 
 SHOWN = 5
 """Prompts that got worse, in the terminal; the page has all."""
 Note = Callable[[str], None]
 
 
-def compare_models(base: Path, trained: Path, asked: Asked, *, out: Path, note: Note = print) -> Comparison:
+def compare_models(base: Path, trained: Path, asked: Asked, *, out: Path, note: Note = print_line) -> Comparison:
     """Compares two results of `temper eval --suite`, or two checkpoints, or one of each; writes into `out`.
 
     Checkpoints are asked as the other's result was, or both as `asked` says, with 64 samples unless it says otherwise.
@@ -49,7 +50,7 @@ def compare_models(base: Path, trained: Path, asked: Asked, *, out: Path, note: 
     return comparison
 
 
-def write_comparison(comparison: Comparison, out: Path, note: Note = print) -> None:
+def write_comparison(comparison: Comparison, out: Path, note: Note = print_line) -> None:
     """compare.html, compare.json and, where matplotlib is installed, compare.png."""
     out.mkdir(parents=True, exist_ok=True)
     # A model may have drawn half a character.

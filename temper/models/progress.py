@@ -14,7 +14,12 @@ from temper.models.gguf import Report
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Report]:
     """Yields a report function that draws one bar per phase, in the order in which phases begin."""
-    columns = (TextColumn("{task.description:>9}"), BarColumn(40), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:>9}", markup=False),
+        BarColumn(40),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console) as progress:
         bars: dict[str, TaskID] = {}
 

@@ -21,6 +21,7 @@ from temper.runs.conditions import NORMAL
 from temper.runs.reader import RunReader
 from temper.runs.records import AlarmRecord
 from temper.runs.rules import LEVELS, Rule
+from temper.terminal import print_line
 from temper.types import Batch, EvaluationResult, StepReport
 
 HELDOUT = "sampled"
@@ -83,7 +84,7 @@ class Alarms:
     """Of the run: a paused run goes on when a file `resume` appears here."""
     tell: Callable[[AlarmRecord], None]
     """Gets every alarm when it is raised."""
-    say: Callable[[str], None] = print
+    say: Callable[[str], None] = print_line
     """Gets what a person must know about a pause."""
     _watched: list[_Watched] = field(init=False)
     _rewards: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=NOISE_STEPS))

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from temper.runs.report import duration, score
 from temper.runs.sparkline import sparkline
+from temper.terminal import SafeConsole
 from temper.types import Batch, EvaluationResult, StepReport
 
 HISTORY = 512
@@ -54,7 +55,7 @@ class Display:
     """Shows one run. append() and evaluation() are called by the loop after every step and evaluation."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._console = console or SafeConsole()
         self._live: Live | None = None
         self._folder = ""
         self._stage, self._steps, self._step = "", 0, 0
@@ -72,7 +73,7 @@ class Display:
             self._live = Live(self._panel(), console=self._console, refresh_per_second=4)
             self._live.start()
         else:
-            self._console.print(f"run {folder}", markup=False, highlight=False)
+            self._console.print(f"run {folder}", highlight=False)
 
     @harmless
     def stage(self, name: str, *, steps: int, done: int = 0) -> None:
@@ -107,7 +108,7 @@ class Display:
     @harmless
     def note(self, text: str) -> None:
         """A line that stays, above the panel."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, highlight=False)
 
     @harmless
     def show(self, what: object) -> None:
@@ -126,7 +127,7 @@ class Display:
         try:
             if self._live:
                 self._live.stop()
-            self._console.print(f"(the display stopped: {error!r}; training goes on)", markup=False)
+            self._console.print(f"(the display stopped: {error!r}; training goes on)")
         except Exception:  # a closed terminal: there is nobody to tell
             self._live = None
 
@@ -134,7 +135,7 @@ class Display:
         if self._live:
             self._live.update(self._panel())
         elif line:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def _line(self, report: StepReport) -> str:
         shown = [f"step {report.step}/{self._steps}", f"loss {report.loss:z.4f}"]

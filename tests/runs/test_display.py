@@ -6,16 +6,15 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-
 from temper.runs.display import Display
+from temper.terminal import SafeConsole
 from temper.types import Batch, EvaluationResult, StepReport
 
 StepMaker = Callable[..., tuple[StepReport, Batch]]
 EvaluationMaker = Callable[..., EvaluationResult]
 
 
-def play(console: Console, make_step: StepMaker, make_evaluation: EvaluationMaker, steps: int = 100) -> None:
+def play(console: SafeConsole, make_step: StepMaker, make_evaluation: EvaluationMaker, steps: int = 100) -> None:
     display = Display(console)
     display.start(Path("runs/demo"))
     display.stage("2 of 2: rl", steps=steps)
@@ -29,7 +28,7 @@ def play(console: Console, make_step: StepMaker, make_evaluation: EvaluationMake
 
 def test_a_log_file_gets_one_line_now_and_then(make_step: StepMaker, make_evaluation: EvaluationMaker) -> None:
     output = io.StringIO()
-    play(Console(file=output, width=80), make_step, make_evaluation)
+    play(SafeConsole(file=output, width=80), make_step, make_evaluation)
     lines = output.getvalue().splitlines()
     assert "\x1b" not in output.getvalue()
     assert len([line for line in lines if "s/step" in line]) == 21, "first, and every fifth of a hundred"
@@ -44,7 +43,12 @@ def test_a_terminal_gets_a_panel_with_scores_curve_and_time_split(
     make_step: StepMaker, make_evaluation: EvaluationMaker
 ) -> None:
     output = io.StringIO()
-    play(Console(file=output, width=110, force_terminal=True, color_system=None), make_step, make_evaluation, steps=12)
+    play(
+        SafeConsole(file=output, width=110, force_terminal=True, color_system=None),
+        make_step,
+        make_evaluation,
+        steps=12,
+    )
     panel = output.getvalue()
     for part in (
         "temper · runs/demo · 2 of 2: rl",
@@ -61,13 +65,13 @@ def test_a_broken_display_never_reaches_the_training(make_step: StepMaker, make_
         def write(self, text: str) -> int:
             raise OSError("the terminal is gone")
 
-    play(Console(file=Broken(), width=80), make_step, make_evaluation)
-    play(Console(file=Broken(), width=80, force_terminal=True), make_step, make_evaluation)
+    play(SafeConsole(file=Broken(), width=80), make_step, make_evaluation)
+    play(SafeConsole(file=Broken(), width=80, force_terminal=True), make_step, make_evaluation)
 
 
 def test_a_display_that_fails_says_so_once_and_stays_dark(make_step: StepMaker) -> None:
     output = io.StringIO()
-    display = Display(Console(file=output, width=120))
+    display = Display(SafeConsole(file=output, width=120))
     display.append(None, None)  # type: ignore[arg-type]
     display.append(*make_step(1))
     assert output.getvalue().count("the display stopped") == 1
