@@ -87,6 +87,7 @@ def plant(folder: Path) -> None:
     tokenizer.write_text(tokenizer.read_text().replace('"a"', '"<img src=x onerror=window.hacked=3>"'))
     with sqlite3.connect(folder / "run.db") as connection:
         connection.execute("DELETE FROM meta WHERE name = 'finished'")
+        connection.execute("UPDATE meta SET value = '9e9' WHERE name = 'heartbeat'")
         connection.execute("UPDATE stages SET name = name || '<i>s</i>'")
         connection.execute("UPDATE trajectories SET text = ?, reason = ?, messages = NULL", (ATTACK, ATTACK))
         prompt = json.dumps([{"role": "user", "content": ATTACK}])
@@ -335,7 +336,7 @@ def test_new_steps_arrive_without_drawing_the_page_anew(browser: Browser, folder
     browser.open("planted", "overview")
     browser.wait("document.querySelector('.chart').data?.[0]?.x.length === 6", "the reward of six steps")
     browser.run("document.querySelector('.chart').isTheSame = true")
-    browser.wait("document.querySelector('#live').dataset.state === 'live'", "the stream")
+    browser.wait("document.querySelector('#live').dataset.state === 'running'", "the stream")
     connection = sqlite3.connect(folder / "planted" / "run.db")
     try:
         with connection:
