@@ -9,7 +9,7 @@ import importlib.util
 
 from temper.errors import UserError
 from temper.rewards.answers import count_words, find_answers, gold_answer
-from temper.rewards.forms import decide, form, is_refused, plain_number, sides
+from temper.rewards.forms import decide, form, is_refused, plain_number
 from temper.rewards.second_opinion import second_opinion as ask_second
 from temper.rewards.workers import WorkerFailed, WorkerPool, blame
 from temper.types import Score, Task, Trajectory
@@ -72,27 +72,21 @@ class MathReward:
         return Score.of(1.0)
 
     async def _judge(self, gold: str, answer: str) -> Score:
-        """Every side of an answer such as "6 = 2 * 3" must equal gold."""
         if not answer or is_refused(answer):
             return Score.of(0.0)
-        claims = sides(gold, answer)
-        for place, side in enumerate(claims, 1):
+        verdict: bool | str | None = decide(gold, answer)
+        if verdict is None:
             try:
-                verdict = await self._equal(gold, side, is_final=place == len(claims))
+                verdict = await self._pool.call(gold, answer)
             except WorkerFailed as error:
                 return blame(error)
-            if verdict is None:
-                return Score.error("the gold answer cannot be parsed")
-            if self._has_second_opinion and ask_second(gold, side) is (not verdict):
-                return Score.unscorable(f"the second opinion contradicts: equal is {verdict} by math-verify")
-            if not verdict:
-                return Score.of(0.0)
-        return Score.of(1.0)
-
-    async def _equal(self, gold: str, answer: str, *, is_final: bool) -> bool | None:
-        if (verdict := decide(gold, answer, is_final=is_final)) is not None:
-            return verdict
-        return await self._pool.call(form(gold).text, form(answer).text)
+        if verdict is None:
+            return Score.error("the gold answer cannot be parsed")
+        if isinstance(verdict, str):
+            return Score.of(0.0, verdict)
+        if self._has_second_opinion and ask_second(gold, answer) is (not verdict):
+            return Score.unscorable(f"the second opinion contradicts: equal is {verdict} by the first")
+        return Score.of(float(verdict))
 
     def check(self, task: Task) -> str | None:
         """A gold answer must be understood and equal to itself; otherwise no response could ever be right."""
@@ -101,14 +95,13 @@ class MathReward:
         gold = gold_answer(task.answer)
         if is_refused(gold):
             return f"its answer {task.answer!r} is written in a way that is refused in responses"
-        text = form(gold).text
-        if plain_number(text) is not None:
+        if plain_number(form(gold).text) is not None:
             return None
         try:
-            verdict = self._pool.submit(text, text).result(timeout=300.0)
+            verdict = self._pool.submit(gold, gold).result(timeout=300.0)
         except WorkerFailed as error:
             return f"its answer {task.answer!r} breaks math-verify: {error}"
-        return None if verdict else f"its answer {task.answer!r} cannot be parsed as mathematics"
+        return None if verdict is True else f"its answer {task.answer!r} cannot be parsed as mathematics"
 
     async def close(self) -> None:
         self._pool.close()

@@ -119,7 +119,7 @@ def answer(function: Any, arguments: list[Any], cpu_seconds: float | None) -> di
         value = function(*arguments)
         json.dumps(value)
     except (MemoryError, RecursionError) as error:
-        return {"error": f"{type(error).__name__}: {error}".rstrip(": "), "overrun": True}
+        return {"error": f"{type(error).__name__}: {error}".rstrip(": "), "overrun": type(error).__name__}
     except BaseException as error:  # SystemExit, KeyboardInterrupt and CancelledError are the function's own here
         return {"error": f"{type(error).__name__}: {error}"}
     finally:

@@ -268,8 +268,10 @@ class _Worker:
             is_spent = end == f"signal {worker.CPU_SPENT.name}"
             failure = CpuSpent("it used up its CPU time") if is_spent else WorkerFailed(f"worker died ({end})")
             raise _Lost(failure) from error
-        if reply.get("overrun"):
+        if reply.get("overrun") == "MemoryError":
             raise _Lost(Overrun(reply["error"]))  # the memory may be what earlier calls left behind
+        if "overrun" in reply:
+            raise Overrun(reply["error"])
         if "error" in reply:
             raise WorkerFailed(reply["error"])
         return reply["value"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from temper.rewards.answers import count_words, find_answers, find_boxes
-from temper.rewards.forms import decide
+from temper.rewards.forms import decide, is_refused
 
 DATA = Path(os.environ.get("TEMPER_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 
@@ -50,6 +51,17 @@ DATA = Path(os.environ.get("TEMPER_TEST_DATA", Path(__file__).parents[2].parent 
         ("a 1 b 2 c 3 d 4 e 5 f 6 g 7 h 8 i 9", ()),
         ("<think>The answer is 6.</think> The answer is 7.", ("7",)),
         ("no number here", ()),
+        ("The final answer is 42, as required.", ("42",)),
+        ("The answer is therefore 42.", ("42",)),
+        ("The answer is 42, or 43.", ("42, or 43",)),
+        ("The answer is 42 squared.", ("42 squared",)),
+        ("Final Answer: The final answer is $42$. I hope it is correct.", ("$42$",)),
+        ("It is less than 42.", ()),
+        ("Is it 42?", ()),
+        ("It cannot be 42.", ()),
+        ("We get 42 squared", ()),
+        ("42 is wrong", ()),
+        ("48 more than 24 is 72", ("72",)),
         ("", ()),
     ],
 )
@@ -72,10 +84,25 @@ def test_words_are_counted_beside_tags_and_answers() -> None:
     assert count_words(r"<think>six times seven</think>\boxed{42}", ("42",)) == 3
 
 
-@pytest.mark.heavy
-def test_finding_takes_linear_time_on_hostile_text() -> None:
-    for text in (r"\boxed{" * 3000, "{" * 10**5, "1 " * 10**5, "answer is " * 10**4, "<answer>" * 10**4):
-        find_answers(text)
+DEGENERATE = (
+    r"\boxed{", r"\boxed{}", "(", "{", "}", "$", "=", "1+", r"\frac", r"\frac{", " ", "\n", "7", "123,",
+    "final answer is ", "answer is\n", "answer is 1? ", "final ", "<answer>", "</answer>", "####",
+    "\\", "not ", "42 or ",
+    "**", "}{", ". ", "a",
+)  # fmt: skip
+FRAMES = ("{}", r"\boxed{{{}}}", "The answer is {}?", "{} 42", "<answer>{}", "</answer>{}")
+
+
+@pytest.mark.parametrize("unit", DEGENERATE)
+def test_any_text_of_32k_characters_is_read_in_bounded_time(unit: str) -> None:
+    """It runs in the event loop. Linear scans take milliseconds; quadratic ones took seconds."""
+    for frame in FRAMES:
+        text = frame.format((unit * 32_000)[:32_000])
+        start = time.process_time()
+        answers = find_answers(text)
+        count_words(text, answers[:3])
+        [decide(gold, answer) for gold in ("42", "x+1") for answer in answers[:3] if not is_refused(answer)]
+        assert time.process_time() - start < 0.5, (unit, frame)
 
 
 def test_every_gsm8k_solution_ends_in_its_own_answer() -> None:

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from temper.rewards.forms import Form, decide, form, is_refused, plain_number, sides
+from temper.rewards.forms import Form, decide, form, is_refused, is_unevaluated, plain_number
 
 pytestmark = pytest.mark.heavy
 
@@ -84,18 +84,35 @@ def test_the_rule_of_percent(gold: str, answer: str, verdict: bool) -> None:
         ("5", "5 cm", True),
         ("5 cm", "5 km", False),
         ("100 cm", "1 m", False),
-        ("42", r"6 \cdot 7", False),
-        ("42", r"\int_0^{42} 1", False),
-        ("42", "> 42", False),
+        ("42", r"6 \cdot 7", None),
+        ("42", "42 apples", True),
+        ("42", "42 squared", None),
         ("3000", r"3 \times 10^3", None),
         ("x+1", "1+x", None),
-        ("(1,2)", r"\{1,2\}", False),
-        ("1/3", "0.333333", None),
+        ("1/3", "0.333333", True),
+        ("1/4", "0.250001", False),
         ("1/3", "0.3333", False),
     ],
 )
 def test_decide(gold: str, answer: str, verdict: bool | None) -> None:
     assert decide(gold, answer) is verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open"),
+    [
+        (r"6 \cdot 7", True),
+        (r"\frac{6 \cdot 7}{1}", True),
+        (r"\int_0^{42} 1", True),
+        ("> 42", True),
+        ("42x", True),
+        (r"\frac{84}{2}", False),
+        (r"4.2 \times 10^{1}", False),
+        (r"\sqrt{1764}", False),
+    ],
+)
+def test_sums_products_and_bounds_are_unevaluated(text: str, is_open: bool) -> None:
+    assert is_unevaluated(text) is is_open
 
 
 @pytest.mark.parametrize(
@@ -121,9 +138,3 @@ def test_what_cannot_be_trusted_is_refused(answer: str) -> None:
 )
 def test_honest_answers_are_not_refused(answer: str) -> None:
     assert not is_refused(answer)
-
-
-def test_every_numeric_side_of_an_equation_is_claimed() -> None:
-    assert sides("42", "41 = 42") == ("41 ", " 42")
-    assert sides("42", "x = 42") == (" 42",)
-    assert sides("y=x", "y=x") == ("y=x",)

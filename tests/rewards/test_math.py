@@ -52,6 +52,22 @@ def score(reward: MathReward, gold: str | None, response: Trajectory) -> Score:
         ("42", r"\boxed{6 \cdot 7 = 42}", 1.0),
         ("42", r"\boxed{6 \cdot 7}", 0.0),
         (r"5\text{ cm}", r"\boxed{5\text{ km}}", 0.0),
+        (r"\text{east}", r"\boxed{\text{seat}}", 0.0),
+        ("stop", r"\boxed{post}", 0.0),
+        ("72", r"\boxed{48 24}", 0.0),
+        ("1011_2", r"\boxed{1011_3}", 0.0),
+        ("42", r"\boxed{\frac{6\cdot 7}{1}}", 0.0),
+        ("42", r"\boxed{41=42,}", 0.0),
+        ("1,2", r"\boxed{1<x<2}", 0.0),
+        (r"1.6\times10^{-19}", r"\boxed{9.1\times10^{-31}}", 0.0),
+        ("(1,2)", r"\boxed{[1,2]}", 0.0),
+        ("3R^2", r"\boxed{3r^2}", 0.0),
+        ("42", r"\boxed{42 squared}", 0.0),
+        ("42", r"\boxed{42\text{ squared}}", 0.0),
+        ("[1,2)", r"\boxed{1 \le x < 2}", 1.0),
+        ("-2, 5", r"\boxed{x=-2 \text{ or } x=5}", 1.0),
+        ("12:30", r"\boxed{12{:}30}", 1.0),
+        ("42", "The final answer is 42, as required.", 1.0),
         ("72", "", 0.0),
     ],
 )
@@ -67,10 +83,46 @@ def test_power_towers_are_wrong_and_cost_no_worker(reward: MathReward, say: Say)
     assert len(psutil.Process().children()) == before
 
 
-def test_an_answer_that_hangs_math_verify_is_wrong_and_the_next_one_is_scored(say: Say) -> None:
+SPECIAL = "\\{}()[]$=+-*/^_!?%&|<>,.;:'\"#~@`09xei"
+HOSTILE = [
+    "(" * 19 + "x" + ")" * 19, "((((((((((x+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2",
+    r"\frac{1}{" * 19 + "x" + "}" * 19, r"\sqrt{" * 19 + "2" + "}" * 19, "{" * 20 + "1" + "}" * 20, "(" * 500,
+    "[" * 999, r"\left(" * 60 + "1", r"\frac" * 150, "(x+y+z+w+1)^{60}", "(x+y+z+w+1)^{400}",
+    "(a+b+c+d+e+f+g)^{999}", "9^{9999}", "(9^{9999})^{9999}", "((9^{999})^{999})^{999}", "2^{2^{2^{2^{x}}}}",
+    "x^{x^{x^{x^{x}}}}", "9999!", "9999!^{9999}", r"\binom{9999}{4999}^{999}", r"\sum_{k=1}^{99999999} \frac{1}{k}",
+    r"\int_0^1 \sin(\sin(\sin(x^x))) dx", r"\prod_{k=1}^{9999999} k", r"\lim_{x \to 0} \frac{\sin^{99}(x)}{x^{99}}",
+    r"\sin(10^{9999})", r"\zeta(3)", "9" * 990, "1/" * 400 + "1", "1+" * 480 + "1", "x+" * 480 + "x",
+    "x=" * 480 + "1", "x<" * 480 + "1", "1," * 480 + "1", "x y " * 240, "(1,2)," * 160 + "(1,2)",
+    "a_{b_{c_{d_{e}}}}", r"\begin{pmatrix}" * 60, r"\begin{pmatrix}" + "1&" * 300 + r"1\end{pmatrix}",
+    r"\text{" * 18 + "a" + "}" * 18, r"\{" * 200 + r"\}" * 200, r"\cup" * 240, "(0,1)" + r"\cup(0,1)" * 90,
+    "|" * 300 + "x", "-" * 900 + "1", "!" * 900, "3" + "!" * 300, "0." + "3" * 900,
+    r"0.\overline{" + "3" * 900 + "}", "x^{-" * 19 + "1" + "}" * 19, r"\log" * 200 + "2", r"\sin " * 160 + "x",
+    "1e99999999", "10^{10^{10}}", "1/0", "0/0", r"\infty-\infty", r"\frac{0}{0}", "i^i^i^i",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("gold", ["42", r"\frac{x}{2}+1", r"\text{east}", r"(1, \sqrt{2})"])
+def test_no_hostile_response_comes_out_as_an_error(say: Say, gold: str) -> None:
+    """Whatever a response does to the verifier, it is wrong: a policy must not be able to choose an error."""
+    reward = MathReward(workers=2, deadline_seconds=1.0)
+    texts = [rf"\boxed{{{answer}}}" for answer in HOSTILE]
+    for sign in SPECIAL:
+        texts += [sign * 32_000, rf"\boxed{{{sign * 900}}}", rf"\boxed{{{sign * 32_000}", f"The answer is {sign * 900}"]
+
+    async def score_all() -> list[Score]:
+        try:
+            return list(await asyncio.gather(*(reward.score(task(gold), say(text)) for text in texts)))
+        finally:
+            await reward.close()
+
+    scores = asyncio.run(score_all())
+    assert [(text[:80], found) for text, found in zip(texts, scores, strict=True) if found.value != 0.0] == []
+
+
+def test_an_answer_that_hangs_sympy_is_wrong_and_the_next_one_is_scored(say: Say) -> None:
     reward = MathReward(workers=1, deadline_seconds=2.0)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    hanging = score(reward, "x+1", say(r"\boxed{(x+y+z+w+1)^{400}}"))
+    hanging = score(reward, "x+1", say(r"\boxed{(9^{9999})^{9999}}"))
     right = score(reward, "x+1", say(r"\boxed{1+x}"))
     asyncio.run(reward.close())
     assert hanging == Score.of(0.0, "it used up its CPU time")
