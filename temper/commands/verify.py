@@ -50,6 +50,17 @@ class Verification:
         return error_rates((row.is_correct, self._accepts(score)) for row, score in self.scored if score.is_value)
 
     @property
+    def parts(self) -> dict[str, tuple[Rate, Rate]]:
+        """The rates by file of the golden set, and by its parts where its categories name them as "part: rule"."""
+        found: dict[str, list[tuple[bool, bool]]] = {}
+        for row, score in self.scored:
+            part, mark, _ = row.category.partition(": ")
+            name = row.id.rpartition(":")[0] + (f", {part}" if mark else "")
+            if score.is_value:
+                found.setdefault(name, []).append((row.is_correct, self._accepts(score)))
+        return {name: error_rates(verdicts) for name, verdicts in found.items()}
+
+    @property
     def reasons(self) -> Counter[tuple[ScoreKind, str]]:
         """Rows without a number, by kind and reason."""
         return Counter((score.kind, score.reason or "") for _, score in self.scored if not score.is_value)
@@ -128,6 +139,10 @@ def render(result: Verification) -> str:
     else:
         positive, negative = result.rates
         lines += [f"false positives: {positive}", f"false negatives: {negative}"]
+        if len(result.parts) > 1:
+            lines += [
+                f"  {name}: positives {wrong}, negatives {missed}" for name, (wrong, missed) in result.parts.items()
+            ]
         if result.kind == "math":
             judged, against = cross_check([row for row, _ in result.scored])
             lines.append(f"second opinion: judged {judged} labels, contradicts {len(against)}")

@@ -26,7 +26,7 @@ EQUAL, DIFFERENT = 1e-9, 1e-4
 Number = Fraction | complex
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|[A-Za-z]|[-+*/^(){}\[\],!|]")
 _SPACING = re.compile(
-    r"\\left|\\right|\\displaystyle|\\!|\\,(?=[0-9]{3})|\{,\}(?=[0-9]{3})|,(?=[0-9]{3}(?![0-9]))(?<=[0-9],)"
+    r"(?<=[0-9]),\\!(?=[0-9]{3})|\\left|\\right|\\displaystyle|\\!|\\,(?=[0-9]{3})|\{,\}(?=[0-9]{3})|,(?=[0-9]{3}(?![0-9]))(?<=[0-9],)"
 )
 _UNIT = re.compile(
     r"(?:\\(?:text|mathrm|mbox|textrm)\{[^{}]*\}|(?<=[0-9}])\s+(?:[A-Za-z]{2,}|[mghsL](?![A-Za-z]))(?:[ /][A-Za-z]+)*)"
@@ -34,7 +34,9 @@ _UNIT = re.compile(
 )
 _MIXED = re.compile(r"(?<![0-9.{/^])([0-9]+)\s*\\frac\{([0-9]+)\}\{([0-9]+)\}|(?<![0-9.])([0-9]+)\s+([0-9]+)/([0-9]+)")
 _WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|[0-9][eE][0-9+-]")
-_MAGNITUDE = re.compile("hundred|thousand|million|billion|trillion|dozen")
+_MAGNITUDE = re.compile(
+    r"hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial|\b(?:or|and|less|more|fewer|times|half)\b"
+)
 _FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "sqrt": cmath.sqrt, "sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "abs": abs,
 }  # fmt: skip

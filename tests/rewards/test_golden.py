@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from temper.commands.verify import cross_check
+from temper.commands.verify import cross_check, verify
 from temper.errors import UserError
 from temper.rewards.golden.make_math import rows as made_rows
+from temper.rewards.golden.make_pairs import gold_answers, pairs
 from temper.rewards.golden.rows import FOLDER, load_attacks, load_golden
 
 pytestmark = pytest.mark.heavy
@@ -27,6 +29,24 @@ def test_golden_sets_are_large_and_hold_both_verdicts(kind: str, least: int) -> 
 def test_math_rows_are_what_the_generator_makes() -> None:
     stored = [json.loads(line) for line in (FOLDER / "math.jsonl").read_text().split("\n") if line]
     assert stored == list(made_rows())
+
+
+def test_math_pairs_are_what_the_rules_make_of_the_math_data_set() -> None:
+    data = Path(os.environ.get("TEMPER_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data")) / "math"
+    files = [data / "train.jsonl", data / "test.jsonl"]
+    if not all(path.exists() for path in files):
+        pytest.skip(f"{files[0]} or {files[1]} is not here; set TEMPER_TEST_DATA to the folder with the data files")
+    stored = [json.loads(line) for line in (FOLDER / "math_pairs.jsonl").read_text().split("\n") if line]
+    assert stored == list(pairs(gold_answers(files)))
+
+
+def test_the_math_reward_is_wrong_on_at_most_half_a_percent_of_any_part() -> None:
+    pytest.importorskip("math_verify")
+    result = verify("math")
+    assert result.is_fine
+    rates = [rate for both in result.parts.values() for rate in both]
+    assert len(rates) == 8  # two shipped files, two parts of the third; either way
+    assert [rate for rate in rates if rate.count > 0.005 * rate.total] == []
 
 
 def test_the_second_checker_contradicts_no_label_and_judges_most() -> None:

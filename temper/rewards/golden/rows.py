@@ -16,7 +16,11 @@ from temper.errors import UserError
 from temper.types import Message, Scalar, Task, Trajectory
 
 FOLDER = Path(__file__).parent
-FILES = {"math": ("math.jsonl", "math_by_hand.jsonl"), "code": ("code.jsonl",), "format": ("format.jsonl",)}
+FILES = {
+    "math": ("math.jsonl", "math_by_hand.jsonl", "math_pairs.jsonl"),
+    "code": ("code.jsonl",),
+    "format": ("format.jsonl",),
+}
 ATTACKS = ("attacks.jsonl", "attacks_on_forms.jsonl")
 _TEXTS = ("response", "category", "prompt", "answer", "tests", "kind")
 
