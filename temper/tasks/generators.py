@@ -95,7 +95,7 @@ class GeneratorSource:
         except (TemperError, KeyboardInterrupt):
             raise
         except BaseException as error:  # sys.exit() and CancelledError too: no task may end a run without a word
-            failed = f"{self.name}: task {index} could not be made with options {dict(self.options)}"
+            failed = f"{self.name}: failed to make task {index} with options {dict(self.options)}"
             raise UserError(f"{failed}: {describe_error(error)}") from error
 
 
