@@ -55,7 +55,7 @@ class Chunks:
         block_T = rows.blocks[row_T, position_T // rows.block_size]
         is_done = starts + counts == rows.length[schedule.prefill_R]
         return Chunks(
-            tokens_T=rows.tokens[row_T, position_T],
+            tokens_T=rows.tokens[row_T, position_T].astype(np.int64),
             positions_T=position_T,
             slots_T=block_T * rows.block_size + position_T % rows.block_size,
             blocks_NM=rows.blocks[schedule.prefill_R, :width],
@@ -147,13 +147,13 @@ class ChunkGraphs:
         starts[1, : len(chunks.wanted)] = chunks.wanted
         query_starts = np.full(size.rows + 1, count, dtype=np.int64)
         query_starts[: num_rows + 1] = chunks.query_starts
-        blocks = np.full((size.rows, self._blocks_NM.shape[1]), SCRATCH_BLOCK, dtype=np.int64)
-        blocks[:num_rows, : chunks.blocks_NM.shape[1]] = chunks.blocks_NM
+        # Filled on the device: tables as wide as the longest sequence that may ever come are mostly scratch.
+        self._blocks_NM[: size.rows].fill_(SCRATCH_BLOCK)
         for target, source in (
             (self._integers_3T[:, : size.tokens], integers),
             (self._starts_2N[:, : size.rows], starts),
             (self._query_starts[: size.rows + 1], query_starts),
-            (self._blocks_NM[: size.rows], blocks),
+            (self._blocks_NM[:num_rows, : chunks.blocks_NM.shape[1]], chunks.blocks_NM),
         ):
             target.copy_(torch.from_numpy(source), non_blocking=True)
 

@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from temper.engine.local.blocks import SCRATCH_BLOCK
 from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.sampling import Table
+from temper.engine.local.tables import BlockTables
 
 Forward = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(tokens [N], positions [N], blocks [N, M], about how long the longest row is) -> hidden states [N, D]; stores the
@@ -59,7 +59,7 @@ class DecodeGraphs:
         integers = torch.zeros((3, rows), dtype=torch.int64, device=device)
         self._tokens_N, self._positions_N, self._keys_N = integers
         self._temperature_N = torch.ones(rows, device=device)
-        self._blocks_NM = torch.full((rows, width), SCRATCH_BLOCK, dtype=torch.int64, device=device)
+        self.tables = BlockTables(rows, width, device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._drawn_SN = torch.zeros((limits.max_steps, rows), dtype=torch.int64, device=device)
         self._logprobs_SN = torch.zeros((limits.max_steps, rows), device=device)
@@ -84,7 +84,6 @@ class DecodeGraphs:
     def _fill(self, decode_R: Rows_R, rows: Rows) -> None:
         count, size = len(decode_R), bucket(len(decode_R))
         positions = rows.length[decode_R] - 1
-        width = int(rows.num_blocks[decode_R].max())
         # Rows beyond the count compute the first position of the scratch block.
         integers = np.zeros((3, size), dtype=np.int64)
         integers[0, :count] = rows.tokens[decode_R, positions]
@@ -94,9 +93,7 @@ class DecodeGraphs:
         for target, source in zip((self._tokens_N, self._positions_N, self._keys_N), moved, strict=True):
             target[:size].copy_(source)
         self._temperature_N[:count].copy_(_to(rows.temperature[decode_R], self._step.device))
-        # Columns a row does not own must never name the block of another.
-        self._blocks_NM.fill_(SCRATCH_BLOCK)
-        self._blocks_NM[:count, :width].copy_(_to(rows.blocks[decode_R, :width], self._step.device))
+        self.tables.seat(decode_R, rows, size)
         self._step.zero_()
 
     def _graph(self, size: int, length: int, *, draws: bool) -> tuple[Callable[[], None], Tensor]:
@@ -115,7 +112,7 @@ class DecodeGraphs:
         from temper.models.kernels.draw import draw_tokens
 
         tokens_N, positions_N = self._tokens_N[:size], self._positions_N[:size]
-        hidden_ND = self._forward(tokens_N, positions_N, self._blocks_NM[:size], length)
+        hidden_ND = self._forward(tokens_N, positions_N, self.tables.blocks_NM[:size], length)
         if not draws:
             return hidden_ND
         drawn_N, logprobs_N = draw_tokens(

@@ -30,7 +30,7 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, tokens: NDArray[np.int64], weights: int) -> Blocks:
+    def find(self, tokens: NDArray[np.integer], weights: int) -> Blocks:
         """Blocks of the longest known start of these tokens, computed under these weights. The caller shares them."""
         found: list[int] = []
         before = _root(weights)
@@ -42,7 +42,7 @@ class PrefixCache:
             found.append(block)
         return np.asarray(found, dtype=np.int64)
 
-    def register(self, tokens: NDArray[np.int64], blocks: Blocks, weights: int) -> None:
+    def register(self, tokens: NDArray[np.integer], blocks: Blocks, weights: int) -> None:
         """The full blocks of these computed tokens can be found from now on. `blocks` are in use."""
         before = _root(weights)
         for ids, block in zip(self._cut(tokens), blocks.tolist(), strict=False):
@@ -66,7 +66,7 @@ class PrefixCache:
     def _drop(self, block: int) -> None:
         del self._entries[self._keys.pop(block)]
 
-    def _cut(self, tokens: NDArray[np.int64]) -> list[bytes]:
+    def _cut(self, tokens: NDArray[np.integer]) -> list[bytes]:
         """The ids of each full block."""
         data, size = tokens.tobytes(), self._block_size * tokens.itemsize
         return [data[start : start + size] for start in range(0, len(data) - size + 1, size)]

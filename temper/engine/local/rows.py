@@ -6,21 +6,29 @@ Shapes: _R rows, _S tokens drawn in one burst, _T tokens.
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import mmap
+
 import numpy as np
 from numpy.typing import NDArray
 
 from temper.engine.local.blocks import SCRATCH_BLOCK, Blocks
 from temper.engine.local.sampling import Draws
-from temper.engine.local.sequence import Sequence
+from temper.engine.local.sequence import NO_ROW, Sequence
 
 Rows_R = NDArray[np.int64]
 Tokens_RS = NDArray[np.int64]
 
 NO_TOKEN = -1
+NO_VERSION = np.iinfo(np.int64).min
+"""Of a row that has drawn nothing yet."""
+TOKEN = np.int32
+"""What token ids are kept as. Columns are wide and many: four bytes of each are a gigabyte of 4,096 rows of 64k."""
 
 
 class Rows:
-    """`max_running` rows. Columns grow when a longer sequence arrives."""
+    """`max_running` rows. Columns grow when a longer sequence arrives; what no row has used yet takes no memory."""
 
     def __init__(self, max_running: int, block_size: int, overshoot: int = 0) -> None:
         self.block_size = block_size
@@ -43,34 +51,42 @@ class Rows:
         self.is_special = np.zeros(max_running, dtype=bool)
         """Rows whose sequence wants a look at each token."""
         self.stop_ids = np.full((max_running, 0), NO_TOKEN, dtype=np.int64)
-        self.tokens = np.zeros((max_running, 0), dtype=np.int64)
+        self.tokens = np.zeros((max_running, 0), dtype=TOKEN)
         self.logprobs = np.zeros((max_running, 0), dtype=np.float32)
-        self.versions = np.zeros((max_running, 0), dtype=np.int64)
-        self.blocks = np.full((max_running, 0), SCRATCH_BLOCK, dtype=np.int64)
+        self.blocks = np.zeros((max_running, 0), dtype=np.int64)
+        assert SCRATCH_BLOCK == 0, "zeros are scratch, and cost nothing until they are written"
+        self._version = np.full(max_running, NO_VERSION, dtype=np.int64)
+        """By which each row drew last."""
+        self._runs: list[list[tuple[int, int]]] = [[] for _ in range(max_running)]
+        """By row, (length, version): from this length on it drew by this version. A version rarely changes midway."""
+        self._free = list(range(max_running))
+        """A heap: the first free row is taken."""
         self._num_top: Rows_R | None = None
         """Most likely tokens each row wants. None: nobody ever asked, and no step pays for the question."""
         self._arrivals = 0
 
     @property
     def num_free(self) -> int:
-        return len(self.is_active) - int(self.is_active.sum())
+        return len(self._free)
 
     def reserve(self, length: int) -> None:
         """Makes room for sequences of this many tokens."""
         if length <= self.tokens.shape[1]:
             return
         width = max(length, 2 * self.tokens.shape[1])
-        for name, fill in (("tokens", 0), ("logprobs", 0), ("versions", -1)):
-            setattr(self, name, _widened(getattr(self, name), width, fill))
-        self.blocks = _widened(self.blocks, -(-width // self.block_size), SCRATCH_BLOCK)
+        lengths = np.where(self.is_active, self.length, 0)
+        self.tokens = _lengthened(self.tokens, width, lengths)
+        self.logprobs = _lengthened(self.logprobs, width, lengths)
+        self.blocks = _lengthened(self.blocks, -(-width // self.block_size), self.num_blocks)
 
     def enter(self, sequence: Sequence, limit: int) -> int:
         """Moves a sequence into a free row and returns the row."""
-        row = int(np.argmin(self.is_active))
-        assert not self.is_active[row], "no free row"
+        assert self._free, "no free row"
+        row = heapq.heappop(self._free)
         self.reserve(limit + self._overshoot)
         length, prompt = len(sequence.token_ids), sequence.num_prompt
         self.sequences[row] = sequence
+        sequence.row = row
         self.is_active[row] = True
         self.length[row], self.num_computed[row] = length, sequence.num_computed
         self.num_prompt[row], self.limit[row] = prompt, limit
@@ -85,8 +101,9 @@ class Rows:
         self._arrivals += 1
         self.tokens[row, :length] = sequence.token_ids
         self.logprobs[row, prompt:length] = sequence.logprobs
-        self.versions[row, prompt:length] = sequence.versions
-        self.blocks[row] = SCRATCH_BLOCK
+        self._version[row] = NO_VERSION
+        self._runs[row].clear()
+        self.blocks[row, : self.num_blocks[row]] = SCRATCH_BLOCK
         self.num_blocks[row] = 0
         self.add_blocks(row, sequence.blocks)
         return row
@@ -95,14 +112,21 @@ class Rows:
         """Takes a sequence out, its tokens copied back; returns it and the block references it held."""
         sequence = self.sequence(row)
         prompt, length = int(self.num_prompt[row]), int(self.length[row])
-        sequence.token_ids = self.tokens[row, :length].copy()
+        sequence.token_ids = self.tokens[row, :length].astype(np.int64)
         sequence.logprobs = self.logprobs[row, prompt:length].copy()
-        sequence.versions = self.versions[row, prompt:length].copy()
+        sequence.versions = np.concatenate((sequence.versions, self._drawn_by(row)))
+        sequence.row = NO_ROW
         sequence.num_computed = 0
         sequence.blocks = np.empty(0, dtype=np.int64)
         self.sequences[row] = None
         self.is_active[row] = False
+        heapq.heappush(self._free, row)
         return sequence, self.blocks[row, : self.num_blocks[row]].copy()
+
+    def _drawn_by(self, row: int) -> NDArray[np.int64]:
+        """The version of each token drawn in this row since its sequence entered."""
+        starts, versions = np.asarray(self._runs[row], dtype=np.int64).reshape(-1, 2).T
+        return np.repeat(versions, np.diff(starts, append=self.length[row]))
 
     def sequence(self, row: int) -> Sequence:
         sequence = self.sequences[row]
@@ -112,6 +136,10 @@ class Rows:
     def is_decode(self) -> NDArray[np.bool_]:
         """One token to compute, and it was drawn: the last token of a prompt is prefill, others may start from it."""
         return self.is_active & (self.length - self.num_computed == 1) & (self.length > self.num_prompt)
+
+    def is_prefill(self, row: int) -> bool:
+        """Whether this active row is none of is_decode()."""
+        return bool(self.length[row] - self.num_computed[row] != 1 or self.length[row] <= self.num_prompt[row])
 
     def add_blocks(self, row: int, blocks: Blocks) -> None:
         start = int(self.num_blocks[row])
@@ -140,7 +168,9 @@ class Rows:
         position_T = (self.length[rows_R][:, None] + np.arange(tokens_RS.shape[1]))[is_kept_RS]
         self.tokens[row_T, position_T] = tokens_RS[is_kept_RS]
         self.logprobs[row_T, position_T] = logprobs_RS[is_kept_RS]
-        self.versions[row_T, position_T] = version
+        for row in rows_R[self._version[rows_R] != version].tolist():
+            self._runs[row].append((int(self.length[row]), version))
+        self._version[rows_R] = version
         self.length[rows_R] += kept_R
         self.num_computed[rows_R] = self.length[rows_R] - 1
 
@@ -178,6 +208,27 @@ class Rows:
             self.stop_ids = _widened(self.stop_ids, len(stop_ids), NO_TOKEN)
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(stop_ids)] = stop_ids
+
+
+def _lengthened(array: NDArray, width: int, lengths_R: Rows_R) -> NDArray:
+    """A wider array of zeros with the first of these lengths of each row. Nothing else is touched, so that the system
+    gives memory for what is held and not for what might be."""
+    wide = _untouched_zeros((array.shape[0], width), array.dtype)
+    for row in np.flatnonzero(lengths_R).tolist():
+        wide[row, : lengths_R[row]] = array[row, : lengths_R[row]]
+    return wide
+
+
+def _untouched_zeros(shape: tuple[int, int], dtype: np.dtype) -> NDArray:
+    """Zeros that take memory where they are written. Not numpy's: it asks for huge pages, of which one holds the starts
+    of many rows, so that every row would take all of its width."""
+    size = shape[0] * shape[1] * dtype.itemsize
+    if not size or not hasattr(mmap, "MADV_NOHUGEPAGE"):
+        return np.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype=dtype).reshape(shape)
 
 
 def _widened(array: NDArray, width: int, fill: int) -> NDArray:

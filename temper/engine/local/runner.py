@@ -102,7 +102,8 @@ class Runner:
             return self.draw(self._graphs.hidden(decode_R, rows), draws)
         positions = rows.length[decode_R] - 1
         width = int(-(-(positions.max() + 1) // rows.block_size))
-        tokens_N, positions_N = self._tensor(rows.tokens[decode_R, positions]), self._tensor(positions)
+        last_R = rows.tokens[decode_R, positions].astype(np.int64)
+        tokens_N, positions_N = self._tensor(last_R), self._tensor(positions)
         blocks_NM, longest = self._tensor(rows.blocks[decode_R, :width]), int(positions.max()) + 1
         hidden_ND = self._decode_pass(tokens_N, positions_N, blocks_NM, longest)
         return self.draw(hidden_ND, draws)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from temper.engine.local.blocks import BlockPool, Blocks
 from temper.engine.local.prefix import PrefixCache
-from temper.engine.local.rows import Rows, Rows_R
-from temper.engine.local.sequence import Sequence
+from temper.engine.local.rows import TOKEN, Rows, Rows_R
+from temper.engine.local.sequence import NO_ROW, Sequence
 from temper.types import Finish
 
 
@@ -113,7 +113,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return int(self.rows.is_active.sum())
+        return len(self.rows.is_active) - self.rows.num_free
 
     @property
     def num_waiting(self) -> int:
@@ -134,7 +134,7 @@ class Scheduler:
                     break
                 continue
             self.waiting.popleft()
-            is_prefill = not self.rows.is_decode()[admitted]
+            is_prefill = self.rows.is_prefill(admitted)
             budget -= self._schedule_chunk(admitted, budget, chunks) if is_prefill else 1
         steps = self._reserve_burst(may_preempt=not chunks)
         rows, starts, counts = np.asarray(chunks, dtype=np.int64).reshape(-1, 3).T
@@ -182,8 +182,8 @@ class Scheduler:
         sequence = self.live.get(request_id)
         if sequence is None:
             return
-        if sequence in self.rows.sequences:
-            self._leave(self.rows.sequences.index(sequence))
+        if sequence.row != NO_ROW:
+            self._leave(sequence.row)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
             self.release(sequence)
@@ -302,7 +302,7 @@ class Scheduler:
         in any case, to draw the next one."""
         if self._prefixes is None or len(sequence.blocks):
             return np.empty(0, dtype=np.int64)
-        return self._prefixes.find(np.asarray(sequence.token_ids[:-1], dtype=np.int64), self._weights)
+        return self._prefixes.find(np.asarray(sequence.token_ids[:-1], dtype=TOKEN), self._weights)
 
     def _start_behind(self, sequence: Sequence, known: Blocks) -> None:
         self.pool.share(known)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Watch = Callable[[list[int], list[float]], None]
 """Called with the tokens just drawn and their log-probabilities."""
 
+NO_ROW = -1
 SPLIT_CHARACTERS = 8
 """Tokens decoded before those that can hold a stop text: the first of a window may start amid a character."""
 
@@ -93,6 +94,8 @@ class Sequence:
     """Tokens whose keys and values are in `blocks`."""
     weights: int = -1
     """Generation of the weights that computed the first of them."""
+    row: int = NO_ROW
+    """Where it runs."""
     followers: list[Sequence] = field(default_factory=list)
     """Waiting requests with the same prompt: they start from this one's prefill."""
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from temper.engine.local import prefix
 from temper.engine.local.blocks import SCRATCH_BLOCK, BlockPool
 from temper.engine.local.prefix import PrefixCache
-from temper.engine.local.rows import Rows
+from temper.engine.local.rows import TOKEN, Rows
 from temper.engine.local.runner import Drawn
 from temper.engine.local.sampling import Draws, Table
 from temper.engine.local.scheduler import Schedule, Scheduler
@@ -101,7 +101,7 @@ class FakeRunner:
         """Blocks that can be found hold what they are found by, computed by one version of the weights."""
         known = self._scheduler._prefixes._keys if self._scheduler._prefixes is not None else {}
         for block, (_, ids) in known.items():
-            assert np.frombuffer(ids, dtype=np.int64).tolist() == self._ids[block].tolist(), "not what the block holds"
+            assert np.frombuffer(ids, dtype=TOKEN).tolist() == self._ids[block].tolist(), "not what the block holds"
             assert len(set(self._by[block].tolist())) == 1, "the work of two versions"
 
     def _table(self, tokens_RS: torch.Tensor) -> Table:
