@@ -6,7 +6,7 @@ Shapes: _T packed tokens, _A drawn tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,31 +34,70 @@ def check_isolation(
     temperature: float = 1.0,
     make_attention: MakeAttention | None = None,
 ) -> float:
-    """Changes what one row says at a time: the others must keep every bit. Then scores rows alone: within the dtype's
-    budget.
+    """Changes what one row says at a time, and looks at the others. Then scores rows alone: within the dtype's budget.
+
+    The others keep every bit, or differ by no more than rounding and have a gradient of zero at all tokens that are not
+    theirs. Experts need the second: other tokens in one row change how many of them an expert multiplies at once, and
+    so the rounding of all. A gradient is zero whatever is rounded, unless one row is computed from another.
 
     Raises BackendError that names the rows. Returns the largest difference between packed and single rows.
     """
     rows = _random_rows(vocab_size)
+    budget = LOGPROB_BUDGET[next(model.parameters()).dtype]
+
+    def read(some: Sequence[_Row]) -> list[Tensor]:
+        logprobs_A = _read(model, _pack(some), temperature, make_attention)
+        return list(torch.split(logprobs_A, [len(row.drawn) for row in some]))
 
     def score(some: Sequence[_Row]) -> list[Tensor]:
         with torch.no_grad():
-            logprobs_A = _read(model, _pack(some), temperature, make_attention)
-        return list(torch.split(logprobs_A.cpu(), [len(row.drawn) for row in some]))
+            return [logprobs.cpu() for logprobs in read(some)]
 
-    packed = score(rows)
+    packed, is_rounded = score(rows), False
     for changed in range(len(rows)):
         other = _Row(rows[changed].prompt, (rows[changed].drawn + 1) % vocab_size)
         perturbed = score([other if number == changed else row for number, row in enumerate(rows)])
         for number in range(len(rows)):
-            if number != changed and not torch.equal(packed[number], perturbed[number]):
-                gap = (packed[number] - perturbed[number]).abs().max().item()
-                raise BackendError(
-                    f"packed rows leak in {type(model).__name__}: other tokens in row {changed} moved "
-                    f"log-probabilities of row {number} by up to {gap:.3g}. Its layers mix rows outside of "
-                    f"attention or ignore Temper's; this model cannot be trained packed"
+            if number == changed or torch.equal(packed[number], perturbed[number]):
+                continue
+            is_rounded, gap = True, (packed[number] - perturbed[number]).abs().max().item()
+            if not gap <= budget:
+                raise _leak(
+                    model, f"other tokens in row {changed} moved log-probabilities of row {number} by up to {gap:.3g}"
                 )
+    if is_rounded:
+        _check_gradients(model, rows, read)
     return _check_single_rows(model, packed, [score([row])[0] for row in rows])
+
+
+def _check_gradients(model: Any, rows: Sequence[_Row], read: Callable[[Sequence[_Row]], list[Tensor]]) -> None:
+    """No log-probability of a row may depend on the embedded tokens of another."""
+    embedded: list[Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    handle = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            # Rows without a common prompt: what they share they may both depend on.
+            logprobs = read([_Row(row.prompt[:1], row.drawn) for row in rows])
+            gradients = [torch.autograd.grad(row.sum(), embedded[0], retain_graph=True)[0] for row in logprobs]
+    finally:
+        handle.remove()
+    lengths = [1 + len(row.drawn) for row in rows]
+    for number, gradient in enumerate(gradients):
+        for other, part in enumerate(torch.split(gradient.reshape(-1, gradient.shape[-1]), lengths)):
+            if other != number and bool(part.any()):
+                raise _leak(model, f"log-probabilities of row {number} have a gradient at the tokens of row {other}")
+
+
+def _leak(model: nn.Module, what: str) -> BackendError:
+    return BackendError(
+        f"packed rows leak in {type(model).__name__}: {what}. Its layers mix rows outside of attention or ignore "
+        f"Temper's; this model cannot be trained packed"
+    )
 
 
 def _read(model: Any, microbatch: Microbatch, temperature: float, make_attention: MakeAttention | None) -> Tensor:
