@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from temper.batching.pack import pack
 from temper.batching.rows import rows_of
@@ -27,7 +27,12 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 301, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15,
 }  # fmt: skip
-CONFIGS = {"llama": LlamaConfig(**SHAPE), "qwen2": Qwen2Config(**SHAPE), "qwen3": Qwen3Config(**SHAPE, head_dim=16)}
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE),
+    "mistral": MistralConfig(**SHAPE, sliding_window=24),  # shorter than the prompts and than some answers' way back
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+}
 ROOMY = {"block_size": 16, "num_blocks": 200, "max_running": 16, "tokens_per_step": 4096}
 TIGHT = {"block_size": 4, "num_blocks": 30, "max_running": 3, "tokens_per_step": 16}
 
