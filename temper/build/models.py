@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from temper.models.tiny import make_tiny_model
 from temper.objectives import Objective
 from temper.stages.distill import teacher_folders
 from temper.trainer.critic import Critic
+from temper.trainer.isolation import check_isolation
 from temper.trainer.offload import offload
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.trainer import OtherModels
@@ -92,7 +94,10 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
         policy = add_adapter(policy, settings, folder, whole=(HEAD,) if is_scorer else ())
 
     def load(other: Path) -> torch.nn.Module:
-        return load_model(other, dtype, device, config.engine.numerics)
+        """One that reads the policy's rows packed as the policy does: they must not see each other in it either."""
+        model: Any = load_model(other, dtype, device, config.engine.numerics)
+        check_isolation(model, model.config.get_text_config().vocab_size)
+        return model  # type: ignore[no-any-return]
 
     others = _other_models(config, objective, folder, policy, load)
     return Models(policy=policy, others=others, files=ModelFiles(load=load_any))

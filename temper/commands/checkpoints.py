@@ -23,9 +23,10 @@ from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import BackendError, UserError
 from temper.integrity import verify
 from temper.models.adapters import is_adapter_folder
-from temper.models.load import Head, end_ids, find_checkpoint, hidden_states, load_model, load_tokenizer, read_shape
+from temper.models.load import end_ids, find_checkpoint, load_model, load_tokenizer, read_shape
 from temper.models.materialize import load_trained, materialize
 from temper.models.scorer import CLASSES, kind_of, score_head
+from temper.models.states import Head, hidden_states
 from temper.tasks.render import Renderer
 from temper.trainer.attention import PackedAttention
 from temper.trainer.checkpoint import latest_checkpoint

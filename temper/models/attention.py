@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from temper.errors import UserError
@@ -50,15 +51,17 @@ def attention_interface(
             )
     scaling = kwargs.get("scaling")
     window = kwargs.get("sliding_window")
+    width = value.shape[-1]
     output = attend(  # type: ignore[operator]
         module.layer_idx,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        # DeepSeek's values are narrower than its keys; caches and kernels have one size for both.
+        pad(value[0], (0, key.shape[-1] - width)).transpose(0, 1),
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=window,
     )
-    return output.unsqueeze(0), None
+    return output[..., :width].unsqueeze(0), None
 
 
 # No mask function is registered on purpose: transformers then builds no mask, and `attend` alone decides who sees whom.

@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints in and out, and the float32 head that engine and trainer share.
+"""Hugging Face checkpoints in and out.
 
-Owns: reading and writing model directories, end-of-turn ids, the shape facts others need. Refuses: downloading.
-Shapes: _T tokens, _V vocabulary.
+Owns: reading and writing model directories, end-of-turn ids, the shape facts others need. Refuses: downloading, and
+models that would be computed wrongly (families.py, proof.py).
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ from transformers.utils import logging as transformers_logging
 from temper.errors import UserError
 from temper.integrity import verify
 from temper.models.attention import ATTENTION_NAME
-from temper.models.decoder import FAMILIES, Numerics, can_walk, lay_end_to_end, numerics_of, set_numerics, walk
-from temper.models.exact import tiled_linear
-from temper.models.ops import cpu_linear
+from temper.models.decoder import FAMILIES, Numerics, can_walk, lay_end_to_end, set_numerics
+from temper.models.families import freeze_rotations, require_supported, steady_context
+from temper.models.proof import require_proven
 
 transformers_logging.disable_progress_bar()  # its bars would tear the live panel
-
-UNSUPPORTED_HEAD_SCALES = ("logits_scaling", "logit_scale")
-"""Configuration keys by which Granite and Cohere models scale logits in their own way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +39,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     max_context: int
+    """Tokens of the longest row, prompt included: where a model's rotations switch with length, up to there."""
 
 
 def find_checkpoint(path: str, key: str = "model.path") -> Path:
@@ -70,7 +68,10 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    return shape_of(read_config(folder))
+    """Of a checkpoint's description alone. UserError for a model that Temper is known to compute wrongly."""
+    config = read_config(folder)
+    require_supported(config, folder)
+    return shape_of(config)
 
 
 def read_config(folder: Path) -> Any:
@@ -81,14 +82,16 @@ def read_config(folder: Path) -> Any:
 
 def shape_of(config: Any) -> ModelShape:
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    # DeepSeek's head_dim is that of its rotated part alone.
+    head_dim = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
+    head_dim = head_dim or text.hidden_size // text.num_attention_heads
     return ModelShape(
         family=text.model_type,
         num_layers=text.num_hidden_layers,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=head_dim,
         vocab_size=text.vocab_size,
-        max_context=text.max_position_embeddings,
+        max_context=steady_context(config),
     )
 
 
@@ -102,6 +105,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, numerics:
 
         model: Any = load_merged(folder, dtype, device)
     else:
+        read_shape(folder)  # first: what is refused by its description needs no weights
         model = _pretrained(folder, dtype)
     if numerics == "exact" and not can_walk(model):
         raise UserError(
@@ -111,6 +115,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, numerics:
     model = prepare(model).to(device)
     lay_end_to_end(model)
     set_numerics(model, numerics)
+    require_proven(model, folder)
     return model
 
 
@@ -124,14 +129,12 @@ def _pretrained(folder: Path, dtype: torch.dtype) -> Any:
 
 def prepare(model: Any) -> nn.Module:
     """Puts Temper's attention into a model. Dropout would make sampler and trainer disagree, so it is off."""
-    for name in UNSUPPORTED_HEAD_SCALES:
-        if getattr(model.config.get_text_config(), name, None) not in (None, 1, 1.0):
-            raise UserError(f'{type(model).__name__} scales logits by "{name}", which Temper does not implement yet')
+    freeze_rotations(model)
     model.set_attn_implementation(ATTENTION_NAME)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
+        if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
     model.eval()
     return model
@@ -194,58 +197,3 @@ def _without_own_attention(model: Any) -> Iterator[None]:
         yield
     finally:
         model.config._attn_implementation = implementation
-
-
-def hidden_states(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Any) -> Tensor:
-    """Last hidden states [T, width] of packed tokens, without the head."""
-    if can_walk(model):
-        return walk(model, token_ids_T, positions_T, attend)
-    output = model.get_decoder()(
-        input_ids=token_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, attend=attend
-    )
-    return output.last_hidden_state[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The language-model head with float32 logits (float64 stays float64): in bf16 20.03 and 19.97 are one number.
-
-    On a GPU the weight stays bfloat16: products of bfloat16 numbers are exact in float32, and sums are kept there.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    softcap: float | None
-    is_exact: bool = False
-    """Whether logits of a row must not depend on the rows beside it."""
-
-    @staticmethod
-    def of(model: Any) -> Head:
-        linear = model.get_output_embeddings()
-        weight, bias = linear.weight, getattr(linear, "bias", None)
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        wide = weight if weight.is_cuda else weight.to(dtype)
-        return Head(wide, None if bias is None else bias.to(dtype), softcap, numerics_of(model) == "exact")
-
-    def logits(self, hidden_TD: Tensor) -> Tensor:
-        # Neither of the GPU's products is differentiable: who asks for a gradient takes the plain one.
-        is_gpu = self.weight.is_cuda and not (
-            torch.is_grad_enabled() and (hidden_TD.requires_grad or self.weight.requires_grad)
-        )
-        if is_gpu and self.is_exact:
-            from temper.models.kernels.products import exact_product
-
-            logits_TV = exact_product(hidden_TD.to(self.weight.dtype), self.weight, self.bias, torch.float32)
-        elif is_gpu and self.weight.dtype in (torch.bfloat16, torch.float16):
-            logits_TV = torch.mm(hidden_TD, self.weight.t(), out_dtype=torch.float32)
-            logits_TV = logits_TV if self.bias is None else logits_TV.add_(self.bias)
-        elif self.is_exact and not self.weight.is_cuda:
-            logits_TV = tiled_linear(hidden_TD.to(self.weight.dtype), self.weight, self.bias)
-        else:
-            wide = torch.promote_types(self.weight.dtype, torch.float32)
-            linear = nn.functional.linear if self.weight.is_cuda else cpu_linear
-            logits_TV = linear(hidden_TD.to(wide), self.weight.to(wide), self.bias)
-        if self.softcap is not None:
-            logits_TV = self.softcap * torch.tanh(logits_TV / self.softcap)
-        return logits_TV

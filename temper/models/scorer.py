@@ -17,7 +17,8 @@ from transformers.utils import logging as transformers_logging
 from temper.errors import UserError
 from temper.integrity import verify
 from temper.models.decoder import lay_end_to_end, set_numerics
-from temper.models.load import prepare, read_config
+from temper.models.load import prepare, read_config, read_shape
+from temper.models.proof import require_proven
 
 ScorerKind = Literal["conversation", "steps"]
 """One score for a whole conversation, or one logit at the end of every step."""
@@ -41,6 +42,7 @@ def load_scorer(folder: Path, dtype: torch.dtype, device: torch.device, kind: Sc
     Zeros and not small random numbers: every score starts at 0, the loss at ln 2, and nothing depends on a seed. The
     head has a gradient at once, the decoder from the second step on. A scorer's own head is kept.
     """
+    read_shape(folder)  # first: what is refused by its description needs no weights
     model, info = _load(folder, dtype, kind)
     score_head(model)
     if lost := sorted(name for name in info["missing_keys"] if not name.startswith(f"{HEAD}.")):
@@ -52,6 +54,7 @@ def load_scorer(folder: Path, dtype: torch.dtype, device: torch.device, kind: Sc
     model = prepare(model).to(device)
     lay_end_to_end(model)
     set_numerics(model, "fast")
+    require_proven(model, folder)
     return model
 
 

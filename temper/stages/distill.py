@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from temper.errors import UserError
-from temper.models.load import find_checkpoint, require_same_tokenizer
+from temper.models.load import find_checkpoint, read_shape, require_same_tokenizer
 from temper.objectives import Objective
 from temper.protocols import BatchSource
 from temper.rollout.buffer import Taken
@@ -146,8 +146,10 @@ def parse_teachers(text: str) -> dict[str, str]:
 
 
 def teacher_folders(student: Path, text: str) -> dict[str, Path]:
-    """The directory of each domain's teacher. UserError for one that is missing or whose tokenizer is another."""
+    """The directory of each domain's teacher. UserError for one that is missing, that Temper computes wrongly, or whose
+    tokenizer is another."""
     folders = {domain: find_checkpoint(path, "model.teacher") for domain, path in parse_teachers(text).items()}
     for folder in folders.values():
+        read_shape(folder)  # refuses families that would teach nonsense
         require_same_tokenizer(student, folder)
     return folders

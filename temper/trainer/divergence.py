@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import UserError
-from temper.models.load import Head
+from temper.models.states import Head
 from temper.objectives import Lesson
 from temper.objectives.divergence_lessons import Compared
 from temper.trainer.logprobs import CHUNK_BYTES, add_product

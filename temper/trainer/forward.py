@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from temper.errors import UserError
-from temper.models.load import Head
+from temper.models.states import Head
 from temper.objectives import Lesson, MetricSums, Objective, Scored, Tokens, objective_loss
 from temper.objectives.ratios import router_deviation
 from temper.trainer.divergence import divergence

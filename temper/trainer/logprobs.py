@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from temper.errors import UserError
-from temper.models.load import Head
 from temper.models.softmax import Softmax
+from temper.models.states import Head
 
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Logits held at once, two to three times over. A GPU would gain a tenth more from four times as much."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import UserError
-from temper.models.load import Head
+from temper.models.states import Head
 from temper.objectives import Objective, Scored, Tokens, join, measure_batch, measures_batch
 from temper.trainer.divergence import EVERYONE, classes, narrow
 from temper.trainer.forward import StepFacts, keep_sets, score_drawn

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from temper.models.load import hidden_states
 from temper.models.scorer import score_head
+from temper.models.states import hidden_states
 from temper.objectives import Scored
 from temper.trainer.rows import take_rows
-from temper.trainer.states import MakeAttention, attention_of
+from temper.trainer.states import MakeAttention, attention_of, require_room
 from temper.types import Microbatch
 
 
@@ -35,6 +35,7 @@ def read_scores(model: nn.Module, microbatch: Microbatch) -> Scored:
 
 def read_states(model: nn.Module, microbatch: Microbatch, make_attention: MakeAttention | None = None) -> Tensor:
     """Last hidden states [A, D] at those positions: what the head is given."""
+    require_room(model, microbatch)
     device = next(model.parameters()).device
     read_A = microbatch.loss_mask.nonzero()[:, 0].to(device)
     attend = (make_attention or attention_of(model))(microbatch.lengths, device)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from temper.models.attention import Attend
-from temper.models.load import hidden_states
+from temper.models.states import hidden_states
 from temper.trainer.rows import take_rows
 from temper.types import Microbatch
 

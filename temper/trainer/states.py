@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from temper.errors import UserError
 from temper.models.attention import Attend
 from temper.models.decoder import numerics_of
-from temper.models.load import hidden_states
+from temper.models.families import steady_context
+from temper.models.states import hidden_states
 from temper.trainer.attention import ExactPackedAttention, PackedAttention
 from temper.trainer.routers import hidden_and_router_logits
 from temper.trainer.rows import take_rows
@@ -35,6 +38,16 @@ class DrawnStates:
     """Places of the drawn tokens among all of the microbatch."""
     router_logits: tuple[Tensor, ...]
     """[T, experts] by layer; empty unless asked for."""
+
+
+def require_room(model: Any, microbatch: Microbatch) -> None:
+    """Beyond its context a model's rotations or windows are others than those that its rows are computed with."""
+    config = model.get_decoder().config
+    if (longest := max(microbatch.lengths)) > (room := steady_context(config)):
+        raise UserError(
+            f"a row of {longest} tokens is longer than what {type(model).__name__} computes as it should: {room} "
+            f"tokens. Use shorter rows (sampling.max_new_tokens, trainer.max_length) or a model with a longer context"
+        )
 
 
 def attention_of(model: nn.Module) -> MakeAttention:
@@ -61,6 +74,7 @@ def drawn_states(
     not in float64, which is for proofs: models compute norms in float32 all the same, and of what is summed before a
     norm the rounding would depend on the rows of a microbatch.
     """
+    require_room(model, microbatch)
     parameter = next(model.parameters())
     device = parameter.device
     shares = parameter.dtype != torch.float64 if shares is None else shares

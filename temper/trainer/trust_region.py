@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from temper.errors import BackendError, UserError
-from temper.models.load import Head
+from temper.models.states import Head
 from temper.objectives import MetricSums, Objective, Scored, objective_loss
 from temper.objectives.metrics import mean_sums
 from temper.trainer.forward import StepFacts

@@ -32,9 +32,10 @@ from temper.models.adapters import (
     with_own_weights,
     without_adapter,
 )
-from temper.models.load import Head, hidden_states, load_model, load_tokenizer, save_model
+from temper.models.load import load_model, load_tokenizer, save_model
 from temper.models.ops import cpu_linear
 from temper.models.scorer import load_scorer
+from temper.models.states import Head, hidden_states
 from temper.models.tiny import character_tokenizer
 from temper.trainer.attention import ExactPackedAttention, PackedAttention
 

@@ -19,7 +19,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from temper.batching.pack import pack
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import BackendError
-from temper.models.load import Head, prepare
+from temper.models.load import prepare
+from temper.models.states import Head
 from temper.objectives import PRESETS
 from temper.rollout.budgets import EXACT, Budget
 from temper.rollout.diagnosis import Agreement, measure

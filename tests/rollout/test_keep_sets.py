@@ -20,7 +20,8 @@ from temper.engine.fake import FakeSampler
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.sampling import Draws, draw
 from temper.errors import BackendError
-from temper.models.load import Head, prepare
+from temper.models.load import prepare
+from temper.models.states import Head
 from temper.models.tiny import character_tokenizer
 from temper.objectives import PRESETS, Objective, resolve
 from temper.protocols import EnvOpening, EnvReply

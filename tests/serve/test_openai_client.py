@@ -13,7 +13,8 @@ import httpx
 import pytest
 import torch
 
-from temper.models.load import Head, hidden_states, load_model
+from temper.models.load import load_model
+from temper.models.states import Head, hidden_states
 from temper.serve.records import read_records
 from temper.trainer.attention import PackedAttention
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from temper.models.load import hidden_states
+from temper.models.states import hidden_states
 from temper.trainer.attention import PackedAttention, lay_out
 
 CPU = torch.device("cpu")

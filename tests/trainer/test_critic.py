@@ -16,7 +16,8 @@ from torch import Tensor
 
 from temper.batching.pack import pack
 from temper.errors import BackendError, UserError
-from temper.models.load import hidden_states, load_model
+from temper.models.load import load_model
+from temper.models.states import hidden_states
 from temper.models.tiny import make_tiny_model
 from temper.trainer import critic as critic_module
 from temper.trainer.attention import PackedAttention

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from temper.batching.pack import pack
 from temper.errors import UserError
-from temper.models.load import Head
+from temper.models.states import Head
 from temper.objectives import Objective
 from temper.objectives.distillation import gkd as gkd_divergence
 from temper.objectives.divergence_lessons import gkd, k2, top_k_teacher

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from temper.errors import UserError
-from temper.models.load import Head
+from temper.models.states import Head
 from temper.trainer import logprobs as logprobs_module
 from temper.trainer.logprobs import KeepSets, drawn_logprobs, top_tokens
 

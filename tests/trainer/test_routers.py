@@ -13,7 +13,8 @@ from transformers import Glm4MoeConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConf
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from temper.errors import UserError
-from temper.models.load import hidden_states, prepare
+from temper.models.load import prepare
+from temper.models.states import hidden_states
 from temper.trainer.attention import PackedAttention
 from temper.trainer.routers import hidden_and_router_logits, record_routes, route_logprobs
 

@@ -17,7 +17,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from temper.batching.pack import pack
 from temper.errors import BackendError, UserError
-from temper.models.load import Head, hidden_states, prepare
+from temper.models.load import prepare
+from temper.models.states import Head, hidden_states
 from temper.objectives import PRESETS, Objective
 from temper.objectives.constrained import conjugate_gradient, trpo
 from temper.objectives.gates import importance

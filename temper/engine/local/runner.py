@@ -24,7 +24,7 @@ from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.sampling import Draws, Table, draw
 from temper.engine.local.scheduler import Schedule
 from temper.models.decoder import numerics_of
-from temper.models.load import Head, hidden_states
+from temper.models.states import Head, hidden_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
