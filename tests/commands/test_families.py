@@ -111,3 +111,26 @@ def test_a_teacher_and_a_reward_model_of_a_wrong_family_are_refused(
         path = _write(tmp_path / f"{name}.toml", made)
         code, said = temper(monkeypatch, capsys, "train", path, *(["--dry-run"] if is_dry else []))
         assert (code, "is a diffllama" in said) == (2, True), f"{name}: {said}"
+
+
+@pytest.mark.parametrize(("family", "staleness"), [("glm4_moe", 0), ("glm4_moe", 1), ("deepseek_v3", 0)])
+def test_a_model_with_buffers_in_its_checkpoint_is_trained(
+    family: str, staleness: int, tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The bias of its routers is a buffer: no parameter, and part of every publication."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import families as trials
+
+    tokenizer = character_tokenizer(ALPHABET)
+    monkeypatch.setattr(trials, "SMALL", trials.SMALL | {"vocab_size": len(tokenizer)})
+    model = trials.tiny_model(family)
+    assert any(name.endswith("e_score_correction_bias") for name, _ in model.named_buffers())
+    model.config.eos_token_id, model.config.bos_token_id = tokenizer.eos_token_id, None
+    save_model(model, tokenizer, tmp_path / "model")
+    tiny_recipe["model"] = {"path": str(tmp_path / "model")}
+    tiny_recipe["stage"] = [{**stage, "steps": 2, "evaluation": {"every": 0}} for stage in tiny_recipe["stage"]]
+    tiny_recipe["stage"][1]["rollout"] |= {"max_staleness": staleness}
+    code, said = temper(monkeypatch, capsys, "train", _write(tmp_path / "buffers.toml", tiny_recipe))
+    assert code == 0, said

@@ -22,7 +22,7 @@ from temper.engine.local.scheduler import Scheduler
 from temper.engine.local.sequence import Sequence, StopTexts, Watch, random_key
 from temper.engine.local.step import Stepper
 from temper.errors import BackendError, ContextFull, TaskError
-from temper.models.load import shape_of
+from temper.models.load import saved_tensors, shape_of
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 
 SETTLING_PASSES = 3
@@ -125,7 +125,7 @@ class LocalEngine:
 
     async def load(self, publication: Publication) -> None:
         """Copies what is not shared already. Running sequences go on with the new weights; their versions tell."""
-        own = dict(self._model.named_parameters())
+        own = saved_tensors(self._model)
         if missing := sorted(own.keys() ^ publication.tensors.keys()):
             raise BackendError(
                 f"publication {publication.version} and the engine's model differ in {missing[:3]}; nothing was loaded"

@@ -21,6 +21,7 @@ from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.runner import Runner
 from temper.engine.local.sampling import Draws, Table, draw
 from temper.engine.local.scheduler import Schedule
+from temper.models.load import saved_tensors
 from temper.models.states import Head
 from temper.objectives.unpaired import geometric_mixture
 from temper.protocols import Sampler
@@ -115,7 +116,7 @@ class Opponent:
             with torch.no_grad():
                 for own, moved in zip(self._reference.parameters(), self._follows.parameters(), strict=True):
                     own.copy_(moved)
-        seen = Publication(version=NO_VERSION, tensors=dict(self._model.named_parameters()))
+        seen = Publication(version=NO_VERSION, tensors=saved_tensors(self._model))
         await self._engine.load(seen)
 
     def stats(self) -> Mapping[str, float]:

@@ -14,6 +14,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     Olmo2Config,
     OlmoeConfig,
@@ -29,7 +30,7 @@ from temper.engine.local.rows import Rows
 from temper.engine.local.runner import Runner
 from temper.engine.local.sampling import Table
 from temper.errors import BackendError, TaskError
-from temper.models.load import prepare
+from temper.models.load import prepare, saved_tensors
 from temper.models.states import Head, hidden_states
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 
@@ -49,6 +50,10 @@ CONFIGS = {
     "olmo2": Olmo2Config(**SHAPE),
     "qwen3_moe": Qwen3MoeConfig(
         **SHAPE, num_key_value_heads=2, head_dim=16, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **SHAPE, num_key_value_heads=2, head_dim=16, moe_intermediate_size=48, n_routed_experts=4,
+        num_experts_per_tok=2, first_k_dense_replace=1,
     ),
     "olmoe": OlmoeConfig(**SHAPE, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2),
 }  # fmt: skip
@@ -296,6 +301,18 @@ def test_a_publication_that_does_not_fit_is_refused_whole(fault: str) -> None:
         asyncio.run(engine.load(Publication(version=1, tensors=tensors)))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert engine.version == 0
+
+
+def test_buffers_of_a_checkpoint_are_part_of_a_publication() -> None:
+    """Glm4Moe's routers have a bias that is no parameter."""
+    model, other = make_model("glm4_moe"), make_model("glm4_moe")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    other.get_buffer(name).fill_(0.5)
+    engine = make_engine(model)
+    with pytest.raises(BackendError, match=f"differ in .*{name}.* nothing was loaded"):
+        asyncio.run(engine.load(Publication(version=1, tensors=dict(other.named_parameters()))))
+    asyncio.run(engine.load(Publication(version=1, tensors=saved_tensors(other))))
+    assert torch.equal(model.get_buffer(name), other.get_buffer(name))
 
 
 def curious_requests() -> list[Request]:
