@@ -205,8 +205,8 @@ class LocalEngine:
             return await future
         finally:
             self._waiting.discard(future)
-            # Not by id alone: another request may have it by now.
-            if self._scheduler.live.get(sequence.request.id) is sequence:
+            # Not by id alone: another request may have it by now. A broken engine stopped in the middle of a step.
+            if self._failure is None and self._scheduler.live.get(sequence.request.id) is sequence:
                 self._scheduler.stop(sequence.request.id, Finish.ABORT)
 
     def _break(self, error: Exception) -> None:

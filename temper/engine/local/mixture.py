@@ -7,7 +7,7 @@ Shapes: _R rows, _D hidden (of both models side by side), _V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,9 @@ class MixedRunner(Runner):
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         super().copy_blocks(copies)
         self._beside.copy_blocks(copies)
+
+    def explain_nan(self, token_ids: Sequence[int]) -> str:
+        return super().explain_nan(token_ids) or self._beside.explain_nan(token_ids)
 
     def decode(self, decode_R: Rows_R, rows: Rows, steps: int) -> Table:
         """The next token of a row follows from a chunk of one: its last token."""

@@ -24,6 +24,7 @@ from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.sampling import Draws, Table, draw
 from temper.engine.local.scheduler import Schedule
 from temper.models.decoder import numerics_of
+from temper.models.nan import explain_nan
 from temper.models.states import Head, hidden_states
 
 
@@ -155,6 +156,10 @@ class Runner:
                 )
             )
         return fetched
+
+    def explain_nan(self, token_ids: Sequence[int]) -> str:
+        """What is not finite in the model or on the way of these tokens; "" when nothing is."""
+        return explain_nan(self._model, token_ids)
 
     def _logits(self, hidden_RD: Tensor) -> Tensor:
         return self._head.logits(hidden_RD)

@@ -151,7 +151,8 @@ def _inverse_cdf(softmax: Softmax, uniform_R1: Tensor) -> Tensor:
     block_R1, target_R1 = _crossing(blocks_RB, target_R1)
     ids_RN = block_R1 * BLOCK + torch.arange(BLOCK, device=block_R1.device)
     weights_RN = softmax.weights_RV.gather(1, ids_RN.clamp(max=vocabulary - 1)) * (ids_RN < vocabulary)
-    return block_R1 * BLOCK + _crossing(weights_RN.double(), target_R1)[0]
+    token_R1 = block_R1 * BLOCK + _crossing(weights_RN.double(), target_R1)[0]
+    return token_R1.clamp(max=vocabulary - 1)  # of logits that are NaN: some token, and a log-probability that tells
 
 
 def _crossing(weights_RN: Tensor, target_R1: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +164,8 @@ def _crossing(weights_RN: Tensor, target_R1: Tensor) -> tuple[Tensor, Tensor]:
     cumulative_RN = weights_RN.cumsum(-1)
     above_R1 = torch.searchsorted(cumulative_RN, target_R1, right=True)
     last_R1 = torch.searchsorted(cumulative_RN, cumulative_RN[:, -1:].contiguous())
-    place_R1 = torch.minimum(above_R1, last_R1)
+    # NaN has no place: the clamp keeps it from reading past the end, and whoever draws sees its log-probability.
+    place_R1 = torch.minimum(above_R1, last_R1).clamp(max=weights_RN.shape[1] - 1)
     return place_R1, target_R1 - (cumulative_RN - weights_RN).gather(1, place_R1)
 
 

@@ -19,6 +19,7 @@ from temper.engine.local.runner import Drawn, Runner
 from temper.engine.local.sampling import Draws, Table
 from temper.engine.local.scheduler import Schedule, Scheduler
 from temper.engine.local.sequence import Sequence
+from temper.errors import BackendError
 from temper.types import Finish
 
 Followers = list[tuple[int, Sequence]]
@@ -87,6 +88,7 @@ class Stepper:
         """Waits for the answer and hands it out. Before the next begin()."""
         started, num_decoded = time.perf_counter(), 0
         drawn = self._runner.fetch(flight.tables)
+        self._require_numbers(flight, drawn)
         if len(flight.done_R):
             self._start_followers(flight.done_R, flight.followers, drawn[-1], flight.version)
             self._take(flight.done_R, drawn[-1], flight.version)
@@ -94,6 +96,24 @@ class Stepper:
             num_decoded = self._take(*self._still_there(flight, drawn[0]), flight.version)
         seconds = flight.seconds + time.perf_counter() - started
         self.meter.count(num_decoded, int(flight.schedule.count_R.sum()), seconds)
+
+    def _require_numbers(self, flight: Flight, drawn: list[Drawn]) -> None:
+        """A token with log-probability NaN was drawn from nothing: BackendError. Looked at here, where the host has the
+        log-probabilities anyway: a look at the device for each token would halt it."""
+        decoded, prefilled = flight.schedule.decode_R, flight.done_R
+        followed = prefilled[[leader for leader, _ in flight.followers]]
+        parts = [rows_R for rows_R in (decoded, np.concatenate((prefilled, followed))) if len(rows_R)]
+        for rows_R, table in zip(parts, drawn, strict=True):
+            is_nan_R = np.isnan(table.logprobs_RS).any(1)
+            if not is_nan_R.any():
+                continue
+            row = int(rows_R[is_nan_R.argmax()])
+            known = self._scheduler.rows.tokens[row, : self._scheduler.rows.length[row]].tolist()
+            why = self._runner.explain_nan(known) or "but a pass over the same tokens alone has none"
+            raise BackendError(
+                f"{int(is_nan_R.sum())} of {len(rows_R)} rows have log-probability NaN at version {flight.version} of "
+                f"the weights: {why}. Go back to a checkpoint before that, with a lower learning rate or in float32"
+            )
 
     def _still_there(self, flight: Flight, drawn: Drawn) -> tuple[Rows_R, Drawn]:
         """Without rows that were stopped or preempted meanwhile: what they drew, they draw again if they go on."""

@@ -17,6 +17,7 @@ from temper.engine.local.attention import PagedCache
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.graphs import GraphLimits, bucket
 from temper.engine.local.runner import Runner
+from temper.errors import BackendError
 from temper.models.decoder import set_numerics
 from temper.models.load import prepare
 from temper.types import Completion, Request, SamplingParams
@@ -193,3 +194,33 @@ def chunks_of(lengths: list[int]) -> chunks.Chunks:
     return chunks.Chunks(
         tokens_T=tokens, positions_T=tokens, slots_T=tokens, blocks_NM=none, starts_N=none, counts_N=counts, wanted=none
     )
+
+
+@pytest.mark.parametrize("as_gpu", [False, True], ids=["cpu", "recorded"])
+@pytest.mark.parametrize("asked", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_logprobs": 2}], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_nan_stop_the_engine_and_name_the_weights(
+    temperature: float, asked: dict[str, Any], as_gpu: bool
+) -> None:
+    engine = make_engine(as_gpu=as_gpu, steps=4)
+    engine._model.model.layers[1].mlp.down_proj.weight.data[3, 5] = torch.nan
+    with pytest.raises(BackendError, match=r"log-probability NaN .* weights model.layers.1.mlp.down_proj.weight are"):
+        generate(engine, requests(temperature, **asked))
+
+
+@pytest.mark.parametrize("as_gpu", [False, True], ids=["cpu", "recorded"])
+def test_nan_in_the_midst_of_a_burst_is_seen_when_the_host_looks(as_gpu: bool) -> None:
+    """Token 60 is in no prompt, and some row draws it in some step of a burst."""
+    engine = make_engine(as_gpu=as_gpu, steps=4)
+    engine._model.model.embed_tokens.weight.data[60] = torch.nan
+    params = SamplingParams(max_new_tokens=24, temperature=2.0)
+    asked = [Request(id=f"n{n}", prompt_ids=(n, 5, 9), params=params) for n in range(2, 6)]
+    with pytest.raises(BackendError, match=r"log-probability NaN .* model.embed_tokens.weight are not finite"):
+        generate(engine, asked)
+
+
+def test_weights_that_are_finite_and_overflow_are_told_by_their_layer() -> None:
+    engine = make_engine(as_gpu=False)
+    engine._model.model.layers[0].mlp.down_proj.weight.data *= 1e38
+    with pytest.raises(BackendError, match="weights are finite, and float32 overflows before the attention of layer 1"):
+        generate(engine, requests(1.0))
