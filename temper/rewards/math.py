@@ -1,6 +1,6 @@
 """The reward for mathematical answers.
 
-Owns: kind "math". Refuses: running math-verify in this process; sympy can hang for ever on one hostile answer.
+Owns: kind "math". Refuses: running sympy in this process; it can hang for ever on one hostile answer.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from temper.types import Score, Task, Trajectory
 MAX_ANSWERS = 3
 """One answer may be written in a few ways. More is spam, and not worth a worker's time."""
 MEMORY_BYTES = 4 * 2**30
-"""Of a worker's address space. math-verify needs a quarter of it."""
+"""Of a worker's address space; with sympy loaded it takes less than a quarter of this."""
 
 
 class MathReward:
     r"""1 when the final answer equals the gold answer, else 0. The rules of writing are in docs/rewards.md.
 
-    Plain numbers are compared here, everything else by math-verify in a worker. A response that states no answer, or
+    Plain numbers are compared here, everything else in a worker (math_worker.py). A response that states no answer, or
     several different ones, is wrong (0), not an error. With second_opinion a verdict that the second checker
     contradicts is unscorable.
     """
@@ -100,7 +100,7 @@ class MathReward:
         try:
             verdict = self._pool.submit(gold, gold).result(timeout=300.0)
         except WorkerFailed as error:
-            return f"its answer {task.answer!r} breaks math-verify: {error}"
+            return f"its answer {task.answer!r} breaks the verifier: {error}"
         return None if verdict is True else f"its answer {task.answer!r} cannot be parsed as mathematics"
 
     async def close(self) -> None:
