@@ -12,14 +12,16 @@ import contextlib
 import ctypes
 import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
-from temper.errors import BackendError, TaskError
+from temper.errors import BackendError, TaskError, TemperError
 from temper.storable import written_out
 from temper.terminal import SafeConsole
 
@@ -79,6 +81,29 @@ def is_end_of_task(error: BaseException) -> bool:
 def describe_error(error: BaseException) -> str:
     text = written_out(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def explain_error(error: BaseException) -> str:
+    """'ZeroDivisionError: division by zero, in worlds.py, line 12': what users' code raised, and the innermost line of
+    its author. What Temper raises on purpose says all of that itself."""
+    if isinstance(error, TemperError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)] or frames
+    if not own:
+        return describe_error(error)
+    path = own[-1].filename
+    near = os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+    return f"{describe_error(error)}, in {near}, line {own[-1].lineno}"
+
+
+_NOT_THE_USERS = (
+    str(Path(__file__).parent) + os.sep,
+    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    os.path.join(sys.prefix, "lib"),
+    "<frozen",
+)
+"""Where files begin that the user did not write: Temper, Python, installed packages."""
 
 
 async def call(work: Awaitable[Any], seconds: float, name: str) -> Any:

@@ -25,6 +25,7 @@ MORE_PARAMETERS = {
     "cli/judging.py:best": 15,
     "cli/judging.py:choose": 12,
     "cli/judging.py:label_steps": 12,
+    "envs/adapters/mcp.py:__init__": 8,  # one per option of a recipe
     # What a kernel reads and writes, tensor by tensor: a bundle of them would only be taken apart again.
     "models/kernels/attention.py:paged_attention": 9,
     "models/kernels/attention.py:packed_attention": 8,

@@ -291,3 +291,35 @@ def test_a_training_that_an_alarm_stopped_does_not_end_with_code_0(
     recipe["alarms"] = {"truncation": "stop"}
     assert temper(monkeypatch, "train", write(tmp_path / "r.toml", recipe)) == 4
     assert "not finished: go on with --resume" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["train", "eval", "sample", "serve", "best", "scale", "compare", "choose", "export"])
+def test_several_processes_of_a_launcher_are_refused(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert temper(monkeypatch, verb, tmp_path / "r.toml", tmp_path / "other") == 2
+    assert "2 processes were started" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verbs_that_only_read_run_under_a_launcher_and_one_process_is_no_launcher(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert temper(monkeypatch, "presets", "grpo") == 0
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert temper(monkeypatch, "train", write(tmp_path / "r.toml", recipe), "--dry-run") == 0
+
+
+def test_a_failed_dry_run_ends_with_exit_code_2_and_never_says_in_order(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_reward_of_cli.py").write_text("def f(prompt, response, answer):\n    return 1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe["reward"] = [{"kind": "broken_reward_of_cli:f"}]
+    assert temper(monkeypatch, "train", write(tmp_path / "r.toml", recipe), "--dry-run") == 2
+    said = capsys.readouterr()
+    assert "in order" not in said.out
+    assert "ZeroDivisionError: division by zero, in " in said.err
+    assert "broken_reward_of_cli.py, line 2" in said.err

@@ -1,7 +1,8 @@
-"""What all verbs share: the application they register with, and where they print."""
+"""What all verbs share: the application they register with, where they print, and that they run once."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,10 @@ import typer
 
 from temper.terminal import SafeConsole
 
+from temper.errors import UserError
+
+READERS = ("report", "watch", "presets", "metrics", "doctor")
+"""Verbs that load no model: they may run in any process."""
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models.",
     no_args_is_help=True,
@@ -21,6 +26,17 @@ out = SafeConsole(soft_wrap=True)
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Change a key: --set optim.learning_rate=1e-5")]
 Recipe = Annotated[Path, typer.Argument(help="A recipe, e.g. recipes/demo.toml", show_default=False)]
+
+
+@app.callback()
+def require_one_process(context: typer.Context) -> None:
+    """Refuses a launcher of several processes: each would train, draw or judge alone, as a run that knows no other."""
+    given = os.environ.get("WORLD_SIZE", "1")
+    if context.invoked_subcommand not in READERS and given.isdecimal() and int(given) > 1:
+        raise UserError(
+            f"WORLD_SIZE={given}: {given} processes were started (torchrun, srun or the like), and temper runs in one. "
+            f'They would be {given} unrelated runs. Start "temper {context.invoked_subcommand} ..." without a launcher'
+        )
 
 
 def note(line: str) -> None:

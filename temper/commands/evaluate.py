@@ -46,6 +46,7 @@ from temper.rewards.registry import REWARDS, RewardFactory, make_reward
 from temper.rewards.rubric import Part, Rubric
 from temper.rewards.workers import WorkerPool
 from temper.rollout.episode import EpisodeSetup
+from temper.rollout.openings import try_openings
 from temper.runs.results import PromptResult, SuiteResult, differing_budget, load, save
 from temper.tasks.generators import GENERATORS
 from temper.tasks.render import Renderer
@@ -195,6 +196,7 @@ async def _evaluate(
         await rubric.start()
         setup, at_once = open_setup(suite, tasks, asked, folder, rubric, note)
         try:
+            await try_openings(setup.make_env, setup.renderer, tasks, seed=asked.seed, seconds=setup.episode_seconds)
             constant = await constant_score(rubric, tasks, suite.say)
             attempts = Attempts(
                 name=f"suite/{suite.name}",
@@ -234,10 +236,12 @@ def open_setup(
     renderer = Renderer(tokenizer, prompt.system, prompt.template, eos_ids=end_ids(folder, tokenizer))
     # Environments open with words of their own; a prompt that is too long for those shows when it is played.
     asks = [task for task in tasks if task.messages]
-    longest = max((len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in asks), default=0)
+    sizes = {task.id: len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in asks}
+    longest = max(sizes.values(), default=0)
     if longest + decoding.max_new_tokens > shape.max_context:
         raise UserError(
-            f"the longest prompt has {longest} tokens; with max_new_tokens={decoding.max_new_tokens} that is more than "
+            f"the prompt of {max(sizes, key=lambda name: sizes[name])}, the longest, has {longest} tokens; with "
+            f"max_new_tokens={decoding.max_new_tokens} that is more than "
             f"the model's context of {shape.max_context}. Use --max-new-tokens {max(1, shape.max_context - longest)}"
         )
     device = pick_device("auto")

@@ -1,7 +1,7 @@
 """`temper train --dry-run`: everything that can be known in seconds, without weights.
 
-Owns: the table of what a run would do, what stands in for outputs of stages that have not run, and the trial of the
-reward on gold and empty answers.
+Owns: the table of what a run would do, and what stands in for outputs of stages that have not run. Refuses: trying
+environments and rewards (trials.py).
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from temper import calls
 from temper.build import check_stage, doubts_about, first_model, require_turn_credit, try_rows
 from temper.build.sources import is_rolling, keep_rule
 from temper.commands.train import NO_POLICY, starts_elsewhere
+from temper.commands.trials import try_environment, try_reward
 from temper.config import FIRST, RewardConfig, RunConfig, SourceConfig, load_recipe, refer
 from temper.data import StageData, open_data, require_judge
+from temper.errors import UserError
 from temper.evals import contamination
-from temper.models.load import find_checkpoint
+from temper.models.load import find_checkpoint, read_shape
 from temper.objectives import Objective
-from temper.rewards.rubric import Rubric
 from temper.runs.rules import configure
 from temper.stages.distill import share_of_samples, teacher_folders
-from temper.types import Score, Trajectory
 
-REWARD_TRIALS = 16
 REFERENCE = "stage:"
 
 
@@ -37,7 +36,7 @@ def dry_run(recipe: Path, *, overrides: Sequence[str] = ()) -> str:
         check_stage(config)
     with tempfile.TemporaryDirectory() as folder:
         later = Later(stages, first_model(stages[0], Path(folder)))
-        return "\n\n".join(_describe(later.open(config)) for config in stages)
+        return "\n\n".join(_describe_or_say_where(later.open(config), len(stages)) for config in stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +128,15 @@ class Later:
         return path
 
 
+def _describe_or_say_where(stage: Opened, num_stages: int) -> str:
+    try:
+        return _describe(stage)
+    except UserError as error:
+        if num_stages == 1:
+            raise
+        raise UserError(f"stage {stage.number} ({stage.config.stage}): {error}") from error
+
+
 def _describe(stage: Opened) -> str:
     config = stage.config
     objective = check_stage(config)
@@ -136,7 +144,8 @@ def _describe(stage: Opened) -> str:
     require_turn_credit(config, objective, data.rubric)
     require_judge(config, data)
     if config.model.teacher:
-        teacher_folders(stage.model, stage.readable.model.teacher)
+        for folder in teacher_folders(stage.model, stage.readable.model.teacher).values():
+            read_shape(folder)
     shape, first = data.shape, data.probe[0]
     prompt = data.renderer.prompt_ids(data.renderer.prompt_messages(first))
     rows = {
@@ -145,21 +154,28 @@ def _describe(stage: Opened) -> str:
         "tasks": f"first: {first.id}; held out: {len(data.heldout)} (removed from training where equal)",
         "prompt": f"{data.tokenizer.decode(prompt)!r} = {len(prompt)} tokens"
         + (f"; longest seen {data.longest_prompt}" if data.longest_prompt else ""),
+        **({"left out": _left_out(data.left_out)} if data.left_out else {}),
         "stop tokens": ", ".join(str(stop) for stop in data.renderer.stop_ids),
         **({} if config.stage == "rejection" else {"objective": objective.name}),
         **calls.run(_batch_rows(stage, objective, data)),
     }
     if config.model.lora is not None:
         rows["adapter"] = ", ".join(f"{name} {value}" for name, value in config.model.lora.items()) or "as by default"
-    if stage.readable.reward and config.stage != "reward_model":
-        rows |= calls.run(_reward_rows(data, data.rubric, "reward"))
+    rows |= calls.run(try_environment(config, data))
+    readable = stage.readable
+    if readable.reward and config.stage != "reward_model":
+        rows |= calls.run(try_reward(config, data, data.rubric, readable.reward, "reward"))
     if data.verifier is not data.rubric:
-        rows |= calls.run(_reward_rows(data, data.verifier, "held-out verifier"))
+        rows |= calls.run(try_reward(config, data, data.verifier, readable.evaluation.reward, "held-out verifier"))
     width = max(map(len, rows))
     body = "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
     warnings = (*doubts_about(config, objective), contamination.check(data.known, data.heldout))
     body = "\n".join([body, *(f"warning: {doubt}" for doubt in warnings if doubt)])
     return f"stage {stage.number}: {config.stage}, {config.steps} steps\n{body}"
+
+
+def _left_out(reasons: Sequence[str]) -> str:
+    return f"{len(reasons)} tasks: {'; '.join(reasons[:3])}{'; ...' if len(reasons) > 3 else ''}"
 
 
 async def _batch_rows(stage: Opened, objective: Objective, data: StageData) -> dict[str, str]:
@@ -196,21 +212,3 @@ def _rollout_rows(config: RunConfig, data: StageData) -> dict[str, str]:
         "tokens": f"at most {tokens:,} a step, in about {microbatches} microbatches at most",
         "staleness": f"{rollout.max_staleness} ({'synchronous' if rollout.max_staleness == 0 else 'asynchronous'})",
     }
-
-
-async def _reward_rows(data: StageData, rubric: Rubric, name: str) -> dict[str, str]:
-    """The reward of gold and empty answers: a verifier that rejects its own gold answers cannot teach anything."""
-    tasks = [task for task in (*data.heldout, *data.probe) if task.answer is not None][:REWARD_TRIALS]
-    try:
-        gold = [(await rubric.score(task, Trajectory.saying(task.id, task.answer or "")))[0] for task in tasks]
-        empty = [(await rubric.score(task, Trajectory.saying(task.id, "")))[0] for task in tasks]
-    finally:
-        await rubric.close()
-    return {f"{name} of gold answers": _summary(gold), f"{name} of empty answers": _summary(empty)}
-
-
-def _summary(scores: Sequence[Score]) -> str:
-    values = [score.value for score in scores if score.value is not None]
-    reasons = sorted({str(score.reason) for score in scores if score.value is None})
-    mean = f"mean {sum(values) / len(values):.3g} of {len(values)}" if values else "none"
-    return f"{mean}; not scored: {'; '.join(reasons)}" if reasons else mean

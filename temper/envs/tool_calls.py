@@ -179,6 +179,20 @@ def write_call(call_format: str, name: str, arguments: Mapping[str, Any]) -> str
     ]
 
 
+def describe_tools(schemas: Iterable[Mapping[str, Any]], call_format: str) -> str:
+    """Tools in words, and how to call one: for models whose chat template cannot show schemas."""
+    tools = [schema["function"] for schema in schemas]
+    names = [list(tool.get("parameters", {}).get("properties", {})) for tool in tools]
+    lines = [
+        f"{tool['name']}({', '.join(own)}): {tool.get('description', '')}"
+        for tool, own in zip(tools, names, strict=True)
+    ]
+    if call_format in ("auto", "plain"):
+        return "\n".join(["Call a tool by writing a line of its own, then wait for its output:", *lines])
+    call = write_call(call_format, "NAME", {"ARGUMENT": "VALUE"})
+    return "\n".join([f"Call a tool by writing\n{call}\nthen wait for its output. The tools:", *lines])
+
+
 def detect_format(chat_template: str) -> str:
     """The convention that a chat template teaches its model; "plain" when it knows no tools."""
     if "<function=" in chat_template:

@@ -20,14 +20,15 @@ from typing import Any, Literal
 from temper.calls import DeadlinePassed
 from temper.envs.permissions import Permissions, SideEffect, SideEffectLog
 from temper.envs.threads import run_with_deadline
-from temper.envs.tool_calls import BadCall, Call, find_parser, parse
+from temper.envs.tool_calls import BadCall, Call, describe_tools, find_parser, parse
 from temper.envs.tools import ArgumentsRefused, Tool, ToolError, ToolSet, ToolTimeout
-from temper.errors import BackendError, TaskError
+from temper.errors import BackendError, TaskError, UserError
 from temper.protocols import EnvOpening, EnvReply
 from temper.types import Event, EventKind, Message, Status, Task
 
 MakeTools = Callable[[Task, int], Iterable[Tool]]
 """(task, seed) to tools over a state made for this episode."""
+SHOW_TOOLS = ("auto", "schema", "text", "no")
 DETAIL_CHARACTERS = 200
 """Of an event: enough to find the call again."""
 MAX_CHARACTERS = 100_000
@@ -57,10 +58,24 @@ class Presentation:
 
     call_format: str = "auto"
     """A name in tool_calls.PARSERS; auto: by the marks in each message."""
-    show_tools: Literal["schema", "text", "no"] = "schema"
-    """schema: through the chat template; text: in words before the question; no: the policy knows already."""
+    show_tools: str = "auto"
+    """One of SHOW_TOOLS. schema: through the chat template; text: in words before the question; no: the policy knows
+    already; auto: text where calls are plain, else schema."""
     mark_untrusted: bool = True
     """Put output between lines with a mark that the output's author cannot know."""
+
+    def __post_init__(self) -> None:
+        find_parser(self.call_format)
+        if self.show_tools not in SHOW_TOOLS:
+            raise UserError(f"show_tools={self.show_tools!r} is unknown. Known: {', '.join(SHOW_TOOLS)}.")
+
+    def open(self, messages: tuple[Message, ...], schemas: tuple[Mapping[str, Any], ...]) -> EnvOpening:
+        """How an episode with these tools begins."""
+        is_plain = self.call_format == "plain"
+        how = ("text" if is_plain else "schema") if self.show_tools == "auto" else self.show_tools
+        if how == "text" and schemas:
+            return EnvOpening(messages=_introduced(messages, describe_tools(schemas, self.call_format)))
+        return EnvOpening(messages=messages, tools=schemas if how == "schema" else ())
 
 
 @dataclass(slots=True)
@@ -96,7 +111,6 @@ class ToolEnv:
         self._tools = ToolSet(())
         self._mark = ""
         self._num_calls, self._num_bad, self._seconds_used = 0, 0, 0.0
-        find_parser(self._presentation.call_format)
 
     def reward(self, answer: str) -> float | None:
         """Of the episode that ends with this answer; an environment that judges its own state overrides it."""
@@ -112,10 +126,7 @@ class ToolEnv:
         self._tools = ToolSet(self._make_tools(task, seed))
         for tool in self._tools:
             self._permissions.secrets.for_tool(tool)  # a missing secret is the user's mistake, not the policy's
-        if self._presentation.show_tools == "text":
-            return EnvOpening(messages=_introduced(task.messages, self._tools.describe()))
-        is_shown = self._presentation.show_tools == "schema"
-        return EnvOpening(messages=task.messages, tools=self._tools.schemas if is_shown else ())
+        return self._presentation.open(task.messages, self._tools.schemas)
 
     async def step(self, message: Message) -> EnvReply:
         calls = parse(message.content, self._presentation.call_format).calls

@@ -141,14 +141,6 @@ class ToolSet:
     def schemas(self) -> tuple[dict[str, Any], ...]:
         return tuple(item.schema for item in self)
 
-    def describe(self) -> str:
-        """The tools in words, for models whose template cannot show schemas: plain calls, one per line."""
-        lines = ["Call a tool by writing a line of its own, then wait for its output:"]
-        for item in self:
-            arguments = ", ".join(item.parameters.get("properties", {}))
-            lines.append(f"{item.name}({arguments}): {item.description}")
-        return "\n".join(lines)
-
     def bind(self, call: Call) -> tuple[Tool, dict[str, Any]]:
         """The tool and the checked arguments. Raises ArgumentsRefused with what the policy should know."""
         found = self._tools.get(call.name)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from temper.calls import explain_error
 from temper.rewards.workers import WorkerFailed
 
 MAX_HANGING = 16
@@ -49,7 +50,7 @@ class LiveCalls:
             if error is None:
                 outcome.set_result(value)
             else:
-                outcome.set_exception(WorkerFailed(f"{type(error).__name__}: {error}"))
+                outcome.set_exception(WorkerFailed(explain_error(error)))
 
         def run() -> None:
             value, failure = None, None

@@ -8,6 +8,7 @@ Refuses: guessing at anything else it returns.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ class UserReward:
     """
 
     def __init__(self, target: str, *, by_turn: bool = False, workers: int = 2, deadline_seconds: float = 10.0) -> None:
-        require_reward_function(target, "turns" if by_turn else "response")
+        self._where = require_reward_function(target, "turns" if by_turn else "response")
         self.name = target.partition(":")[2]
         self.pays_turns = by_turn
         given = given_function(target)
@@ -43,7 +44,9 @@ class UserReward:
             return value
         if not _is_number(value):
             hint = ". To pay turns, set options.by_turn = true" if isinstance(value, list) else ""
-            return Score.error(f"the function returned {value!r:.80}, not a number or None{hint}")
+            return Score.error(f"the function returned {value!r:.80}, not a number or None{self._where}{hint}")
+        if not math.isfinite(value):
+            return Score.error(f"the reward is {value}{self._where}")
         return Score.of(value)
 
     async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, Sequence[float | None]]:
@@ -52,10 +55,12 @@ class UserReward:
         if isinstance(paid, Score):
             return paid, []
         if not isinstance(paid, list):
-            return Score.error(f"the function returned {paid!r:.80}, not a list with a payment for each turn"), []
+            wanted = f"not a list with a payment for each turn{self._where}"
+            return Score.error(f"the function returned {paid!r:.80}, {wanted}"), []
         for turn, payment in enumerate(paid):
             if not (payment is None or _is_number(payment)):
-                return Score.error(f"the function pays turn {turn} {payment!r:.80}, not a number or None"), []
+                wanted = f"not a number or None{self._where}"
+                return Score.error(f"the function pays turn {turn} {payment!r:.80}, {wanted}"), []
         return Score.of(sum(payment or 0.0 for payment in paid)), paid
 
     async def _ask(self, task: Task, said: str | list[dict[str, Any]]) -> Any:
@@ -64,8 +69,9 @@ class UserReward:
         try:
             value = await self._pool.call(prompt, said, task.answer)
         except WorkerFailed as error:
-            return Score.error(str(error))
-        return Score.unscorable("the function returned None") if value is None else value
+            reason = str(error)  # an exception names its own line; a time-out and a dead process do not
+            return Score.error(reason if ", line " in reason else f"{reason}{self._where}")
+        return Score.unscorable(f"the function returned None{self._where}") if value is None else value
 
     def check(self, task: Task) -> str | None:
         return None
@@ -86,14 +92,19 @@ def shown_turns(trajectory: Trajectory) -> list[dict[str, Any]]:
     ]
 
 
-def require_reward_function(target: str, shown: str = "response") -> None:
-    """Fails now, with the user's own words, rather than at the first score of a run."""
+def require_reward_function(target: str, shown: str = "response") -> str:
+    """Fails now, with the user's own words, rather than at the first score of a run.
+
+    Returns where the function is defined, to be put behind what it did: ", in rewards.py, line 3".
+    """
     where = f'reward "{target}"'
     function = load_function(target, where=where)
     try:
         inspect.signature(function).bind("prompt", shown, None)
     except TypeError as error:
         raise UserError(f"{where}: must take (prompt, {shown}, answer), got {inspect.signature(function)}") from error
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f", in {target}" if code is None else f", in {code.co_filename}, line {code.co_firstlineno}"
 
 
 def _is_number(value: object) -> bool:

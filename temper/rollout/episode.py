@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from temper.calls import CLOSE_SECONDS, call, describe_error, is_end_of_task, waiting_for
+from temper.calls import CLOSE_SECONDS, call, explain_error, is_end_of_task, waiting_for
 from temper.errors import BackendError, ContextFull, TaskError, TemperError
 from temper.protocols import Env, EnvOpening, Sampler
 from temper.storable import as_float, without_halves
@@ -103,12 +103,14 @@ async def run_episode(setup: EpisodeSetup, task: Task, *, group_id: str, index: 
         )
     except BackendError:
         raise
+    except ContextFull as problem:  # on the first turn; later ones are cut
+        status, error = Status.TOO_LONG, f"task {task.id}: {problem}"
     except TemperError as problem:
         status, error = Status.TOOL_ERROR, str(problem)
     except BaseException as problem:  # the rim: environments are user code, and one of them must not end the run
         if is_end_of_task(problem):
             raise
-        status, error = Status.TOOL_ERROR, describe_error(problem)
+        status, error = Status.TOOL_ERROR, explain_error(problem)
     trajectory = Trajectory(
         task_id=task.id,
         group_id=group_id,
@@ -240,8 +242,11 @@ def cut_status(completion: Completion) -> Status | None:
 
 
 async def _scored(scorer: Scorer, task: Task, trajectory: Trajectory) -> Trajectory:
+    reason = f"{trajectory.status}: {trajectory.error}"
+    if trajectory.status is Status.TOO_LONG:  # no part of the system failed, and there is nothing to judge
+        return dataclasses.replace(trajectory, score=Score.unscorable(reason))
     if trajectory.status not in TRAINABLE_STATUSES:
-        return dataclasses.replace(trajectory, score=Score.error(f"{trajectory.status}: {trajectory.error}"))
+        return dataclasses.replace(trajectory, score=Score.error(reason))
     turn_rewards: Sequence[float] = ()
     if isinstance(scorer, TurnScorer):
         score, parts, turn_rewards = await scorer.score_turns(task, trajectory)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from temper.batching.rows import rows_of
-from temper.errors import BackendError
+from temper.errors import BackendError, UserError
 from temper.protocols import Sampler
 from temper.rollout.budgets import Budget
 from temper.rollout.diagnosis import Agreement, Evidence, Probe, diagnose, measure
@@ -122,7 +122,8 @@ def canary_prompts(rows: Sequence[Sample], count: int = 4) -> list[tuple[int, ..
 async def open_gate(
     setup: EpisodeSetup, tasks: Sequence[Task], sides: Sides, *, name: str
 ) -> tuple[Agreement, list[Sample]]:
-    """Plays a few episodes and compares what was drawn with the trainer. Raises BackendError when they differ.
+    """Plays a few episodes and compares what was drawn with the trainer. Raises BackendError when they differ, and
+    UserError when no episode can be played.
 
     Returns the rows too: real prompts, from which a canary can take its own.
     """
@@ -132,6 +133,9 @@ async def open_gate(
         for place, task in enumerate(tasks)
     )
     trajectories = await asyncio.gather(*episodes)
+    if all(trajectory.error is not None for trajectory in trajectories):
+        first = trajectories[0]
+        raise UserError(f"none of {len(trajectories)} episodes could be played. Task {first.task_id}: {first.error}")
     for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
         _require_echo(turn.completion, setup.params)
     rows = [row for trajectory in trajectories if trajectory.num_tokens for row in rows_of(trajectory)]

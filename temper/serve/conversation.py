@@ -16,7 +16,7 @@ from temper.serve.asked import Asked, ChatMessage, ToolCall
 from temper.serve.records import Origin, Records, hash_of
 from temper.serve.refusals import Refused
 from temper.serve.text import Words
-from temper.tasks.render import Renderer
+from temper.tasks.render import Renderer, ToolsUnseen
 from temper.types import Message
 
 
@@ -119,15 +119,15 @@ class Conversations:
 
     def _render(self, messages: Sequence[Message], asked: Asked, *, is_drawn: bool = False) -> str:
         assert self._renderer is not None, "only chats are rendered"
-        text = self._renderer.render(messages, for_generation=True, tools=asked.tools, is_drawn=is_drawn)
-        if asked.tools and text == self._renderer.render(messages, for_generation=True):
+        try:
+            return self._renderer.render(messages, for_generation=True, tools=asked.tools, is_drawn=is_drawn)
+        except ToolsUnseen as error:
             raise Refused(
                 "the chat template of this model shows no tools, so it would never know of them. Describe them in "
                 "a system message instead",
                 param="tools",
                 code="unsupported_parameter",
-            )
-        return text
+            ) from error
 
     def _encode(self, text: str) -> list[int]:
         assert self._renderer is not None, "only chats are encoded without a start"

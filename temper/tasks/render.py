@@ -24,6 +24,10 @@ PROMPTS_KEPT = 256
 PROBE = "<think>\nprobe one\n</think>\n\nprobe two"
 
 
+class ToolsUnseen(UserError):
+    """The chat template writes the same with tools and without them."""
+
+
 @dataclass(slots=True)
 class SpokenRow:
     """Ids of a conversation with those marked that an assistant said."""
@@ -196,12 +200,22 @@ class Renderer:
     def render(
         self, messages: Sequence[Message], *, for_generation: bool, tools: Tools = (), is_drawn: bool = False
     ) -> str:
-        """The conversation as text. is_drawn: what assistants say is the text of drawn ids, with the control tokens
-        among them, and is compared with such text, never encoded."""
+        """The conversation as text. Raises ToolsUnseen where the template leaves the tools out without a word.
+
+        is_drawn: what assistants say is the text of drawn ids, with the control tokens among them, and is compared with
+        such text, never encoded.
+        """
         if not self.has_tool_role:  # then the user speaks for the tools
             messages = [_as_user(message) if message.role == "tool" else message for message in messages]
         messages = [m if is_drawn and m.role == "assistant" else self.take_apart(m) for m in messages]
-        return self._render_as_given(messages, for_generation, self._markers.take_apart_all(tools))
+        text = self._render_as_given(messages, for_generation, self._markers.take_apart_all(tools))
+        if tools and text == self._render_as_given(messages, for_generation, ()):
+            raise ToolsUnseen(
+                f"the chat template of this model shows no tools, so it would never see the {len(tools)} given. In an "
+                'environment set env.options.show_tools = "text": they then stand in words before the question. In '
+                "rows of data describe them in the system message and leave the column tools out"
+            )
+        return text
 
     def take_apart(self, message: Message) -> Message:
         """The message without markers of the chat format: nobody must end his turn and speak as another.

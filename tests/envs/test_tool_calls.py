@@ -13,6 +13,7 @@ from temper.envs.tool_calls import (
     PARSERS,
     BadCall,
     Call,
+    describe_tools,
     detect_format,
     parse,
     parse_hermes,
@@ -152,3 +153,17 @@ def test_an_unknown_convention_is_refused() -> None:
         parse("x", "herms")
     with pytest.raises(UserError, match="no call can be written"):
         write_call("auto", "f", {})
+
+
+@pytest.mark.parametrize("call_format", sorted(PARSERS))
+def test_tools_in_words_teach_the_convention_that_is_read(call_format: str) -> None:
+    properties = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+    function = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": properties}}
+    words = describe_tools([{"type": "function", "function": function}], call_format)
+    assert "add(a, b): Adds." in words
+    taught = "plain" if call_format == "auto" else call_format
+    shown = parse(words, taught).calls
+    if taught == "plain":
+        assert parse("add(1, 2)", call_format).calls == (Call("add", "1, 2"),)
+    else:
+        assert shown == (Call("NAME", {"ARGUMENT": "VALUE"}),)

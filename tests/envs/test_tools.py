@@ -7,7 +7,7 @@ from typing import Any, Literal, Optional
 
 import pytest
 
-from temper.envs.tool_calls import Call
+from temper.envs.tool_calls import Call, describe_tools
 from temper.envs.tools import ArgumentsRefused, Tool, ToolSet, make_tool, mismatch, tool
 from temper.errors import UserError
 
@@ -147,4 +147,5 @@ def test_functions_that_cannot_be_tools_are_refused_at_once() -> None:
 
 
 def test_tools_can_be_described_in_words() -> None:
-    assert "find(query, limit, kind, scores, near, exact): Looks something up." in ToolSet([find]).describe()
+    words = describe_tools(ToolSet([find]).schemas, "auto")
+    assert "find(query, limit, kind, scores, near, exact): Looks something up." in words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -56,7 +57,9 @@ def test_every_failure_is_excluded_counted_by_reason_and_leaves_no_process(misbe
     scores = asyncio.run(go())
     failures = scores[::3]
     assert all(score.kind is ScoreKind.ERROR and score.value is None for score in failures)
-    assert Counter(score.reason for score in failures) == {
+    # Each names the line: of the function, or where it raised.
+    assert all(re.search(rf", in .*{misbehaving}\.py, line \d+$", str(score.reason)) for score in failures)
+    assert Counter(str(score.reason).partition(", in ")[0] for score in failures) == {
         "reward: ValueError: verifier bug": 1,
         "reward: timeout after 1 s": 4,
         "reward: worker died (exit code 3)": 1,

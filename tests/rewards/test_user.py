@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +44,9 @@ def test_none_is_unscorable(misbehaving: str, say: Say) -> None:
         await reward.close()
         return score
 
-    assert asyncio.run(go()) == Score.unscorable("the function returned None")
+    score = asyncio.run(go())
+    assert score.kind is ScoreKind.UNSCORABLE
+    assert re.fullmatch(rf"the function returned None, in .*{misbehaving}\.py, line \d+", str(score.reason))
 
 
 def test_mistakes_in_the_name_are_found_at_once(misbehaving: str) -> None:
@@ -135,7 +138,8 @@ def test_no_list_at_all_is_unscorable_and_leaves_the_whole_so(
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     total, part, earned = paid_by("return None", tmp_path, say)
-    assert part == Score.unscorable("the function returned None")
+    assert part.kind is ScoreKind.UNSCORABLE
+    assert str(part.reason).startswith("the function returned None, in ")
     assert (total.kind, earned) == (ScoreKind.UNSCORABLE, [])
 
 

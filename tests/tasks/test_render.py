@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from temper.errors import UserError
-from temper.tasks.render import Renderer
+from temper.tasks.render import Renderer, ToolsUnseen
 from temper.types import Message, Task
 
 MODELS = (
@@ -368,3 +368,35 @@ def test_real_chat_templates_give_one_row_of_their_own_ids(name: str) -> None:
     assert row.token_ids == tokenizer.encode(whole, add_special_tokens=False)[: len(row.token_ids)]
     assert tokenizer.decode(row.token_ids) + "\n" == whole
     assert trained(tokenizer, row) == "It is 4.<|im_end|>6, of course.<|im_end|>"
+
+
+TOOLS = ({"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}},)
+
+
+def test_tools_that_the_template_leaves_out_are_refused_wherever_they_are_given() -> None:
+    renderer = Renderer(characters())
+    said = (user("1+1"), Message(role="assistant", content="2"))
+    for render in (
+        lambda: renderer.prompt_ids(said[:1], TOOLS),
+        lambda: renderer.spoken_rows(said, tools=TOOLS),
+        lambda: renderer.render(said, for_generation=False, tools=TOOLS),
+    ):
+        with pytest.raises(ToolsUnseen, match=r"env\.options\.show_tools = \"text\""):
+            render()
+    shows = Renderer(
+        characters("{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + CHATML)
+    )
+    assert "add" in shows.render(said[:1], for_generation=True, tools=TOOLS)
+
+
+@pytest.mark.skipif(not (MODELS / "smollm2-135m-instruct").is_dir(), reason="the model's files are not here")
+def test_the_template_of_smollm2_shows_no_tools_and_that_is_said() -> None:
+    renderer = Renderer(AutoTokenizer.from_pretrained(MODELS / "smollm2-135m-instruct"))
+    with pytest.raises(ToolsUnseen, match="shows no tools"):
+        renderer.prompt_ids((user("1+1"),), TOOLS)
+
+
+@pytest.mark.skipif(not (MODELS / "qwen2.5-coder-0.5b-instruct").is_dir(), reason="the model's files are not here")
+def test_the_template_of_qwen_shows_tools() -> None:
+    renderer = Renderer(AutoTokenizer.from_pretrained(MODELS / "qwen2.5-coder-0.5b-instruct"))
+    assert '"name": "add"' in renderer.render((user("1+1"),), for_generation=True, tools=TOOLS)

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 from temper.envs.adapters.third_party import failure, require_package, within
 from temper.envs.permissions import Permissions
-from temper.envs.tool_calls import find_parser
 from temper.envs.tool_env import Presentation, ToolEnv
 from temper.envs.tools import EFFECTS, Effect, Tool, ToolError
 from temper.errors import TaskError, UserError
@@ -156,7 +155,7 @@ class McpEnv:
 
     server: "http://..." or the command as a list; a command is started anew for every episode.
     environment: variables the server may see besides PATH, HOME and the like. Nothing else is passed on.
-    call_format: how the policy writes calls, see tool_calls.py.
+    call_format, show_tools: how the policy writes calls and sees tools, see tool_env.Presentation.
     effects: what tools change: read, write or irreversible, in one word for all of them, or by name; those that are not
     named are irreversible. The server's own word is not taken for it.
     allow: effects that run. Irreversible ones run dry unless named here; set this only for servers you would let
@@ -170,13 +169,13 @@ class McpEnv:
         server: str | list[str],
         environment: list[str] | None = None,
         call_format: str = "auto",
+        show_tools: str = "auto",
         effects: str | dict[str, str] = "irreversible",
         allow: list[str] | None = None,
         only: list[str] | None = None,
         tool_seconds: float = 30.0,
     ) -> None:
         _require_server(server)
-        find_parser(call_format)
         allowed = ["read"] if allow is None else allow
         self._effect = effects if isinstance(effects, str) else "irreversible"
         self._effects = {} if isinstance(effects, str) else dict(effects)
@@ -187,7 +186,7 @@ class McpEnv:
         self._only = frozenset(only or ())
         self._seconds = tool_seconds
         self._permissions = Permissions(effects=frozenset(allowed), approve=_yes if "irreversible" in allowed else None)
-        self._presentation = Presentation(call_format=call_format)
+        self._presentation = Presentation(call_format=call_format, show_tools=show_tools)
         self._env: ToolEnv | None = None
 
     async def start(self, task: Task, seed: int) -> EnvOpening:

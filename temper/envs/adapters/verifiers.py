@@ -15,6 +15,7 @@ from typing import Any
 from temper.envs.adapters.third_party import EpisodeThread, require_package
 from temper.envs.adapters.verifiers_rollout import Rollout, readable
 from temper.envs.tool_calls import find_parser, parse
+from temper.envs.tool_env import Presentation
 from temper.errors import TaskError, TemperError, UserError
 from temper.named import load_function
 from temper.protocols import EnvOpening, EnvReply
@@ -107,11 +108,13 @@ def _missing(task: Task) -> str | None:
 class VerifiersEnv:
     """One episode. The rubric judges the state the episode ended in, and its verdict is the last turn's reward.
 
-    call_format: how the policy writes tool calls, see tool_calls.py.
+    call_format, show_tools: how the policy writes tool calls and sees tools, see tool_env.Presentation. Calls are JSON.
     """
 
-    def __init__(self, *, call_format: str = "auto", step_seconds: float = 60.0) -> None:
+    def __init__(self, *, call_format: str = "auto", show_tools: str = "auto", step_seconds: float = 60.0) -> None:
         find_parser(call_format)
+        shown_format = "hermes" if call_format == "auto" else call_format  # in words, one way of writing JSON is named
+        self._presentation = Presentation(call_format=shown_format, show_tools=show_tools)
         self._call_format = call_format
         self._thread = EpisodeThread("verifiers", seconds=step_seconds)
         self._rollout: Rollout | None = None
@@ -120,7 +123,7 @@ class VerifiersEnv:
         if (reason := _missing(task)) is not None:
             raise TaskError(f"task {task.id} cannot be played by verifiers: {reason}")
         self._rollout = await self._thread.call(_open, task)
-        return EnvOpening(messages=self._rollout.messages, tools=self._rollout.tools)
+        return self._presentation.open(self._rollout.messages, self._rollout.tools)
 
     async def step(self, message: Message) -> EnvReply:
         assert self._rollout is not None, "step() before start()"

@@ -89,14 +89,14 @@ def calc(expression: str) -> str:
 class Calculator(ToolEnv):
     """A question, calls of calc, an answer. In the plain protocol: "47*83", "calc(47*83)", "3901", "3901"."""
 
-    def __init__(self, *, call_format: str = "plain", max_calls: int = 4) -> None:
+    def __init__(self, *, call_format: str = "plain", max_calls: int = 4, show_tools: str = "auto") -> None:
         # A character model knows neither schemas nor brackets, and arithmetic carries no instructions to beware of.
-        is_plain = call_format == "plain"
+        is_untold = call_format == "plain" and show_tools == "auto"
         super().__init__(
             [calc],
             limits=ToolLimits(calls_per_turn=max_calls, calls_per_episode=max_calls, observation_characters=200),
             presentation=Presentation(
-                call_format=call_format, show_tools="no" if is_plain else "schema", mark_untrusted=False
+                call_format=call_format, show_tools="no" if is_untold else show_tools, mark_untrusted=False
             ),
         )
 

@@ -222,7 +222,14 @@ JOBS: tuple[Callable[[FileSystem, random.Random], tuple[str, Calls]], ...] = (
 class FilesEnv(ToolEnv):
     """One session over the files of its task; see judge() for what it is paid."""
 
-    def __init__(self, *, max_calls: int = 24, mistake_cost: float = 0.25, call_format: str = "auto") -> None:
+    def __init__(
+        self,
+        *,
+        max_calls: int = 24,
+        mistake_cost: float = 0.25,
+        call_format: str = "auto",
+        show_tools: str = "auto",
+    ) -> None:
         if mistake_cost < 0:
             raise UserError(f'env "files": mistake_cost={mistake_cost} must not be below 0.')
         self._mistake_cost = mistake_cost
@@ -230,9 +237,7 @@ class FilesEnv(ToolEnv):
             self._open,
             limits=ToolLimits(calls_per_turn=max_calls, calls_per_episode=max_calls),
             permissions=Permissions(effects=frozenset({"read", "write"})),
-            presentation=Presentation(
-                call_format=call_format, show_tools="text" if call_format == "plain" else "schema"
-            ),
+            presentation=Presentation(call_format=call_format, show_tools=show_tools),
         )
 
     def reward(self, answer: str) -> float | None:

@@ -30,7 +30,7 @@ class Python(ToolEnv):
         output_characters: int = 2000,
         max_calls: int = 8,
         call_format: str = "auto",
-        show_tools: str = "schema",
+        show_tools: str = "auto",
         sandbox: Sandbox | None = None,
     ) -> None:
         if seconds <= 0 or memory_mib < 16 or output_characters < 16 or max_calls < 1:
@@ -38,8 +38,6 @@ class Python(ToolEnv):
                 f'env "python": seconds={seconds} must be above 0, memory_mib={memory_mib} and '
                 f"output_characters={output_characters} at least 16, max_calls={max_calls} at least 1."
             )
-        if show_tools not in ("schema", "text", "no"):
-            raise UserError(f'env "python": show_tools={show_tools!r} is unknown. Known: schema, text, no.')
         self._sandbox = sandbox or _shared_sandbox()
         self._program_limits = Limits(wall_seconds=seconds, cpu_seconds=seconds, memory_bytes=memory_mib << 20)
         self._characters = output_characters
@@ -52,7 +50,7 @@ class Python(ToolEnv):
                 observation_characters=output_characters + 200,
                 total_seconds=longest * max_calls,
             ),
-            presentation=Presentation(call_format=call_format, show_tools=show_tools),  # type: ignore[arg-type]
+            presentation=Presentation(call_format=call_format, show_tools=show_tools),
         )
 
     async def python(self, code: str) -> str:

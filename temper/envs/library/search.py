@@ -63,6 +63,7 @@ class SearchEnv(ToolEnv):
         results: int = 5,
         max_calls: int = 16,
         call_format: str = "auto",
+        show_tools: str = "auto",
     ) -> None:
         if results < 1:
             raise UserError(f'env "search": results={results} must be at least 1.')
@@ -72,9 +73,7 @@ class SearchEnv(ToolEnv):
         super().__init__(
             self._tools_of,
             limits=ToolLimits(calls_per_episode=max_calls),
-            presentation=Presentation(
-                call_format=call_format, show_tools="text" if call_format == "plain" else "schema"
-            ),
+            presentation=Presentation(call_format=call_format, show_tools=show_tools),
         )
 
     def reward(self, answer: str) -> float | None:

@@ -236,6 +236,7 @@ class ShopEnv(ToolEnv):
         mistake_cost: float = 0.25,
         approve_payments: bool = True,
         call_format: str = "auto",
+        show_tools: str = "auto",
     ) -> None:
         if mistake_cost < 0:
             raise UserError(f'env "shop": mistake_cost={mistake_cost} must not be below 0.')
@@ -247,9 +248,7 @@ class ShopEnv(ToolEnv):
                 effects=frozenset({"read", "write"}),
                 approve=(lambda tool, arguments: True) if approve_payments else None,
             ),
-            presentation=Presentation(
-                call_format=call_format, show_tools="text" if call_format == "plain" else "schema"
-            ),
+            presentation=Presentation(call_format=call_format, show_tools=show_tools),
         )
 
     def reward(self, answer: str) -> float | None:

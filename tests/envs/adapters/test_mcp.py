@@ -129,6 +129,21 @@ def is_alive(process: int) -> bool:
         return False
 
 
+def test_tools_of_a_server_can_be_shown_in_words(url: str) -> None:
+    async def go() -> None:
+        env = McpEnv(server=url, show_tools="text")
+        try:
+            opening = await env.start(TASK, 0)
+            assert opening.tools == ()
+            assert "add(a, b): Adds two whole numbers." in opening.messages[0].content
+            reply = await env.step(Message(role="assistant", content="add(19, 23)"))
+            assert "42" in reply.messages[0].content
+        finally:
+            await env.close()
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize("how", ["stdio", "http"])
 def test_tools_are_listed_with_their_schemas_and_called(how: str, command: list[str], url: str) -> None:
     async def go() -> None:

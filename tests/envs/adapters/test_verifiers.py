@@ -201,6 +201,21 @@ def test_an_environment_that_blocks_in_a_coroutine_blocks_no_other_episode() -> 
     assert fine[-1].reward == 3.0
 
 
+def test_tools_can_be_shown_in_words_with_the_way_to_call_them() -> None:
+    async def go() -> None:
+        env = VerifiersEnv(show_tools="text")
+        try:
+            opening = await env.start(task("tools"), 0)
+            said = "".join(message.content for message in opening.messages)
+            assert opening.tools == ()
+            assert "add(a, b)" in said
+            assert "<tool_call>" in said
+        finally:
+            await env.close()
+
+    asyncio.run(go())
+
+
 def test_tools_are_shown_called_and_answered() -> None:
     async def go() -> None:
         one = task("tools")

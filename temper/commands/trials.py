@@ -1,0 +1,136 @@
+"""What a dry run tries without a model: environments are started, the reward judges gold and empty answers.
+
+Owns: which tasks are tried, and what makes a dry run fail. Refuses: drawing; nobody answers here but the gold answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from temper.build import env_maker
+from temper.calls import CLOSE_SECONDS, call, explain_error
+from temper.config import RewardConfig, RunConfig
+from temper.data import StageData
+from temper.errors import UserError
+from temper.protocols import Env
+from temper.rewards.rubric import Rubric
+from temper.rollout.openings import try_openings
+from temper.types import Message, Score, ScoreKind, Status, Task, Trajectory
+
+REWARD_TRIALS = 16
+
+
+async def try_environment(config: RunConfig, data: StageData) -> dict[str, str]:
+    """Makes, starts and closes the environments of a few tasks. Raises UserError with what went wrong, and where."""
+    make_env = env_maker(config)
+    openings = await try_openings(
+        make_env, data.renderer, data.asked, seed=config.seed, seconds=config.rollout.episode_seconds
+    )
+    names = sorted({config.env.name or opening.task.env for opening in openings})
+    if names in ([], ["single_turn"]):
+        return {}
+    longest = max(openings, key=lambda opening: len(opening.prompt_ids))
+    size, limit = len(longest.prompt_ids), data.shape.max_context
+    if size >= limit:
+        raise UserError(
+            f"task {longest.task.id} opens with {size} tokens, tools included, and the model's context is {limit}: no "
+            "room for an answer. Use a model with a longer context, or show less"
+        )
+    tools = sorted({name for opening in openings for name in opening.tools})
+    shown = f", the template shows {', '.join(tools)}" if tools else ""
+    return {"environment": f"{', '.join(names)}: started for {len(openings)} tasks, at most {size} tokens{shown}"}
+
+
+async def try_reward(
+    config: RunConfig, data: StageData, rubric: Rubric, parts: Sequence[RewardConfig], name: str
+) -> dict[str, str]:
+    """The reward of gold and empty answers: a verifier that rejects its own gold answers cannot teach anything.
+
+    Raises UserError when a gold answer cannot be scored, or when it could not be said within the limit of tokens.
+    """
+    tasks = [task for task in data.asked if task.answer is not None][:REWARD_TRIALS]
+    # Only a reward that the environment pays needs the environment.
+    make_env = env_maker(config) if any(part.kind == "env" for part in parts) else None
+    gold, empty = [], []
+    try:
+        say = partial(_saying, make_env, seed=config.seed, seconds=config.rollout.episode_seconds)
+        for task in tasks:
+            gold.append((await rubric.score(task, await say(task, task.answer or "")))[0])
+            empty.append((await rubric.score(task, await say(task, "")))[0])
+    finally:
+        await rubric.close()
+    _require_scored(tasks, gold, name)
+    _require_works(tasks, empty, name)
+    worthy = [task for task, right, none in zip(tasks, gold, empty, strict=True) if _value(right) > _value(none)]
+    _require_sayable(config, data, worthy)
+    return {f"{name} of gold answers": _summary(gold), f"{name} of empty answers": _summary(empty)}
+
+
+async def _saying(
+    make_env: Callable[[str], Env] | None, task: Task, text: str, *, seed: int, seconds: float
+) -> Trajectory:
+    """An episode of one turn that says the text. With an environment, what that replies and pays."""
+    said = Trajectory.saying(task.id, text)
+    if make_env is None:
+        return said
+    env = make_env(task.env)
+    try:
+        await call(env.start(task, seed), seconds, f"{task.env}.start()")
+        reply = await call(env.step(Message(role="assistant", content=text)), seconds, f"{task.env}.step()")
+    except Exception as error:
+        raise UserError(f"task {task.id}: the environment fails on {text!r:.60}: {explain_error(error)}") from error
+    finally:
+        await call(env.close(), CLOSE_SECONDS, f"{task.env}.close()")
+    status = (reply.status or Status.COMPLETED) if reply.is_done else Status.TRUNCATED_TURNS
+    turn = replace(said.turns[0], replies=reply.messages, reward=reply.reward, events=reply.events)
+    return replace(said, turns=(turn,), status=status)
+
+
+def _require_scored(tasks: Sequence[Task], scores: Sequence[Score], name: str) -> None:
+    bad = [(task, score) for task, score in zip(tasks, scores, strict=True) if score.value is None]
+    if bad:
+        task, score = bad[0]
+        raise UserError(
+            f"{name}: {len(bad)} of {len(tasks)} gold answers cannot be scored. Task {task.id} with gold answer "
+            f"{task.answer!r:.60}: {score.reason}. Mend the reward, or remove such rows"
+        )
+
+
+def _require_works(tasks: Sequence[Task], scores: Sequence[Score], name: str) -> None:
+    """Nothing to judge by is a fair verdict on an empty answer; a reward that breaks is not."""
+    bad = [(task, score) for task, score in zip(tasks, scores, strict=True) if score.kind is ScoreKind.ERROR]
+    if bad:
+        task, score = bad[0]
+        raise UserError(
+            f"{name}: it fails on {len(bad)} of {len(tasks)} empty answers. Task {task.id}: {score.reason}. Models do "
+            "answer nothing: return a number for it, or None where it cannot be judged"
+        )
+
+
+def _require_sayable(config: RunConfig, data: StageData, tasks: Sequence[Task]) -> None:
+    """Gold answers that pay when they are said must fit into what may be drawn."""
+    heldout = {task.id for task in data.heldout}
+    for task in tasks:
+        size = len(data.tokenizer.encode(task.answer, add_special_tokens=False)) + 1  # and the end of the turn
+        evaluated = config.evaluation.max_new_tokens if task.id in heldout else None
+        limit, key = config.sampling.max_new_tokens, "sampling.max_new_tokens"
+        if evaluated is not None:
+            limit, key = evaluated, "evaluation.max_new_tokens"
+        if size > limit:
+            raise UserError(
+                f"task {task.id}: the gold answer {task.answer!r:.60} has {size} tokens with its end, and {key} = "
+                f"{limit}: it can never be said. Use at least {size}"
+            )
+
+
+def _value(score: Score) -> float:
+    return float("-inf") if score.value is None else score.value
+
+
+def _summary(scores: Sequence[Score]) -> str:
+    values = [score.value for score in scores if score.value is not None]
+    reasons = sorted({str(score.reason) for score in scores if score.value is None})
+    mean = f"mean {sum(values) / len(values):.3g} of {len(values)}" if values else "none"
+    return f"{mean}; not scored: {'; '.join(reasons)}" if reasons else mean
