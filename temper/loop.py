@@ -9,7 +9,7 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +20,8 @@ from temper.types import Batch, EvaluationResult, StepReport, TrainResult
 
 OBJECTS_PER_COLLECTION = 50_000
 """That Python makes before it looks for cycles among them."""
+SAVING_SECONDS = 3600.0
+"""For a checkpoint that is being written when the run is stopped."""
 SECONDS_PER_TURN = 0.0005
 """Of a thread that holds the interpreter while another waits for it."""
 
@@ -181,12 +183,22 @@ async def _close_step(plan: Plan, step: int, canary: _Canary) -> dict[str, float
     is_held = plan.watch is not None and plan.watch.is_called
     if step == plan.steps or step % plan.checkpoint_every == 0 or is_held:
         await canary.passed()
-        await asyncio.to_thread(plan.checkpoint, step)
+        await _to_its_end(asyncio.to_thread(plan.checkpoint, step))
     saved = time.monotonic()
     if plan.watch is not None and is_held:
         await plan.watch.hold()
     await plan.source.release(plan.trainer.version)
     return {"checkpoint": saved - started, "release": time.monotonic() - saved}
+
+
+async def _to_its_end(saving: Coroutine[None, None, None]) -> None:
+    """Waits for a checkpoint, also when the run is stopped meanwhile: what it reads must not be closed under it."""
+    task = asyncio.ensure_future(saving)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=SAVING_SECONDS)
+        raise
 
 
 class _Canary:

@@ -5,6 +5,7 @@ Heavy imports happen inside the verbs, so --help is instant.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -48,11 +49,20 @@ def train(
         out.print(check(recipe, overrides=set_ or ()))
         out.print("\nNothing was trained. Everything that can be checked without weights is in order.")
         return
-    from temper.commands.train import is_finished
+    from temper.commands.stopping import Stopped, describe_stop
+    from temper.commands.train import choose_folder, is_finished
     from temper.commands.train import train as run_training
+    from temper.config import load_recipe
     from temper.runs.report import make_report, render
 
-    folder = run_training(recipe, overrides=set_ or (), run=run, resume=resume)
+    run = run or choose_folder(load_recipe(recipe, set_ or ())[0].name, resume=resume)
+    try:
+        folder = run_training(recipe, overrides=set_ or (), run=run, resume=resume)
+    except Stopped as stop:
+        changes = [word for change in set_ or () for word in ("--set", change)]
+        again = shlex.join(["temper", "train", str(recipe), *changes, "--run", str(run), "--resume"])
+        out.print(f"\n{stop} {describe_stop(run)}. Go on with:\n  {again}")
+        raise typer.Exit(stop.exit_code) from stop
     out.print(render(make_report(folder)))
     out.print(f"\nThe run is in {folder}. Look at it:")
     out.print(f"  temper watch {folder}           curves, rollouts and tokens in the browser")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from temper import calls, loop
 from temper.build import Stage, build_stage, check_stage, first_model, make_plan
+from temper.commands.stopping import Stopped, run_until_stopped
 from temper.config import FIRST, RunConfig, load_recipe, refer, to_toml
 from temper.errors import BackendError, TemperError, UserError
 from temper.integrity import verify
@@ -55,7 +56,9 @@ def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume
         steps = [config.steps for config in stages]
         mirrors = open_mirrors(stages[0].mirrors, folder, steps, partial(store.event, "warning"))
         display.start(folder)
-        calls.run(run_stages(stages, folder, Records(store, display, mirrors)))
+        work = run_stages(stages, folder, Records(store, display, mirrors))
+        if (number := calls.run(run_until_stopped(work))) is not None:
+            raise Stopped(number)
         store.finish()
     except StopRun as stop:
         store.event("warning", str(stop))
@@ -76,7 +79,7 @@ def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume
 def record_end(store: RunStore, error: BaseException) -> None:
     """Why a run ends before its last step. A mistake of ours or of a plug-in leaves its traceback, too."""
     if isinstance(error, (KeyboardInterrupt, SystemExit, asyncio.CancelledError)):
-        store.end("stopped", "interrupted")
+        store.end("stopped", str(error) if isinstance(error, Stopped) else "interrupted")
         return
     text = str(error) if isinstance(error, TemperError) else f"{type(error).__name__}: {error}"
     store.event("error", text if isinstance(error, TemperError) else "".join(traceback.format_exception(error)))
