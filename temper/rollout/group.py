@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from temper.rollout.drops import DEGENERATE
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.rollout.steps import StepSplit, estimate_steps
-from temper.types import TRAINABLE_STATUSES, Group, Task, Trajectory
+from temper.types import TRAINABLE_STATUSES, Group, Status, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ async def _attempt(
     """Played anew when the environment failed, as often as allowed. What failed is never trained."""
     trajectory = await run_episode(setup, task, group_id=group_id, index=index, request_id=request_id)
     for retry in range(1, retries + 1):
-        if trajectory.status in TRAINABLE_STATUSES:
+        if trajectory.status in (*TRAINABLE_STATUSES, Status.TOO_LONG):  # which would be as long again
             break
         again = f"{request_id}/retry {retry}"
         trajectory = await run_episode(setup, task, group_id=group_id, index=index, request_id=again)
@@ -117,7 +117,6 @@ async def _attempt(
 
 
 async def _greedy(setup: EpisodeSetup, task: Task, group_id: str, request_id: str) -> Trajectory:
-    """One attempt at temperature 0. Nobody trains on it, so nobody needs its most likely tokens."""
-    params = dataclasses.replace(setup.params, temperature=0.0, top_logprobs=0)
-    greedy = dataclasses.replace(setup, params=params)
+    """One attempt at temperature 0."""
+    greedy = dataclasses.replace(setup, params=setup.params.greedy())
     return await run_episode(greedy, task, group_id=group_id, index=GREEDY_INDEX, request_id=request_id)

@@ -6,7 +6,7 @@ Everything is frozen, keyword-only, and checked once, when it is made.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -40,6 +40,8 @@ class Status(StrEnum):
     TOOL_ERROR = "tool_error"
     TIMEOUT = "timeout"
     ABORTED = "aborted"
+    TOO_LONG = "too_long"
+    """The first prompt leaves no room for an answer: nothing was played, and nothing is wrong but the task."""
 
 
 TRAINABLE_STATUSES = (Status.COMPLETED, Status.TRUNCATED_LENGTH, Status.TRUNCATED_TURNS, Status.BAD_FORMAT)
@@ -169,6 +171,11 @@ class SamplingParams:
         recomputes them needs it."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
+    def greedy(self) -> SamplingParams:
+        """The same at temperature 0, for what nobody trains on: without most likely tokens, and without a keep-set. The
+        likeliest token is in every keep-set, so that some engines take it off and others do not."""
+        return replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, top_logprobs=0, entropy=False)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -294,6 +301,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
+        """Of the tokens that were drawn; -1 when none was, which is no age."""
         oldest = (turn.completion.oldest_version for turn in self.turns)
         return min((version for version in oldest if version is not None), default=-1)
 
@@ -345,8 +353,10 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Of the policy's members; those of an opponent have none."""
-        return min((t.oldest_version for t in self.trajectories if t.turns and not t.is_opponents), default=-1)
+        """Of what the policy's members drew: an opponent's tokens have no version, and a member without tokens has no
+        age. -1 when nobody drew anything; such a group is never trained."""
+        drew = (t for t in self.trajectories if t.num_tokens and not t.is_opponents)
+        return min((t.oldest_version for t in drew), default=-1)
 
     @property
     def is_degenerate(self) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -248,3 +248,22 @@ def test_a_group_costs_the_same_however_many_others_wait() -> None:
         return lines / draws[0]
 
     assert lines_per_group(64, 4) <= 1.1 * lines_per_group(8, 4)
+
+
+def test_a_member_that_drew_nothing_does_not_make_its_group_old() -> None:
+    """One aborted before its first token has a turn and no token: it has no age, and must not end the run."""
+    whole = group(0, version=5)
+    empty = replace(whole.trajectories[0].turns[0].completion, token_ids=[], logprobs=[], versions=[])
+    turn = replace(whole.trajectories[0].turns[0], completion=empty)
+    aborted = replace(whole.trajectories[0], turns=(turn,), status=Status.ABORTED, score=Score.error("aborted"))
+    mixed = replace(whole, trajectories=(aborted, *whole.trajectories))
+    assert mixed.oldest_version == 5
+
+    async def go() -> Taken:
+        buffer = Buffer(groups_per_step=1, max_staleness=0, max_rounds=1, version=5)
+        await buffer.start(0)
+        await buffer.finish(mixed, None)
+        return await buffer.take(1.0)
+
+    assert asyncio.run(go()).groups == (mixed,)
+    assert replace(whole, trajectories=(aborted,)).oldest_version == -1

@@ -15,7 +15,7 @@ from temper.protocols import Env, EnvReply
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.group import Extras, reason_to_drop, run_group
 from temper.rollout.steps import StepSplit
-from temper.types import Group, Message, Request, SamplingParams, Score, Task, Trajectory
+from temper.types import Completion, Group, Message, Request, SamplingParams, Score, Task, Trajectory
 
 STOP = 0
 TASK = Task(id="t", messages=(Message(role="user", content="ab"),))
@@ -89,6 +89,29 @@ def test_the_greedy_attempt_is_one_more_at_temperature_zero_and_no_member() -> N
     assert group.greedy is not None
     assert (group.greedy.text, group.greedy.index, group.greedy.group_id) == ("g", -1, "t#4")
     assert group.greedy.score == Score.of(-1.0)
+
+
+def test_the_greedy_attempt_asks_for_no_keep_set_which_an_engine_may_take_off() -> None:
+    class TakesOff(FakeSampler):
+        """As vLLM: at temperature 0 nothing is left out, whatever was asked, and the echo says so."""
+
+        async def generate(self, request: Request) -> Completion:
+            completion = await super().generate(request)
+            if request.params.temperature > 0:
+                return completion
+            applied = dataclasses.replace(request.params, top_k=0, top_p=1.0, min_p=0.0)
+            return dataclasses.replace(completion, keep_ids=None, params=applied)
+
+    params = SamplingParams(max_new_tokens=8, stop_ids=(STOP,), temperature=0.9, top_k=5, top_p=0.9, min_p=0.1)
+    setup = EpisodeSetup(
+        sampler=TakesOff(script), renderer=Letters(), scorer=Judge(by_index), make_env=make_env, params=params,
+        max_turns=1, episode_seconds=5.0, seed=0,
+    )  # fmt: skip
+    extras = Extras(greedy=True)
+    group = asyncio.run(run_group(setup, TASK, draw=4, group_size=3, prefix="stage 1", extras=extras))
+    assert group.greedy is not None
+    assert group.greedy.score.is_value
+    assert all(turn.completion.keep_ids for member in group.trajectories for turn in member.turns)
 
 
 def test_the_greedy_attempt_does_not_wait_for_the_members() -> None:
