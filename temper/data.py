@@ -6,12 +6,12 @@ Owns: turning the data part of a configuration into objects, and every check tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from temper.config import RewardConfig, RunConfig, SourceConfig
 from temper.envs.adapters.gymnasium import gymnasium
@@ -31,8 +31,9 @@ from temper.models.materialize import whole
 from temper.rewards.registry import REWARDS, RewardFactory, make_reward
 from temper.rewards.rubric import Part, Rubric
 from temper.rewards.workers import WorkerPool
-from temper.tasks.dataset import Stream, TaskSource, fingerprint, read_file, take_all
+from temper.tasks.dataset import MAX_NAMED, FileSource, Stream, TaskSource, fingerprint, read_file, take_all
 from temper.tasks.generators import GENERATORS, Generator, make_source
+from temper.tasks.lengths import measure_texts
 from temper.tasks.render import Renderer
 from temper.types import Scalar, Task
 
@@ -79,8 +80,14 @@ class StageData:
     known: tuple[Task, ...]
     """Training tasks that can be listed: rows of files and the probe, without held-out ones. Empty when nothing is held
     out."""
+    rows: tuple[Task, ...]
+    """All training tasks of files and of generators with an end."""
+    asked: tuple[Task, ...]
+    """Held-out tasks and the first training tasks that the model itself is to answer, as against reading answers."""
     longest_prompt: int
-    """In tokens, over all of these that the model is asked to answer."""
+    """In tokens, over all of these and over every row of the training files that is to be answered."""
+    left_out: tuple[str, ...] = ()
+    """Rows of files that skip_bad left out: place and reason of each."""
 
     @property
     def has_preferences(self) -> bool:
@@ -90,8 +97,8 @@ class StageData:
 
 def open_data(config: RunConfig, model_folder: Path) -> StageData:
     """Reads and checks all data of a stage. Raises UserError for anything that would fail later."""
+    shape = read_shape(model_folder)  # first: it refuses families that cannot be trained
     tokenizer = load_tokenizer(model_folder)
-    shape = read_shape(model_folder)
     renderer = Renderer(
         tokenizer,
         system=config.prompt.system,
@@ -107,25 +114,21 @@ def open_data(config: RunConfig, model_folder: Path) -> StageData:
     rubric = _rubric(config.reward, rewards)
     judges = config.evaluation.reward
     verifier = _rubric(judges, rewards) if judges else rubric
-    heldout = take_all(_source(config.heldout)) if config.heldout else ()
+    room = _Room(renderer, tokenizer, config, shape.max_context)
+    heldout = take_all(_heldout_source(config, room)) if config.heldout else ()
     sources = [_source(part) for part in config.train]
+    is_paired = config.stage == "preference" and _has_pairs(_peek(_open_stream(config, sources, heldout), 1))
+    answers = config.stage in ("rl", "rejection", "distill") or (config.stage == "preference" and not is_paired)
+    if answers:
+        sources = [room.fit(source, part, "train") for source, part in zip(sources, config.train, strict=True)]
     stream = _open_stream(config, sources, heldout)
     probe = _peek(_open_stream(config, sources, heldout), PROBE_TASKS)
     rubric.require_scorable(heldout)
     verifier.require_scorable(heldout)
-    answers = config.stage in ("rl", "rejection", "distill") or (config.stage == "preference" and not _has_pairs(probe))
     if answers and config.reward:
         # Every row of a file, not only the probed ones: an answer that cannot be parsed must not end day two.
-        rows = (take_all(source) for source in sources if source.size is not None)
-        rubric.require_scorable(chain(probe, *rows))
-    asked = (*(probe if answers else ()), *(heldout if config.stage != "reward_model" else ()))
-    longest = max((len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in asked), default=0)
-    if asked and longest + config.longest_completion > shape.max_context:
-        raise UserError(
-            f"the longest prompt has {longest} tokens; with max_new_tokens={config.longest_completion} that is more "
-            f"than the model's context of {shape.max_context}. Use at most "
-            f"max_new_tokens={max(1, shape.max_context - longest)}, shorter prompts, or a model with a longer context"
-        )
+        rubric.require_scorable(chain(probe, _rows(sources)))
+    asked = (*(() if _is_compared(config, heldout) else heldout), *(probe if answers else ()))
     return StageData(
         shape=shape,
         tokenizer=tokenizer,
@@ -137,7 +140,10 @@ def open_data(config: RunConfig, model_folder: Path) -> StageData:
         heldout=heldout,
         probe=probe,
         known=_known(sources, probe, heldout),
-        longest_prompt=longest,
+        rows=_rows(sources),
+        asked=asked,
+        longest_prompt=room.longest(asked),
+        left_out=room.left_out,
     )
 
 
@@ -149,6 +155,79 @@ def require_judge(config: RunConfig, data: StageData) -> None:
             "held-out tasks that are no pairs are answered and judged, and there is no reward to judge by. Add a "
             '[[reward]] table, e.g. kind = "exact", or hold out pairs (columns chosen and rejected)'
         )
+
+
+class _Room:
+    """What the context leaves for prompts, and which tasks do not fit into it."""
+
+    def __init__(self, renderer: Renderer, tokenizer: Any, config: RunConfig, max_context: int) -> None:
+        self._renderer, self._tokenizer, self._config, self._max_context = renderer, tokenizer, config, max_context
+        self._limit = max(0, max_context - config.longest_completion)
+        self._longest = 0
+        self._drops = True
+        """Whether generated tasks that are too long may be dropped when they are drawn."""
+        self.left_out: tuple[str, ...] = ()
+
+    def fit(self, source: TaskSource, config: SourceConfig, key: str) -> TaskSource:
+        """The source without tasks that are too long, where skip_bad allows it; else UserError names them.
+
+        A generator without end is left as it is: what it makes is looked at when it is drawn.
+        """
+        if source.size is None:
+            self._drops = self._drops and config.skip_bad
+            return source
+        tasks = [source.task(index) for index in range(source.size)]
+        texts = [self._prompt(task) for task in tasks]
+        lengths = measure_texts(self._tokenizer, texts, self._limit)
+        over = dict(lengths.over)
+        if over and (not config.skip_bad or len(over) == len(tasks)):
+            self._refuse(source.name, tasks, over, key)
+        kept = [place for place in range(len(tasks)) if place not in over]
+        if over:
+            lengths = measure_texts(self._tokenizer, [texts[place] for place in kept], self._limit)
+        self._longest = max(self._longest, lengths.longest)
+        if not over:
+            return source
+        reasons = [f"{tasks[place].id}: {count} tokens, more than {self._limit}" for place, count in over.items()]
+        self.left_out += tuple(reasons)
+        return FileSource(source.name, tuple(tasks[place] for place in kept), tuple(reasons))
+
+    def longest(self, tasks: Sequence[Task]) -> int:
+        """In tokens, of these and of all that were fitted. Raises UserError for text that the tokenizer cannot encode,
+        and for first tasks of a generator that are too long, unless such tasks may be dropped when they are drawn."""
+        sizes = [len(self._renderer.prompt_ids(self._renderer.prompt_messages(task))) for task in tasks]
+        over = {place: size for place, size in enumerate(sizes) if size > self._limit}
+        if over and not self._drops:
+            self._refuse("generated tasks", tasks, over, "train")
+        return max(self._longest, *(min(size, self._limit) for size in sizes), 0)
+
+    def _prompt(self, task: Task) -> str:
+        if not task.messages:
+            return ""  # its environment opens with words of its own
+        try:
+            return self._renderer.render(self._renderer.prompt_messages(task), for_generation=True)
+        except UserError as error:
+            raise UserError(f"{task.id}: {error}") from error
+
+    def _refuse(self, name: str, tasks: Sequence[Task], over: Mapping[int, int], key: str) -> NoReturn:
+        budget, context = self._config.longest_completion, self._max_context
+        is_evaluation = budget > self._config.sampling.max_new_tokens
+        setting = "evaluation.max_new_tokens" if is_evaluation else "sampling.max_new_tokens"
+        worst = max(over, key=lambda place: over[place])
+        others = [tasks[place].id for place in over if place != worst]
+        also = f" Also: {', '.join(others[:MAX_NAMED])}{', ...' if len(others) > MAX_NAMED else ''}." if others else ""
+        raise UserError(
+            f"{name}: {len(over)} of {len(tasks)} prompts are too long. {tasks[worst].id} has {over[worst]} tokens; "
+            f"with {setting}={budget} that is more than the model's context of {context}.{also} Use at most "
+            f"{setting}={max(1, context - over[worst])}, shorter prompts, or a model with a longer context; "
+            f"{key}.skip_bad = true leaves such tasks out"
+        )
+
+
+def _is_compared(config: RunConfig, heldout: Sequence[Task]) -> bool:
+    """Whether held-out tasks bring answers that are compared, in place of being answered."""
+    has_pairs = any("rejected" in task.extra for task in heldout)
+    return config.stage == "reward_model" or (config.stage == "preference" and has_pairs)
 
 
 def _has_pairs(tasks: Sequence[Task]) -> bool:
@@ -179,6 +258,11 @@ def _verifier_name(parts: Sequence[RewardConfig], verifier: Rubric) -> str:
     return f"{'+'.join(part.kind for part in parts)} {digest[:12]}"
 
 
+def _rows(sources: Sequence[TaskSource]) -> tuple[Task, ...]:
+    listed = (source for source in sources if source.size is not None)
+    return tuple(source.task(index) for source in listed for index in range(source.size or 0))
+
+
 def _known(sources: Sequence[TaskSource], probe: Sequence[Task], heldout: Sequence[Task]) -> tuple[Task, ...]:
     if not heldout:
         return ()
@@ -191,6 +275,13 @@ def _known(sources: Sequence[TaskSource], probe: Sequence[Task], heldout: Sequen
 def _open_stream(config: RunConfig, sources: Sequence[TaskSource], heldout: Sequence[Task]) -> Stream:
     excluded = frozenset(fingerprint(task) for task in heldout)
     return Stream(sources, [part.weight for part in config.train], seed=config.seed, excluded=excluded)
+
+
+def _heldout_source(config: RunConfig, room: _Room) -> TaskSource:
+    assert config.heldout is not None, "there are held-out tasks"
+    source = _source(config.heldout)
+    tasks = [source.task(index) for index in range(source.size or 0)]
+    return source if _is_compared(config, tasks) else room.fit(source, config.heldout, "heldout")
 
 
 def _source(config: SourceConfig) -> TaskSource:

@@ -15,7 +15,8 @@ from temper.data import StageData
 from temper.evals.evaluate import Evaluation, HeldOut, constant_answer_score, evaluate
 from temper.evals.pairs import Reliability, judge_pairs, judge_steps, pair_results, result_of
 from temper.runs.records import AuditRecord
-from temper.stages.preference import RowRules, heldout_rewards
+from temper.stages.preference import heldout_rewards
+from temper.stages.preference_rows import RowRules
 from temper.stages.reward_model import Calibration, scores_of
 from temper.tasks.dataset import fingerprint
 from temper.types import EvaluationResult, Task

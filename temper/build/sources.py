@@ -27,7 +27,8 @@ from temper.rollout.roller import Roller, RollSettings
 from temper.rollout.selection import Selection, read_selection
 from temper.rollout.steps import StepSplit
 from temper.stages.distill import NoReward, distill_source, share_of_samples, unrewarded
-from temper.stages.preference import Choose, RowRules, offline_source, pairs_of, wins_of
+from temper.stages.preference import Choose, offline_source, pairs_of, wins_of
+from temper.stages.preference_rows import RowRules
 from temper.stages.reference_cache import References
 from temper.stages.rejection import KeepRules, Ledger, Rejection, keep_of
 from temper.stages.reward_model import PairRows, RowMaker, ScoredExamples, StepRows
@@ -139,9 +140,14 @@ def _preferences(parts: Parts) -> BatchSource:
     config, trainer = parts.config, parts.trainer
     if parts.data.has_preferences:
         rules = RowRules(parts.data.renderer, max_length(config, parts.data))
-        size = config.trainer.examples_per_step
         return offline_source(
-            parts.objective, parts.data.stream, rules, reference_cache(parts), trainer.score, batch_size=size
+            parts.objective,
+            parts.data.stream,
+            rules,
+            reference_cache(parts),
+            trainer.score,
+            batch_size=config.trainer.examples_per_step,
+            drops_long=config.trainer.max_length > 0,
         )
     require_comparable(config, parts.objective)
     updates, lesson = config.trainer.updates_per_batch, parts.objective.lesson

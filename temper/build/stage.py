@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from temper.batching.pack import pack, shard
+from temper.build.fitting import require_rows
 from temper.build.heldout import Audit, Measure, calibration_writer, make_measure
 from temper.build.models import Models, load_models, optimizer_settings
 from temper.build.objective import require_turn_credit, resolve_objective
@@ -112,6 +113,7 @@ def build_stage(
     data = open_data(config, model_folder)
     require_turn_credit(config, objective, data.rubric)
     require_judge(config, data)
+    require_rows(config, objective, data)
     rolls = is_rolling(config, objective, data)
     models = load_models(config, objective, model_folder)
     trainer = _trainer(config, objective, data, models, temperature=config.sampling.temperature if rolls else 1.0)
@@ -197,7 +199,7 @@ def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sam
         sampler=sampler,
         renderer=data.renderer,
         scorer=scorer,
-        make_env=_env_maker(config),
+        make_env=env_maker(config),
         params=SamplingParams(
             temperature=config.sampling.temperature,
             max_new_tokens=config.sampling.max_new_tokens,
@@ -215,7 +217,7 @@ def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sam
     )
 
 
-def _env_maker(config: RunConfig) -> Callable[[str], Env]:
+def env_maker(config: RunConfig) -> Callable[[str], Env]:
     """What makes fresh environments: the recipe's, or those that tasks name. Each kind is looked up once."""
     find = cache(lambda name: find_env(name, config.env.options))
     return lambda name: find(config.env.name or name)()

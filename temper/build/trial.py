@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from temper.build.fitting import require_rows
 from temper.build.sources import examples_of, is_rolling, max_length, require_comparable, row_maker
 from temper.config import RunConfig
 from temper.data import StageData
 from temper.objectives import Objective
 from temper.stages.distill import share_of_samples
-from temper.stages.preference import RowRules, labelled_rows, pair_rows
+from temper.stages.preference_rows import RowRules, rows_maker
+from temper.stages.sft import TooLong
 from temper.types import Sample
 
 
@@ -37,7 +39,8 @@ class Trial:
 
 async def try_rows(config: RunConfig, objective: Objective, data: StageData) -> Trial | None:
     """The first step's rows of a stage that reads some; None: it samples them all. Raises UserError for data that the
-    stage cannot train on."""
+    stage cannot train on, in every row of its files."""
+    require_rows(config, objective, data)
     if config.stage == "preference":
         return _pairs(config, objective, data)
     if is_rolling(config, objective, data) and share_of_samples(objective) == 1:
@@ -56,9 +59,14 @@ def _pairs(config: RunConfig, objective: Objective, data: StageData) -> Trial | 
     if not data.has_preferences:
         require_comparable(config, objective)
         return None
-    rules = RowRules(data.renderer, max_length(config, data))
+    make_rows = rows_maker(objective, RowRules(data.renderer, max_length(config, data)))
     is_labelled = objective.lesson is not None and objective.lesson.name == "kto"
-    count = config.trainer.examples_per_step
-    tasks = [data.stream.next()[1] for _ in range(count)]
-    rows = [row for task in tasks for row in (labelled_rows if is_labelled else pair_rows)(rules, task)]
+    count, pairs = config.trainer.examples_per_step, list[Sequence[Sample]]()
+    while len(pairs) < count:
+        try:
+            pairs.append(make_rows(data.stream.next()[1]))
+        except TooLong:
+            if not config.trainer.max_length:
+                raise
+    rows = [row for pair in pairs for row in pair]
     return Trial(unit="labelled completions" if is_labelled else "pairs", count=count, rows=rows)

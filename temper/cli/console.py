@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from temper.terminal import SafeConsole
-
 from temper.errors import UserError
+from temper.terminal import SafeConsole
 
 READERS = ("report", "watch", "presets", "metrics", "doctor")
 """Verbs that load no model: they may run in any process."""

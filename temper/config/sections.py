@@ -84,7 +84,7 @@ class SourceConfig(Section):
     size: int = Field(0, ge=0)
     """Use only this many tasks; 0: all of a file, unbounded for a generator (a held-out set needs a size)."""
     skip_bad: bool = False
-    """Leave rows of a file out that cannot be used, in place of an error that names them."""
+    """Leave out what cannot be used, e.g. prompts too long for the context, in place of an error that names it."""
     seed: int = 0
     """Of a generator. Held-out prompts are kept out of training whatever the seeds."""
     weight: float = Field(1.0, gt=0)
@@ -241,8 +241,8 @@ class TrainerConfig(Section):
     examples_per_step: int = Field(64, ge=1)
     """Examples or pairs of one step, in stages that read them."""
     max_length: int = Field(0, ge=0)
-    """Supervised stages: examples of more tokens are dropped and counted (data/too_long). 0: an example longer than the
-    model's context is an error."""
+    """Stages that read examples or pairs: those of more tokens are dropped and counted (data/too_long). 0: one longer
+    than the model's context is an error before the first step."""
 
 
 class EngineConfig(Section):

@@ -22,6 +22,7 @@ ROLLOUT_COLUMNS = (
 )  # fmt: skip
 STATUSES = (
     "completed", "truncated_length", "truncated_turns", "bad_format", "tool_error", "timeout", "aborted",
+    "too_long",
 )  # fmt: skip
 """temper.types.Status, whose package imports torch. Which of them a run has, only a scan of all its rollouts tells."""
 LAST_STEPS = "SELECT stage, step FROM steps WHERE groups_trained > 0 ORDER BY stage DESC, step DESC LIMIT ?"

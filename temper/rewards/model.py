@@ -148,12 +148,19 @@ def conversation_of(task: Task, trajectory: Trajectory) -> list[Message]:
     return [*task.messages, *said]
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Message], *, for_generation: bool = False) -> list[int]:
-    """Ids of the conversation in the tokenizer's own chat template."""
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    for_generation: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
+    """Ids of the conversation in the tokenizer's own chat template, with the tools that were there, if it shows any."""
     conversation = [
         {name: spell_out(tokenizer, text) for name, text in message.as_dict().items()} for message in messages
     ]
-    text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=for_generation)
+    shown = {"tools": json.loads(spell_out(tokenizer, json.dumps(list(tools), ensure_ascii=False)))} if tools else {}
+    text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=for_generation, **shown)
     return encode(tokenizer, str(text))
 
 
@@ -233,7 +240,7 @@ class RewardModelReward:
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         try:
-            ids = encode_chat(self._tokenizer, conversation_of(task, trajectory))
+            ids = encode_chat(self._tokenizer, conversation_of(task, trajectory), tools=trajectory.tools)
             require_room(ids, self._model)
             raw = await self._batcher.call(ids)
         except TooLong as error:

@@ -1,6 +1,6 @@
 """Preferences as a source of batches: pairs and labelled completions from files, or pairs made from rollouts.
 
-Owns: rows of a pair, KTO's baseline, which members of a group are compared, wins over opponents. Refuses: the losses
+Owns: KTO's baseline, which members of a group are compared, wins over opponents. Refuses: the losses
 (objectives/pair_lessons.py); the loop, the trainer and the roller are those of RL.
 """
 
@@ -10,10 +10,9 @@ import asyncio
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from dataclasses import replace
+from typing import Literal
 
-import numpy as np
 import torch
 
 from temper.batching.measure import measure_groups
@@ -25,108 +24,20 @@ from temper.objectives.pair_lessons import implicit_rewards
 from temper.objectives.preferences import Pairs
 from temper.objectives.unpaired import kto_baseline, mismatched_rows
 from temper.rollout.buffer import Taken
+from temper.stages.preference_rows import RowRules, labelled_rows, make_row, on_drawn, pair_rows, rows_maker
 from temper.stages.reference_cache import References
+from temper.stages.sft import MAX_SKIPS, TooLong
 from temper.stages.stream import StreamSource, TaskStream
-from temper.types import Batch, Column, Group, Message, Sample, Task, Trajectory, array_of
+from temper.types import Batch, Group, Sample, Task, Trajectory
 
 Draw = tuple[int, Task]
-
-
-class CompletionRenderer(Protocol):
-    """Messages to ids; tasks/render.py implements it."""
-
-    def prompt_messages(self, task: Task) -> tuple[Message, ...]: ...
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
-    def completion_ids(self, text: str) -> list[int]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RowRules:
-    """How text becomes rows: the same for every row of a stage."""
-
-    renderer: CompletionRenderer
-    max_length: int
-    """Tokens of a row at most, prompt and end token included."""
-
-    def prompt(self, task: Task) -> list[int]:
-        return list(self.renderer.prompt_ids(self.renderer.prompt_messages(task)))
-
-    def row(self, task: Task, text: str, index: int, reward: float) -> Sample:
-        """Prompt, completion and end token; the last two are compared. Raises UserError for what cannot be trained."""
-        if not text.strip():
-            raise UserError(f"task {task.id}: the {_SIDES[reward]} completion is empty. Remove the row or complete it")
-        prompt, completion = self.prompt(task), self.renderer.completion_ids(text)
-        if len(prompt) + len(completion) > self.max_length:
-            raise UserError(
-                f"task {task.id}: prompt and {_SIDES[reward]} completion have {len(prompt)} + {len(completion)} "
-                f"tokens, more than the model's context of {self.max_length}. Shorten or remove the row"
-            )
-        return _row(task.id, index, prompt, completion, reward)
-
-
-_SIDES = {1.0: "chosen", 0.0: "rejected"}
-
-
-def _row(group_id: str, index: int, prompt: list[int], completion: list[int], reward: float) -> Sample:
-    """The mask is from lengths, never from ids. No share in the loss yet."""
-    size, mask = len(prompt) + len(completion), [0] * len(prompt) + [1] * len(completion)
-    return Sample(
-        group_id=group_id,
-        index=index,
-        token_ids=[*prompt, *completion],
-        loss_mask=mask,
-        behavior_logprobs=[0.0] * size,
-        versions=[-1] * size,
-        advantages=[0.0] * size,
-        weights=[0.0] * size,
-        reward=reward,
-    )
-
-
-def _on_drawn(row: Sample, value: float) -> Column[float]:
-    return Column(value * array_of(row.loss_mask, np.float64))
-
-
-def pair_rows(rules: RowRules, task: Task) -> tuple[Sample, Sample]:
-    """The chosen row and the rejected one of a task whose answer is preferred to extra["rejected"]."""
-    rejected = task.extra.get("rejected")
-    if task.answer is None or not isinstance(rejected, str):
-        raise UserError(
-            f"task {task.id} is no pair: it needs an answer and a rejected answer, and has "
-            f"{'no answer' if task.answer is None else 'an answer'} and the columns {', '.join(task.extra) or 'none'}"
-        )
-    chosen, losing = rules.row(task, task.answer, 0, 1.0), rules.row(task, rejected, 1, 0.0)
-    if chosen.token_ids == losing.token_ids:
-        raise UserError(f"task {task.id}: chosen and rejected are equal, and a comparison of equals teaches nothing")
-    is_policy = task.extra.get("is_chosen_from_policy")
-    if not isinstance(is_policy, bool):
-        return chosen, losing
-    return (_by_policy(chosen), losing) if is_policy else (chosen, _by_policy(losing))
-
-
-def _by_policy(row: Sample) -> Sample:
-    """Rows with a version are the policy's own, as among rollouts; only xpo asks."""
-    return replace(row, versions=[is_drawn - 1 for is_drawn in row.loss_mask])
-
-
-def labelled_rows(rules: RowRules, task: Task) -> list[Sample]:
-    """One row of a completion with a label; of a pair two, the chosen one desirable and the rejected one not."""
-    if "rejected" in task.extra:
-        return list(pair_rows(rules, task))
-    label = task.extra.get("label")
-    if task.answer is None or not isinstance(label, bool):
-        raise UserError(
-            f'task {task.id} has no labelled completion: it needs an answer and a "label" of true or false, or a '
-            f"rejected answer, and has the columns {', '.join(task.extra) or 'none'}"
-        )
-    return [rules.row(task, task.answer, 0, float(label))]
 
 
 def pair_batch(draws: Sequence[Draw], rules: RowRules, references: References | None) -> Batch:
     """Pairs of equal share. Without `references` the trainer asks the reference itself, if the loss needs one."""
     pairs = [pair_rows(rules, task) for _, task in draws]
     rows = [
-        replace(row, group_id=f"{task.id}#{draw}", weights=_on_drawn(row, 1 / len(pairs)))
+        replace(row, group_id=f"{task.id}#{draw}", weights=on_drawn(row, 1 / len(pairs)))
         for (draw, task), pair in zip(draws, pairs, strict=True)
         for row in pair
     ]
@@ -142,22 +53,21 @@ def labelled_batch(draws: Sequence[Draw], rules: RowRules, references: Reference
     if len(draws) < 2:
         raise UserError("kto compares with completions of other prompts. Use trainer.examples_per_step of 2 or more")
     others = [members[place] for place in mismatched_rows(len(members))]
-    strangers = [_mismatched(rules, task, other) for (_, task, _), (_, _, other) in zip(members, others, strict=True)]
+    strangers = [_mismatched(rules, row, other) for (_, _, row), (_, _, other) in zip(members, others, strict=True)]
     count = len(members)
     filled = references.fill([*(row for _, _, row in members), *strangers])
     baseline = kto_baseline(_sums(score(strangers, "policy")), _sums(_references(filled[count:])))
     rows = [
-        replace(row, group_id=name, weights=_on_drawn(row, 1 / count), advantages=_on_drawn(row, baseline))
+        replace(row, group_id=name, weights=on_drawn(row, 1 / count), advantages=on_drawn(row, baseline))
         for (name, _, _), row in zip(members, filled[:count], strict=True)
     ]
     return _examples(rows, len(draws))
 
 
-def _mismatched(rules: RowRules, task: Task, other: Sample) -> Sample:
+def _mismatched(rules: RowRules, own: Sample, other: Sample) -> Sample:
     """The prompt of one row and the completion of another, cut where the context ends."""
-    prompt = rules.prompt(task)
-    completion = [token for token, is_drawn in zip(other.token_ids, other.loss_mask, strict=True) if is_drawn]
-    return _row(task.id, 2, prompt, completion[: max(1, rules.max_length - len(prompt))], 0.0)
+    prompt, completion = own.token_ids[: own.loss_mask.index(1)], other.token_ids[other.loss_mask.index(1) :]
+    return make_row(own.group_id, 2, prompt, completion[: max(1, rules.max_length - len(prompt))], 0.0)
 
 
 def _sums(columns: Iterable[Sequence[float]]) -> torch.Tensor:
@@ -184,24 +94,48 @@ class Preferences(StreamSource):
         *,
         batch_size: int,
         references: References | None = None,
+        make_rows: Callable[[Task], object] | None = None,
     ) -> None:
+        """`make_rows`: makes the rows of one task; tasks that it raises TooLong for are passed over and counted. None:
+        a task that does not fit is an error."""
         super().__init__(stream)
         self._make_batch = make_batch
-        self._batch_size, self._references = batch_size, references
+        self._batch_size, self._references, self._make_rows = batch_size, references, make_rows
 
     async def start(self) -> None:
         if self._references is not None:
             await asyncio.to_thread(self._references.start)
 
     async def take(self, step: int) -> Batch:
-        draws = [self._stream.next() for _ in range(self._batch_size)]
-        return await asyncio.to_thread(self._make_batch, draws)
+        draws, dropped = list[Draw](), 0
+        while len(draws) < self._batch_size:
+            draw, task = self._stream.next()
+            try:
+                if self._make_rows is not None:
+                    self._make_rows(task)
+                draws.append((draw, task))
+            except TooLong:
+                dropped += 1
+                if dropped > MAX_SKIPS:
+                    raise
+        batch = await asyncio.to_thread(self._make_batch, draws)
+        if self._make_rows is None:
+            return batch
+        return replace(batch, metrics={**batch.metrics, "data/too_long": float(dropped)})
 
 
 def offline_source(
-    objective: Objective, stream: TaskStream, rules: RowRules, references: References, score: ScoreFn, batch_size: int
+    objective: Objective,
+    stream: TaskStream,
+    rules: RowRules,
+    references: References,
+    score: ScoreFn,
+    batch_size: int,
+    *,
+    drops_long: bool = False,
 ) -> Preferences:
-    """The source of a preference objective that reads a data set. `score` is the trainer's."""
+    """The source of a preference objective that reads a data set. `score` is the trainer's. `drops_long`: tasks longer
+    than the rules allow are passed over and counted."""
     assert objective.lesson is not None, "a preference stage trains a lesson"
     if objective.lesson.name == "nash_md":
         raise UserError(
@@ -217,7 +151,8 @@ def offline_source(
             return labelled_batch(draws, rules, references if is_cached else References(score), score)
         return pair_batch(draws, rules, references if is_cached else None)
 
-    return Preferences(stream, make_batch, batch_size=batch_size, references=references)
+    make_rows = rows_maker(objective, rules) if drops_long else None
+    return Preferences(stream, make_batch, batch_size=batch_size, references=references, make_rows=make_rows)
 
 
 def heldout_rewards(
@@ -273,7 +208,7 @@ def wins_of(taken: Taken, *, version: int, updates: int = 1) -> Batch:
         if not wins:
             dropped.append((group, _ONE_SIDED))
             continue
-        rows = [replace(row, advantages=_on_drawn(row, win)) for member, win in wins for row in rows_of(member)]
+        rows = [replace(row, advantages=on_drawn(row, win)) for member, win in wins for row in rows_of(member)]
         kept.append((group, rows))
         shares.append((rows, len(wins)))
     return _rolled(kept, dropped, version, _updates(shares, updates))
@@ -361,7 +296,7 @@ def _updates(shares: Sequence[tuple[list[Sample], int]], updates: int) -> tuple[
         parts[place * updates // len(shares)].append(share)
     weights = [1 / max(1, sum(count for _, count in part)) for part in parts]
     return tuple(
-        tuple(replace(row, weights=_on_drawn(row, weight)) for rows, _ in part for row in rows)
+        tuple(replace(row, weights=on_drawn(row, weight)) for rows, _ in part for row in rows)
         for part, weight in zip(parts, weights, strict=True)
         if part
     )

@@ -20,7 +20,7 @@ from temper.errors import UserError
 from temper.objectives.reward_models import ScoreScale
 from temper.objectives.score_lessons import CHOSEN, REJECTED
 from temper.rewards.model import SCALE_FILE, encode, encode_chat, spell_out
-from temper.stages.sft import MAX_SKIPS, TooLong
+from temper.stages.sft import MAX_SKIPS, TooLong, require_length, tools_of
 from temper.stages.stream import StreamSource, TaskStream
 from temper.types import Batch, Message, Sample, Task
 
@@ -57,7 +57,15 @@ class PairRows:
         return rows
 
     def _row(self, task: Task, index: int, text: str, reward: float, margin: float) -> Sample:
-        ids = encode_chat(self._tokenizer, [*task.messages, Message(role="assistant", content=text)])
+        said = [*task.messages, Message(role="assistant", content=text)]
+        ids, tools = encode_chat(self._tokenizer, said), tools_of(task)
+        if tools:
+            plain, ids = ids, encode_chat(self._tokenizer, said, tools=tools)
+            if ids == plain:
+                raise UserError(
+                    f"task {task.id} has tools, and the chat template of this model shows none. Describe them in the "
+                    "system message and leave the column tools out"
+                )
         return replace(_row(task, ids, {len(ids) - 1: margin}, self._max_length), index=index, reward=reward)
 
 
@@ -106,10 +114,7 @@ class StepRows:
 
 def _row(task: Task, ids: list[int], read: Mapping[int, float], max_length: int) -> Sample:
     """A row that is read at these positions; what the loss must know of each stands in its advantage."""
-    if len(ids) > max_length:
-        raise TooLong(
-            f"task {task.id} has {len(ids)} tokens, more than the limit of {max_length}. Shorten or remove it"
-        )
+    require_length(task, len(ids), max_length)
     size = len(ids)
     return Sample(
         group_id=task.id,

@@ -53,21 +53,40 @@ def example_rows(renderer: ExampleRenderer, task: Task, *, max_length: int) -> l
     """
     if not (task.answer or "").strip():
         raise UserError(f"task {task.id} has no answer, and supervised training needs one. Set train.answer_field")
-    messages = (*renderer.prompt_messages(task), Message(role="assistant", content=str(task.answer)))
+    rows = conversation_rows(renderer, task, str(task.answer), turns=_turns(task))
+    require_length(task, max(len(row.token_ids) for row in rows), max_length)
+    return [_sample(task.id, row) for row in rows]
+
+
+def conversation_rows(renderer: ExampleRenderer, task: Task, answer: str, *, turns: int | None = 1) -> list[SpokenRow]:
+    """The task's conversation with this answer, as the chat template writes it and with the row's own tools.
+
+    The one way in which given answers become ids: imitated, preferred or rejected, the same answer is the same tokens.
+    """
+    messages = (*renderer.prompt_messages(task), Message(role="assistant", content=answer))
     try:
-        rows = renderer.spoken_rows(messages, _turns(task), json.loads(str(task.extra.get("tools", "[]"))))
+        return list(renderer.spoken_rows(messages, turns, tools_of(task)))
     except UserError as error:
         raise UserError(f"task {task.id}: {error}") from error
-    if (longest := max(len(row.token_ids) for row in rows)) > max_length:
-        raise TooLong(
-            f"task {task.id} has {longest} tokens, more than the limit of {max_length}. Nothing is cut: a cut answer "
-            "teaches to stop anywhere. Use a model with a longer context, or let trainer.max_length drop such rows"
-        )
-    return [_sample(task.id, row) for row in rows]
+
+
+def tools_of(task: Task) -> list[dict[str, Any]]:
+    """JSON schemas of the row's column tools; none: []."""
+    return json.loads(str(task.extra.get("tools", "[]")))  # type: ignore[no-any-return]
 
 
 class TooLong(UserError):
     """A row does not fit."""
+
+
+def require_length(task: Task, size: int, max_length: int, side: str = "") -> None:
+    """Raises TooLong for a row of more tokens. Nothing is cut: a cut answer teaches to stop anywhere."""
+    if size > max_length:
+        raise TooLong(
+            f"task {task.id}: {side or 'the row'} has {size} tokens, more than the limit of {max_length}: the "
+            "model's context, or trainer.max_length where that is less. Nothing is cut. Shorten or remove the row, use "
+            "a model with a longer context, or set trainer.max_length: longer rows are then dropped and counted"
+        )
 
 
 class Examples(StreamSource):

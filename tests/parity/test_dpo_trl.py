@@ -23,7 +23,8 @@ from temper.models.tiny import make_tiny_model
 from temper.objectives import Objective
 from temper.objectives.named.preferences import DPO, IPO, ROBUST
 from temper.objectives.pair_lessons import PAIR_LESSONS
-from temper.stages.preference import RowRules, offline_source
+from temper.stages.preference import offline_source
+from temper.stages.preference_rows import RowRules
 from temper.stages.reference_cache import References
 from temper.tasks.render import Renderer
 from temper.trainer.optim import OptimizerSettings

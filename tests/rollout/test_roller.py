@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,7 +11,7 @@ import pytest
 
 from temper.engine.fake import FakeSampler
 from temper.envs.env import make_env
-from temper.errors import BackendError
+from temper.errors import BackendError, ContextFull
 from temper.rollout.buffer import Buffer
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.group import Extras
@@ -18,7 +19,7 @@ from temper.rollout.roller import Roller, RollSettings
 from temper.rollout.steps import StepSplit
 from temper.tasks.dataset import Stream
 from temper.tasks.generators import make_source
-from temper.types import Batch, Group, Message, Publication, Request, SamplingParams, Score, Task, Trajectory
+from temper.types import Batch, Group, Message, Publication, Request, SamplingParams, Score, Status, Task, Trajectory
 
 
 class Words:
@@ -205,3 +206,26 @@ def test_a_broken_sampler_under_step_values_is_named_as_such() -> None:
     sampler = FakeSampler(lambda request: [120, 1], delay=broken)
     with pytest.raises(BackendError, match="out of memory"):
         asyncio.run(run_steps(make_roller(sampler, varied, 0, False, steps=StepSplit()), sampler, 1))
+
+
+def test_tasks_that_are_too_long_are_dropped_with_the_reason_and_are_no_failures() -> None:
+    asked: list[str] = []
+
+    def script(request: Request) -> list[int]:
+        asked.append(request.id)
+        if chr(request.prompt_ids[0]) in "abcdefghijkl":  # about half of all tasks, far above the limit for errors
+            raise ContextFull("the prompt has 40 tokens and the longest sequence is 32: no room to answer")
+        return [120, 1]
+
+    sampler = FakeSampler(script)
+    roller = make_roller(sampler, lambda task, index: Score.of(float(index)), 0, False)
+    roller._settings = dataclasses.replace(roller._settings, extras=Extras(retries=3))
+    batches = asyncio.run(run_steps(roller, sampler, 4))
+    assert all(len(batch.groups) == 4 for batch in batches)
+    dropped = [(group, reason) for batch in batches for group, reason in batch.dropped]
+    assert len(dropped) > 4
+    for group, reason in dropped:
+        assert reason.startswith("too few scored members: too_long: ")
+        assert f"task {group.task.id}: the prompt has 40 tokens and the longest sequence is 32" in reason
+        assert {member.status for member in group.trajectories} == {Status.TOO_LONG}
+    assert not any("retry" in request for request in asked), "it would be as long again"

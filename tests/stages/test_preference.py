@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,23 +16,24 @@ import pytest
 from temper.batching.pack import pack
 from temper.batching.rows import rows_of_groups
 from temper.errors import UserError
+from temper.models.tiny import character_tokenizer
 from temper.objectives.named.preferences import DPO, KTO, NASH_MD, SIMPO
 from temper.objectives.reference_rules import REFERENCE_RULES
 from temper.rollout.buffer import Taken
 from temper.stages.preference import (
     Preferences,
-    RowRules,
     heldout_rewards,
     labelled_batch,
-    labelled_rows,
     offline_source,
     pair_batch,
-    pair_rows,
     pairs_of,
     wins_of,
 )
+from temper.stages.preference_rows import RowRules, labelled_rows, pair_rows
 from temper.stages.reference_cache import References
+from temper.stages.sft import example_rows
 from temper.tasks.dataset import FileSource, Stream
+from temper.tasks.render import Renderer, SpokenRow
 from temper.types import (
     Batch,
     Completion,
@@ -52,11 +54,14 @@ class Letters:
     def prompt_messages(self, task: Task) -> tuple[Message, ...]:
         return task.messages
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return tuple(ord(c) for m in messages for c in m.content)
-
-    def completion_ids(self, text: str) -> list[int]:
-        return [*map(ord, text), 0]
+    def spoken_rows(
+        self, messages: Sequence[Message], turns: int | None = 1, tools: Sequence[Any] = ()
+    ) -> list[SpokenRow]:
+        asked, said = messages[:-1], messages[-1].content
+        row = SpokenRow(text="")
+        row.add([ord(c) for m in asked for c in m.content], is_trained=False)
+        row.add([*map(ord, said), 0], is_trained=True)
+        return [row]
 
 
 RULES = RowRules(Letters(), 16)
@@ -128,13 +133,60 @@ def test_both_sides_follow_the_prompt_and_only_they_and_their_ends_are_compared(
         (pair(rejected=" \n"), "task t: the rejected completion is empty"),
         (pair(answer=None), "task t is no pair.*no answer"),
         (Task(id="t", messages=(), answer="yes", extra={"label": True}), "task t is no pair.*columns label"),
-        (pair(rejected="n" * 14), r"task t: .*rejected completion have 2 \+ 15 tokens.*context of 16"),
+        (
+            pair(rejected="n" * 14),
+            "task t: the rejected completion with its prompt has 17 tokens, more than the limit of 16",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_pairs_that_cannot_be_trained_are_named(task: Task, message: str) -> None:
     with pytest.raises(UserError, match=message):
         pair_rows(RULES, task)
+
+
+TRIMS = (
+    "{% for tool in tools or [] %}{{ 'T' + tool['function']['name'] }}{% endfor %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] | trim + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+"""A template that trims what is said and shows tools, and a tool."""
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyzT \n")
+    tokenizer.chat_template = TRIMS
+    return Renderer(tokenizer, system="be brief", template="say {prompt}")
+
+
+@pytest.mark.parametrize("tools", ["", json.dumps([ADD])], ids=["alone", "with tools"])
+@pytest.mark.parametrize("answer", ["yes", " yes \n", "y e s"])
+def test_a_chosen_answer_has_the_tokens_of_the_same_conversation_in_supervised_training(
+    renderer: Renderer, tools: str, answer: str
+) -> None:
+    extra = {"tools": tools} if tools else {}
+    task = pair(answer=answer, rejected="no ", **extra)
+    chosen, rejected = pair_rows(RowRules(renderer, 64), task)
+    for row, said in ((chosen, answer), (rejected, "no ")):
+        (imitated,) = example_rows(renderer, dataclasses.replace(task, answer=said), max_length=64)
+        assert row.token_ids == imitated.token_ids
+        assert row.loss_mask == imitated.loss_mask
+    shown = renderer.decode(chosen.token_ids)
+    assert ("Tadd" in shown) == bool(tools)
+    assert "say ab" in shown
+    assert shown.endswith(answer.strip())
+
+
+def test_pairs_longer_than_the_limit_are_dropped_and_counted_where_that_is_asked_for() -> None:
+    rules = RowRules(Letters(), 7)  # p0 to p4 have 1 + 5 + 1 to 5 + 5 + 1 tokens on their longer side
+    source = offline_source(SIMPO, stream(), rules, References(Scorer()), Scorer(), batch_size=4, drops_long=True)
+    batch = asyncio.run(source.take(1))
+    assert {row.group_id.partition("#")[0] for row in batch.updates[0]} == {"p0", "p1", "p2"}
+    assert batch.metrics["data/too_long"] > 0
+    with pytest.raises(UserError, match="more than the limit of 7"):
+        asyncio.run(offline_source(SIMPO, stream(), rules, References(Scorer()), Scorer(), batch_size=5).take(1))
 
 
 @pytest.mark.parametrize("is_chosen", [True, False])

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from temper.batching.pack import pack
 from temper.errors import UserError
@@ -22,7 +24,7 @@ from temper.models.scorer import ScorerKind, load_scorer
 from temper.models.tiny import make_tiny_model
 from temper.objectives.objective import Objective
 from temper.objectives.score_lessons import PROCESS_REWARD_MODEL, REWARD_MODEL
-from temper.rewards.model import SCALE_FILE, RewardModelReward, encode_chat
+from temper.rewards.model import SCALE_FILE, RewardModelReward, Scale, encode_chat
 from temper.rewards.process import ModelSteps, ProcessReward, split_steps
 from temper.stages.reward_model import (
     REPORT_FILE,
@@ -246,6 +248,34 @@ def test_steps_are_learned_and_the_process_reward_gives_the_same_probabilities(b
         assert torch.sigmoid(torch.tensor(ours)).tolist() == pytest.approx(theirs, abs=1e-5)
 
 
+def test_tools_of_a_row_are_shown_to_the_head_as_rewards_show_them_and_never_left_out_in_silence(base: Path) -> None:
+    tokenizer = load_tokenizer(base)
+    (plain,) = pairs(1, seed=0)
+    tool = {"type": "function", "function": {"name": "abc", "description": "", "parameters": {}}}
+    pair = replace(plain, extra={**plain.extra, "tools": json.dumps([tool])})
+    with pytest.raises(UserError, match="task pair:0 has tools, and the chat template of this model shows none"):
+        PairRows(tokenizer, max_length=64)(pair)
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + tokenizer.chat_template
+    )
+    chosen, _ = PairRows(tokenizer, max_length=64)(pair)
+    said = (*pair.messages, Message(role="assistant", content=str(pair.answer)))
+    assert chosen.token_ids == encode_chat(tokenizer, said, tools=[tool])
+    assert chosen.token_ids[3:] == encode_chat(tokenizer, said)
+
+    heard: list[list[int]] = []
+    reward = RewardModelReward.__new__(RewardModelReward)  # its encoding alone: no weights are needed
+    reward._tokenizer, reward._model, reward.scale = tokenizer, SimpleNamespace(config=LlamaConfig()), Scale()
+
+    async def call(ids: list[int]) -> float:
+        heard.append(ids)
+        return 0.0
+
+    reward._batcher = SimpleNamespace(call=call)  # type: ignore[assignment]
+    asyncio.run(reward.score(pair, replace(Trajectory.saying("t", str(pair.answer)), tools=(tool,))))
+    assert heard == [chosen.token_ids]
+
+
 def test_rows_are_encoded_as_rewards_encode_them(base: Path) -> None:
     tokenizer = load_tokenizer(base)
     (pair,) = pairs(1, seed=0)
@@ -341,7 +371,7 @@ GOOD = Task(id="t:1", messages=(Message(role="user", content="a"),), answer="ab"
         (replace(GOOD, answer=None), "t:1 is no pair"),
         (replace(GOOD, extra={}), "t:1 is no pair"),
         (replace(GOOD, extra={"rejected": "ab"}), "t:1: both sides of the pair are 'ab'"),
-        (replace(GOOD, answer="a" * 90), "t:1 has 94 tokens, more than the limit of 64"),
+        (replace(GOOD, answer="a" * 90), "t:1: the row has 94 tokens, more than the limit of 64"),
     ],
 )
 def test_pairs_that_cannot_be_trained_are_named(base: Path, task: Task, message: str) -> None:
@@ -373,7 +403,7 @@ def test_long_pairs_are_passed_over_and_counted_only_when_asked(base: Path) -> N
     tasks = (GOOD, replace(GOOD, id="t:2", answer="a" * 90))
     stream = [Stream([FileSource("made", tasks)], [1.0], seed=1) for _ in range(2)]
     make_rows = rows_of(base, "conversation")
-    with pytest.raises(UserError, match="t:2 has 94 tokens"):
+    with pytest.raises(UserError, match="t:2: the row has 94 tokens"):
         asyncio.run(ScoredExamples(stream[0], make_rows, batch_size=4).take(1))
     batch = asyncio.run(ScoredExamples(stream[1], make_rows, batch_size=4, drops_long=True).take(1))
     assert {row.group_id.partition("#")[0] for row in batch.updates[0]} == {"t:1"}

@@ -327,7 +327,7 @@ def task(answer: str | None = "ba", **extra: Any) -> Task:
     [
         (task(None), "task t has no answer"),
         (task("  "), "task t has no answer"),
-        (task("b" * 90), "task t has 9. tokens, more than the limit of 64"),
+        (task("b" * 90), "task t: the row has 9. tokens, more than the limit of 64"),
         (task("b<|end|>a"), "task t: .*ends its turn"),
         (task("b", trained_turns="some"), 'task t: trained_turns is .* must be "all" or a number'),
     ],

@@ -22,9 +22,11 @@ from temper.objectives import Objective
 from temper.objectives.named.preferences import BETA_DPO, DPO, KTO, NASH_MD, PRESETS, XPO
 from temper.objectives.preferences import PREFERENCES, Pairs, preference_loss
 from temper.rollout.buffer import Taken
-from temper.stages.preference import RowRules, offline_source, pair_batch, pair_rows, pairs_of, wins_of
+from temper.stages.preference import offline_source, pair_batch, pairs_of, wins_of
+from temper.stages.preference_rows import RowRules, pair_rows
 from temper.stages.reference_cache import References
 from temper.tasks.dataset import FileSource, Stream
+from temper.tasks.render import SpokenRow
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
 from temper.types import (
@@ -51,11 +53,14 @@ class Letters:
     def prompt_messages(self, task: Task) -> tuple[Message, ...]:
         return task.messages
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return tuple(ord(c) - 90 for m in messages for c in m.content)
-
-    def completion_ids(self, text: str) -> list[int]:
-        return [*(ord(c) - 90 for c in text), 0]
+    def spoken_rows(
+        self, messages: Sequence[Message], turns: int | None = 1, tools: Sequence[Any] = ()
+    ) -> list[SpokenRow]:
+        asked, said = messages[:-1], messages[-1].content
+        row = SpokenRow(text="")
+        row.add([ord(c) - 90 for m in asked for c in m.content], is_trained=False)
+        row.add([*(ord(c) - 90 for c in said), 0], is_trained=True)
+        return [row]
 
 
 def tasks(count: int = 6, seed: int = 0) -> tuple[Task, ...]:
