@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     packed = timed("packing", lambda: pack_numbered(partial(pack, tokens_per_microbatch=TOKENS_PER_MICROBATCH), update))
     keys, traces = keys_of(update), {}
     for microbatch, numbers in packed:
-        seen = torch.zeros(2, int(microbatch.loss_mask.sum()))
+        seen = torch.rand(2, int(microbatch.loss_mask.sum()))
         traces |= timed("traces", lambda m=microbatch, s=seen, n=numbers: traces_of(m, s, [keys[row] for row in n]))
     report = StepReport(
         stage=0, step=1, version=4, loss=0.0, metrics=batch.metrics, seconds={}, system={},

@@ -161,9 +161,9 @@ def count_grams(pieces: Sequence[NDArray[np.int32]]) -> tuple[int, int]:
         return 0, 0
     ids = np.concatenate(pieces)
     # A token gets the place of one of its occurrences as its name: numbers so small that four of them are one number.
-    last = np.empty(int(ids.max()) + 1, dtype=np.uint64)
-    last[ids] = np.arange(len(ids), dtype=np.uint64)
-    names = last[ids]
+    last = np.empty(int(ids.max()) + 1, dtype=np.uint32)
+    last[ids] = np.arange(len(ids), dtype=np.uint32)
+    names = last[ids].astype(np.uint64)
     if len(ids) > 1 << 16:  # then two of them, and the pairs get names
         pairs = np.unique(names[:-1] << np.uint64(32) | names[1:], return_inverse=True)[1].astype(np.uint64)
         grams = pairs[starts] << np.uint64(32) | pairs[starts + 2]

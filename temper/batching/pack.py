@@ -154,11 +154,22 @@ def _table(columns: Sequence[Sequence[Sequence[Any]] | None], dtype: torch.dtype
         return None
     counts = np.concatenate([column.counts for column in present])
     width = int(counts.max(initial=0))
-    assert set(np.unique(counts).tolist()) <= {0, width}, "every position has as many most likely tokens, or none"
-    filled = torch.zeros(len(counts), width, dtype=dtype)
-    values = torch.from_numpy(np.concatenate([column.flat for column in present])).to(dtype)
-    filled[torch.from_numpy(counts > 0)] = values.view(-1, max(width, 1))
+    assert np.isin(counts, (0, width)).all(), "every position has as many most likely tokens, or none"
+    filled = torch.empty(len(counts), width, dtype=dtype)
+    start = 0
+    for column in present:
+        rows = filled[start : start + len(column)].numpy()
+        rows[column.counts == 0] = 0
+        for begin, end in _stretches(column.counts > 0):
+            rows[begin:end] = column.values[column.offsets[begin] : column.offsets[end]].reshape(-1, width)
+        start += len(column)
     return filled
+
+
+def _stretches(is_filled: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where it is True, as (first place, place behind the last) of neighbours: one for each turn that was drawn."""
+    edges = np.flatnonzero(np.diff(is_filled, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _keep_sets(rows: Sequence[Sample]) -> tuple[tuple[NDArray[np.int32], ...], Tensor] | tuple[None, None]:

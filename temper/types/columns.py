@@ -124,18 +124,24 @@ class Ragged(Sequence[Sequence[Number]], Generic[Number]):
 
 def integers(values: Sequence[int] | NDArray[Any]) -> Column[int]:
     """Token ids, versions: four bytes each."""
-    return Column(array_of(values, np.int32))
+    return _column(values, np.int32)
 
 
 def bits(values: Sequence[int] | NDArray[Any]) -> Column[int]:
     """A mask: one byte each."""
-    return Column(array_of(values, np.uint8))
+    return _column(values, np.uint8)
 
 
 def floats(values: Sequence[float] | NDArray[Any]) -> Column[float]:
     """As exact as they are given: float32 stays float32, and Python's numbers are float64."""
-    array = array_of(values)
-    return Column(array if array.dtype in (np.float32, np.float64) else array.astype(np.float64))
+    is_float32 = isinstance(values, Column | np.ndarray) and array_of(values).dtype == np.float32
+    return _column(values, np.float32 if is_float32 else np.float64)
+
+
+def _column(values: Sequence[Any] | NDArray[Any], dtype: type[np.generic]) -> Column[Any]:
+    if isinstance(values, Column) and values.array.dtype == dtype:
+        return values
+    return Column(array_of(values, dtype))
 
 
 def ragged(rows: Sequence[Sequence[Any]] | NDArray[Any], dtype: DTypeLike | None = None) -> Ragged[Any]:

@@ -277,6 +277,8 @@ def test_an_episode_of_several_turns_keeps_every_set_at_its_token() -> None:
     assert microbatch.keep_ids is not None
     assert microbatch.keep_counts is not None
     assert [ids.tolist() for ids in microbatch.keep_ids] == [[5, 9, 6, 4, 7, 3]] * 2
+    assert microbatch.top_ids is not None
+    assert microbatch.top_ids.tolist() == [[0], [0], [5], [6], [0], [7]] * 2
     assert microbatch.keep_counts.tolist() == [0, 0, 2, 1, 0, 3] * 2
     plain = dataclasses.replace(second, keep_ids=None)
     with pytest.raises(AssertionError, match="in one episode"):
