@@ -70,6 +70,7 @@ def open_run(folder: Path, *, config: str, resume: bool, transcript_bytes: float
             if not (resume or is_new):
                 raise UserError(_taken(folder, connection))
             change = _keep_config(folder / CONFIG, config)
+            _beat(connection)  # a run that just began reads as running, also to one who looks at once
         except (sqlite3.Error, OSError) as error:
             raise _as_temper_error(error, folder) from error
         undo.pop_all()

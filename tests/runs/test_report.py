@@ -90,7 +90,7 @@ def test_the_json_is_strict_and_complete(run: Path) -> None:
 
 def test_a_run_that_has_just_begun_has_a_report(store: RunStore) -> None:
     text = render(make_report(store.folder))
-    assert "not finished, 0 steps" in text
+    assert "running, 0 steps" in text
     assert "no held-out scores yet" in text
     assert newest_checkpoint(store.folder) is None
     store.close()
