@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DiffLlamaConfig
+from transformers import AutoModelForCausalLM, DiffLlamaConfig, Phi3Config
 
 from temper.cli import main
 from temper.config import resolve, to_toml
@@ -111,6 +112,32 @@ def test_a_teacher_and_a_reward_model_of_a_wrong_family_are_refused(
         path = _write(tmp_path / f"{name}.toml", made)
         code, said = temper(monkeypatch, capsys, "train", path, *(["--dry-run"] if is_dry else []))
         assert (code, "is a diffllama" in said) == (2, True), f"{name}: {said}"
+
+
+@pytest.mark.parametrize("is_dry", [True, False], ids=["dry run", "run"])
+def test_a_row_beyond_the_rotations_of_a_model_is_refused(
+    is_dry: bool, tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The context is 64, but rotations switch at 16: a longer row would be computed by others than its neighbours."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = character_tokenizer(ALPHABET)
+    rotation = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "rope_theta": 10000.0}
+    config = Phi3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, original_max_position_embeddings=16,
+        rope_parameters=rotation, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )  # fmt: skip
+    save_model(AutoModelForCausalLM.from_config(config), tokenizer, tmp_path / "phi")
+    rows = [{"prompt": "ab", "answer": "ba"}] * 7 + [{"prompt": "abcdefghij", "answer": "jihgfedcba"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = {**tiny_recipe, "model": {"path": str(tmp_path / "phi")}, "train": [{"path": str(tmp_path / "rows.jsonl")}]}
+    del made["heldout"]
+    made["stage"] = [{"kind": "sft", "steps": 1, "trainer": {"examples_per_step": 4}}]
+    path = _write(tmp_path / "long.toml", made)
+    code, said = temper(monkeypatch, capsys, "train", path, *(["--dry-run"] if is_dry else []))
+    assert (code, "rows.jsonl:8" in said, "the limit of 16" in said) == (2, True, True), said
 
 
 @pytest.mark.parametrize(("family", "staleness"), [("glm4_moe", 0), ("glm4_moe", 1), ("deepseek_v3", 0)])
