@@ -25,6 +25,12 @@ def hidden_and_router_logits(
     model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Attend
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Last hidden states [T, D] of packed tokens, and logits [T, E] of every router, first layer first."""
+    text = model.config.get_text_config()
+    if hasattr(text, "num_experts_per_tok") and text.model_type not in SOFTMAX_ROUTERS:
+        raise UserError(
+            f"objective rspo: how {text.model_type} chooses its experts is not known to Temper, which can compare the "
+            f"routers of {', '.join(SOFTMAX_ROUTERS)}. Choose one of them, or an objective without router factor"
+        )
     output = model.get_decoder()(
         input_ids=token_ids_T.unsqueeze(0),
         position_ids=positions_T.unsqueeze(0),
@@ -38,11 +44,6 @@ def hidden_and_router_logits(
         raise UserError(
             f"objective rspo needs a mixture-of-experts model; {type(model).__name__} has no router. Choose an "
             f"objective without router factor, such as gmpo, or a model such as Qwen3-MoE, Mixtral or OLMoE"
-        )
-    if (family := model.config.get_text_config().model_type) not in SOFTMAX_ROUTERS:
-        raise UserError(
-            f"objective rspo: how {family} chooses its experts is not known to Temper, which can compare the routers "
-            f"of {', '.join(SOFTMAX_ROUTERS)}. Choose one of these models, or an objective without router factor"
         )
     return output.last_hidden_state[0], tuple(logits.flatten(0, -2) for logits in recorded)
 

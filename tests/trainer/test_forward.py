@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from temper.batching.pack import pack
-from temper.models import decoder, load
+from temper.models import decoder, states
 from temper.objectives import PRESETS, Extent, MetricSums, Objective, resolve
 from temper.trainer.forward import StepFacts, checkpointing, enable_checkpointing, forward_backward, score_drawn
 from temper.trainer.passes import spread
@@ -109,6 +109,7 @@ def test_the_check_of_invariance_sees_planted_faults(
     make_model: Callable[..., Any], make_rows: Callable[..., list[Sample]], mutate: Any
 ) -> None:
     model, objective = make_model(), PRESETS["dapo"]
+    model.config.max_position_embeddings = 10_000  # rows taken for one are a long one
     rows = off_policy(model, weighted(make_rows(), objective))
     if mutate is attending_across_rows:  # num_trajectories is the number of rows; one row would be too few
         rows = [replace(row, group_id="g", index=0) for row in rows]
@@ -198,7 +199,7 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(
 
         monkeypatch.setattr(decoder, "_layer", counted)
     else:
-        monkeypatch.setattr(load, "can_walk", lambda _: False)
+        monkeypatch.setattr(states, "can_walk", lambda _: False)
         first.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     plain = train(model, rows, objective, budget=10_000)
     assert len(calls) == 1
