@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from temper.errors import UserError
+from temper.commands.launchers import require_one_process
 from temper.terminal import SafeConsole
 
 READERS = ("report", "watch", "presets", "metrics", "doctor")
@@ -28,14 +27,9 @@ Recipe = Annotated[Path, typer.Argument(help="A recipe, e.g. recipes/demo.toml",
 
 
 @app.callback()
-def require_one_process(context: typer.Context) -> None:
-    """Refuses a launcher of several processes: each would train, draw or judge alone, as a run that knows no other."""
-    given = os.environ.get("WORLD_SIZE", "1")
-    if context.invoked_subcommand not in READERS and given.isdecimal() and int(given) > 1:
-        raise UserError(
-            f"WORLD_SIZE={given}: {given} processes were started (torchrun, srun or the like), and temper runs in one. "
-            f'They would be {given} unrelated runs. Start "temper {context.invoked_subcommand} ..." without a launcher'
-        )
+def refuse_launchers(context: typer.Context) -> None:
+    if context.invoked_subcommand not in READERS:
+        require_one_process(f'"temper {context.invoked_subcommand} ..."')
 
 
 def note(line: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from temper.commands.launchers import require_one_process
 from temper.errors import UserError
 from temper.named import loading_file, name_function
 
@@ -64,6 +65,7 @@ def train(
             f"{file} was imported to find a function in it, and calls temper.train while it is. Put that call under "
             'if __name__ == "__main__":'
         )
+    require_one_process(WHERE)
     from temper.commands.train import choose_folder, train_stages
     from temper.config import resolve
 

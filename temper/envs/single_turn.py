@@ -7,10 +7,10 @@ from temper.types import Message, Task
 
 
 class SingleTurn:
-    """Shows the task's messages and ends with the first reply."""
+    """Shows the task's messages and the tools of its row, and ends with the first reply: no tool is run."""
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
-        return EnvOpening(messages=task.messages)
+        return EnvOpening(messages=task.messages, tools=task.tools)
 
     async def step(self, message: Message) -> EnvReply:
         return EnvReply(is_done=True)

@@ -15,7 +15,7 @@ from temper.protocols import Env, EnvOpening
 from temper.rollout.episode import Renderer
 from temper.types import Task
 
-TASKS_PER_ENV = 2
+TASKS_PER_KIND = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,8 @@ class Opening:
 async def try_openings(
     make_env: Callable[[str], Env], renderer: Renderer, tasks: Sequence[Task], *, seed: int, seconds: float
 ) -> list[Opening]:
-    """Opens a few episodes, some of every environment that the tasks name, and closes them at once.
+    """Opens a few episodes of every environment that the tasks name, with and without tools of their own, and closes
+    them at once.
 
     Raises UserError with the first exception's own words, file and line. `seconds` is the deadline of each.
     """
@@ -61,7 +62,7 @@ async def _open(make_env: Callable[[str], Env], renderer: Renderer, task: Task, 
 
 
 def _some_of_each(tasks: Sequence[Task]) -> list[Task]:
-    by_env: dict[str, list[Task]] = {}
+    alike: dict[tuple[str, bool], list[Task]] = {}
     for task in tasks:
-        by_env.setdefault(task.env, []).append(task)
-    return [task for own in by_env.values() for task in own[:TASKS_PER_ENV]]
+        alike.setdefault((task.env, bool(task.tools)), []).append(task)
+    return [task for own in alike.values() for task in own[:TASKS_PER_KIND]]

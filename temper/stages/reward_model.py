@@ -20,7 +20,7 @@ from temper.errors import UserError
 from temper.objectives.reward_models import ScoreScale
 from temper.objectives.score_lessons import CHOSEN, REJECTED
 from temper.rewards.model import SCALE_FILE, encode, encode_chat, spell_out
-from temper.stages.sft import MAX_SKIPS, TooLong, require_length, tools_of
+from temper.stages.sft import MAX_SKIPS, TooLong, require_length
 from temper.stages.stream import StreamSource, TaskStream
 from temper.types import Batch, Message, Sample, Task
 
@@ -58,7 +58,7 @@ class PairRows:
 
     def _row(self, task: Task, index: int, text: str, reward: float, margin: float) -> Sample:
         said = [*task.messages, Message(role="assistant", content=text)]
-        ids, tools = encode_chat(self._tokenizer, said), tools_of(task)
+        ids, tools = encode_chat(self._tokenizer, said), task.tools
         if tools:
             plain, ids = ids, encode_chat(self._tokenizer, said, tools=tools)
             if ids == plain:

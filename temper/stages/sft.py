@@ -5,7 +5,6 @@ Owns: rows from conversations, and which of their turns are trained. Refuses: cu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -65,14 +64,9 @@ def conversation_rows(renderer: ExampleRenderer, task: Task, answer: str, *, tur
     """
     messages = (*renderer.prompt_messages(task), Message(role="assistant", content=answer))
     try:
-        return list(renderer.spoken_rows(messages, turns, tools_of(task)))
+        return list(renderer.spoken_rows(messages, turns, task.tools))
     except UserError as error:
         raise UserError(f"task {task.id}: {error}") from error
-
-
-def tools_of(task: Task) -> list[dict[str, Any]]:
-    """JSON schemas of the row's column tools; none: []."""
-    return json.loads(str(task.extra.get("tools", "[]")))  # type: ignore[no-any-return]
 
 
 class TooLong(UserError):

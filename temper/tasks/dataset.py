@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 
 from temper.errors import UserError, did_you_mean
 from temper.tasks.files import rows_of
-from temper.tasks.schemas import ROLES, BadRow, Schema, schema_of
+from temper.tasks.schemas import ROLES, BadRow, Schema, read_tools, schema_of
 from temper.types import Message, Scalar, Task
 
 MAX_NAMED = 20
@@ -148,7 +148,7 @@ def _task(task_id: str, row: Any, prompt_field: str, answer_field: str, pattern:
         for key, value in row.items()
         if key not in (prompt_field, answer_field) and isinstance(value, (str, int, float, bool))
     }
-    return Task(id=task_id, messages=messages, answer=answer, extra=rest)
+    return Task(id=task_id, messages=messages, answer=answer, extra={**rest, **read_tools(row.get("tools"))})
 
 
 def _column(row: dict[str, Any], name: str, setting: str) -> Any:

@@ -62,7 +62,7 @@ class Schema:
         row = _present(row)
         if unseen := [name for name in _NOT_TEXT if row.pop(name, None)]:
             raise BadRow(f'"{unseen[0]}" is not empty, and only text can be trained. Remove such rows.')
-        tools = _tools(row.pop("tools", None))
+        tools = read_tools(row.pop("tools", None))
         messages, answer, extra = self.read(row)
         rest = {name: value for name, value in row.items() if isinstance(value, (str, int, float, bool))}
         return Task(id=task_id, messages=tuple(messages), answer=answer, extra={**rest, **extra, **tools})
@@ -309,7 +309,7 @@ def _call(call: Any) -> str:
     return f"<tool_call>\n{written}\n</tool_call>"
 
 
-def _tools(value: Any) -> dict[str, Scalar]:
+def read_tools(value: Any) -> dict[str, Scalar]:
     """JSON schemas of tools, as text: the template shows them to the model."""
     try:
         tools = json.loads(value or "[]") if isinstance(value, str) else (value or [])

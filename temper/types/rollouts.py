@@ -5,6 +5,7 @@ Everything is frozen, keyword-only, and checked once, when it is made.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -141,6 +142,11 @@ class Task:
     """The gold answer; None when the reward needs none."""
     extra: Mapping[str, Scalar] = field(default_factory=dict)
     """Whatever else the reward or environment reads, e.g. the reasoning-gym entry."""
+
+    @property
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """JSON schemas of a row's own column `tools`, which the chat template shows to the model."""
+        return tuple(json.loads(str(self.extra.get("tools", "[]"))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -258,6 +258,18 @@ def test_tools_that_the_template_leaves_out_fail_the_dry_run_and_the_run(
         gate_of(tiny_recipe, tmp_path)
 
 
+def test_tools_of_a_row_are_shown_or_refused_where_no_environment_has_any(
+    tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    tool = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}
+    rows = [{"prompt": "abc"[: 1 + number % 3], "answer": "ab", "tools": [tool]} for number in range(8)]
+    (tmp_path / "tools.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tiny_recipe["stage"] = tiny_recipe["stage"][1:]
+    tiny_recipe["train"] = [{"path": str(tmp_path / "tools.jsonl")}]
+    with pytest.raises(UserError, match="shows no tools"):
+        dry_run(write_recipe(tiny_recipe, tmp_path))
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -86,6 +86,12 @@ def test_keyword_arguments_are_checked_like_a_recipe(here: Path) -> None:
     assert not (here / "runs").exists() or not list((here / "runs").glob("*/run.db"))
 
 
+def test_several_processes_of_a_launcher_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="2 processes were started"):
+        temper.train(recipe="none.toml")
+
+
 def test_everything_given_becomes_a_key_of_the_recipe(tmp_path: Path) -> None:
     given = {"model": "m", "data": "train.jsonl", "reward": ["math", starts_with_a], "preset": "dapo", "steps": 3,
              "heldout": {"generator": "g", "size": 4}}  # fmt: skip

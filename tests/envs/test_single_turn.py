@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 from temper.envs.single_turn import SingleTurn
 from temper.protocols import EnvOpening, EnvReply
@@ -18,3 +19,9 @@ def test_one_reply_ends_the_episode() -> None:
         return shown, reply
 
     assert asyncio.run(go()) == (EnvOpening(messages=messages), EnvReply(is_done=True))
+
+
+def test_the_tools_of_a_row_are_shown() -> None:
+    tool = {"type": "function", "function": {"name": "look"}}
+    task = Task(id="t", messages=(Message(role="user", content="q"),), extra={"tools": json.dumps([tool])})
+    assert asyncio.run(SingleTurn().start(task, seed=0)).tools == (tool,)

@@ -33,7 +33,9 @@ def phi3(original: int = 16) -> Phi3Config:
     return Phi3Config(**SMALL, original_max_position_embeddings=original, rope_parameters=dict(LONG))
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "jamba", "bamba", "falcon", "bloom", "diffllama"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "qwen3_5_text", "jamba", "bamba", "falcon", "bloom", "diffllama", "gpt_oss"]
+)
 def test_families_that_would_give_wrong_text_are_refused_by_name(family: str) -> None:
     from transformers import CONFIG_MAPPING
 
