@@ -138,7 +138,7 @@ def tiny_model(name: str, seed: int = 0) -> Any:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(tiny_config(name)).eval()
+            model = AutoModelForCausalLM.from_config(tiny_config(name), trust_remote_code=False).eval()
             if (size := sum(parameter.numel() for parameter in model.parameters())) > MAX_PARAMETERS:
                 raise NotTiny(f"it has {size / 1e6:.0f} million parameters that no setting of a decoder makes fewer")
             for parameter in model.parameters():

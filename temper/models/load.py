@@ -77,7 +77,10 @@ def read_shape(folder: Path) -> ModelShape:
 def read_config(folder: Path) -> Any:
     """What transformers makes of config.json, without code from the directory."""
     verify(folder)
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: the model cannot be loaded: {error}") from error
 
 
 def shape_of(config: Any) -> ModelShape:

@@ -81,7 +81,7 @@ def test_a_decoder_that_lacks_weights_is_refused(base: Path) -> None:
 
 
 def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no scalar head can be put on"):
+    with pytest.raises(UserError, match="the model cannot be loaded"):
         load_scorer(tmp_path, torch.float32, CPU)
 
 

@@ -131,7 +131,7 @@ def is_alive(process: int) -> bool:
 
 def test_tools_of_a_server_can_be_shown_in_words(url: str) -> None:
     async def go() -> None:
-        env = McpEnv(server=url, show_tools="text")
+        env = McpEnv(effects=KNOWN, server=url, show_tools="text")
         try:
             opening = await env.start(TASK, 0)
             assert opening.tools == ()
