@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from temper.errors import BackendError, UserError, did_you_mean
 from temper.integrity import verify
-from temper.models.load import load_model, save_description, saved_tensors
 from temper.models.low_rank import ADAPTER, is_adapted, merged_weight
+from temper.models.save import save_description, saved_tensors
 
 WEIGHTS, CONFIG, ORIGIN = "adapter_model.safetensors", "adapter_config.json", "origin.json"
 PREFIX = "base_model.model."
@@ -274,7 +274,7 @@ def read_adapter(folder: Path, model: Any) -> dict[str, Tensor]:
 
 
 def load_adapted(
-    folder: Path, dtype: torch.dtype, device: torch.device, *, load: LoadModel = load_model, origin: Path | None = None
+    folder: Path, dtype: torch.dtype, device: torch.device, *, load: LoadModel, origin: Path | None = None
 ) -> nn.Module:
     """The model of an adapter directory with its adapter on. `origin`: where that model lies now, when it was moved."""
     config, record = _read(folder)
@@ -301,7 +301,7 @@ def load_adapted(
 
 
 def load_merged(
-    folder: Path, dtype: torch.dtype, device: torch.device, *, load: LoadModel = load_model, origin: Path | None = None
+    folder: Path, dtype: torch.dtype, device: torch.device, *, load: LoadModel, origin: Path | None = None
 ) -> nn.Module:
     """The model of an adapter directory as an ordinary one. Merged in the precision of training: what was trained."""
     model = fold(load_adapted(folder, trained_dtype(folder), device, load=load, origin=origin))

@@ -1,25 +1,24 @@
-"""Hugging Face checkpoints in and out.
+"""Hugging Face checkpoints in.
 
-Owns: reading and writing model directories, end-of-turn ids, the shape facts others need. Refuses: downloading, and
+Owns: reading model directories, end-of-turn ids, the shape facts others need. Refuses: downloading, and
 models that would be computed wrongly (families.py, proof.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from temper.errors import UserError
 from temper.integrity import verify
+from temper.models.adapters import load_merged
 from temper.models.attention import ATTENTION_NAME
 from temper.models.decoder import FAMILIES, Numerics, can_walk, lay_end_to_end, set_numerics
 from temper.models.families import freeze_rotations, require_supported, steady_context
@@ -54,17 +53,6 @@ def find_checkpoint(path: str, key: str = "model.path") -> Path:
         raise UserError(f'{key} "{path}" has no config.json, so it is not a Hugging Face checkpoint')
     verify(folder)
     return folder
-
-
-def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, and every buffer that belongs to a checkpoint, by name. Tied ones appear once."""
-    transient = {
-        f"{place}.{name}" if place else name
-        for place, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in transient}
-    return dict(model.named_parameters()) | buffers
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -104,9 +92,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, numerics:
     Of an adapter directory: the model it belongs to with the adapter merged.
     """
     if (folder / "adapter_config.json").is_file():
-        from temper.models.adapters import load_merged  # here: it loads its model by this very function
-
-        model: Any = load_merged(folder, dtype, device)
+        model: Any = load_merged(folder, dtype, device, load=load_model)
     else:
         read_shape(folder)  # first: what is refused by its description needs no weights
         model = _pretrained(folder, dtype)
@@ -172,31 +158,3 @@ def end_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     if not ids:
         raise UserError(f"{folder}: neither the tokenizer nor generation_config.json names an end-of-sequence token")
     return tuple(sorted(ids))
-
-
-def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes an ordinary Hugging Face directory: weights, configuration, tokenizer, chat template."""
-    with _without_own_attention(model):
-        model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def save_description(model: Any, tokenizer: Any, folder: Path) -> None:
-    """The same directory without weights."""
-    model.config.architectures = [type(model).__name__]  # as it would be with them: a reader must know the head
-    with _without_own_attention(model):
-        model.config.save_pretrained(folder)
-    if (generation := getattr(model, "generation_config", None)) is not None:
-        generation.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def _without_own_attention(model: Any) -> Iterator[None]:
-    """A reader without Temper must not be asked for our attention."""
-    implementation = model.config._attn_implementation
-    model.config._attn_implementation = None
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = implementation

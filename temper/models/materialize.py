@@ -28,7 +28,8 @@ from temper.models.adapters import (
     load_merged,
     trained_dtype,
 )
-from temper.models.load import load_model, load_tokenizer, save_model
+from temper.models.load import load_model, load_tokenizer
+from temper.models.save import save_model
 from temper.models.scorer import kind_of, load_scorer
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from temper.models.load import saved_tensors
 from temper.models.proof import KeptRows
+from temper.models.save import saved_tensors
 from temper.models.states import hidden_states
 
 MAX_NAMED = 3

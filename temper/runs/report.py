@@ -22,61 +22,13 @@ from temper.runs.encode import TRAINED
 from temper.runs.nulls import finite
 from temper.runs.reader import LedgerEntry, Point, RunReader, StepRecord
 from temper.runs.sparkline import sparkline
-from temper.runs.stage_table import Kept, stage_lines
+from temper.runs.stage_table import stage_lines
 from temper.runs.state import RunState
+from temper.runs.summary import Kept, ScoreChange, StageSummary, Work
 from temper.types import EvaluationResult
 
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 """Of a checkpoint: all weights, or an adapter alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreChange:
-    """Held-out score at both ends of a stretch of training."""
-
-    name: str
-    first: EvaluationResult
-    last: EvaluationResult
-    differs: tuple[str, ...]
-    """Parts of the budget that are not equal; with any, the two scores do not compare."""
-
-    @property
-    def gain(self) -> float | None:
-        return None if self.differs else self.last.score - self.first.score
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What a stretch of training cost."""
-
-    num_steps: int
-    seconds: Mapping[str, float]
-    """By phase."""
-    tokens_drawn: int
-    tokens_trained: int
-    prompts_trained: int
-    """Distinct tasks."""
-    groups_trained: int
-    groups_dropped: Mapping[str, int]
-    """By reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSummary:
-    stage: int
-    name: str
-    scores: tuple[ScoreChange, ...]
-    work: Work
-    reward: tuple[float | None, ...]
-    """By step; empty for supervised training."""
-    peak_memory_bytes: float | None
-    """Most that was held at once in this stage; None before its first step."""
-    peak_is_since_start: bool
-    """Whether the system could not start its count anew: then earlier stages are in it."""
-    starts_from: str
-    """The earlier stage whose model it takes, "first" for the run's; empty: it goes on from the one before."""
-    kept: Kept | None
-    """Of rejection sampling; None for other stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,27 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from temper.runs.report import ScoreChange, StageSummary
+from temper.runs.summary import Kept, ScoreChange, StageSummary
 
 LEFT, COLUMN = 55, 28
 """Characters before the first score, and of one score."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What rejection sampling made."""
-
-    rows: int
-    prompts: int
-    share: float
-    """Of all answers."""
-    mean_reward: float
-    best_reward: float
-    """Mean over the groups of the highest reward in each: best-of-N, with N the group's size."""
 
 
 def stage_lines(stages: Sequence[StageSummary]) -> list[str]:

@@ -125,24 +125,3 @@ def _drop_root(moved: str | None) -> tuple[str, ...]:
 
 def _is_open_to_all(folder: Path) -> bool:
     return all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
-
-
-def require_sandbox() -> None:
-    """Raises UserError with what to install or allow unless this machine can build a sandbox now."""
-    if not _has_built.get(os.getpid()):
-        from temper.sandbox.cell import try_boundary  # the cell is built from this file
-
-        boundary = find_boundary()
-        problem = try_boundary(boundary)
-        if problem is not None:
-            raise UserError(
-                f"bubblewrap is installed but cannot build a sandbox here: {problem}. Allow unprivileged user "
-                f"namespaces (sysctl user.max_user_namespaces above 0, kernel.apparmor_restrict_unprivileged_userns=0; "
-                f"in a container: its own seccomp and AppArmor profiles), or reinstall it: {INSTALL}. "
-                f"Model-written code is never run unprotected"
-            )
-        _has_built[os.getpid()] = True
-
-
-_has_built: dict[int, bool] = {}
-"""Process id -> True once a sandbox was built: checking costs a tenth of a second and its answer does not change."""

@@ -301,22 +301,6 @@ class _Watching:
         return ("ok" if code == 0 else "error" if code > 0 else "killed"), code
 
 
-def try_boundary(boundary: Boundary) -> str | None:
-    """Builds one sandbox and runs one program in it. Why that failed, or None."""
-    cell = None
-    try:
-        cell = Cell(boundary, None, file_bytes=1 << 20)
-        cell.wait_ready()
-        cell.execute(Program("print(6 * 7)"), Limits(wall_seconds=START_SECONDS))
-        outcome = cell.conclude()
-    except SandboxFailed as error:
-        return str(error)
-    finally:
-        if cell:
-            cell.close()
-    return None if outcome.stdout == "42\n" else f"a first program ended with {outcome}"
-
-
 def _readable(content: bytes) -> int:
     """A descriptor from which `content` can be read once. Must fit a pipe."""
     reading, writing = os.pipe()

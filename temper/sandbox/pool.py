@@ -12,10 +12,11 @@ import queue
 import threading
 from concurrent.futures import Future, InvalidStateError
 
-from temper.sandbox.boundary import find_boundary, require_sandbox
+from temper.sandbox.boundary import find_boundary
 from temper.sandbox.cell import Cell
 from temper.sandbox.cgroup import find_homes
 from temper.sandbox.program import Limits, Outcome, Program, SandboxFailed
+from temper.sandbox.requirement import require_sandbox
 
 POLL_SECONDS = 1.0
 """How long a waiting thread sleeps before it looks again whether the pool was closed."""

@@ -24,7 +24,8 @@ from temper.models.adapters import (
     read_adapter,
     save_adapter,
 )
-from temper.models.load import load_model, save_model, saved_tensors
+from temper.models.load import load_model
+from temper.models.save import save_model, saved_tensors
 from temper.types import Publication
 
 

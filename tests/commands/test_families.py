@@ -16,7 +16,7 @@ from temper.cli import main
 from temper.config import resolve, to_toml
 from temper.engine.local.step import Stepper
 from temper.models import families
-from temper.models.load import save_model
+from temper.models.save import save_model
 from temper.models.tiny import character_tokenizer, make_tiny_model
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"

@@ -107,7 +107,7 @@ def test_each_adapter_lies_on_what_the_right_stage_left(adapted: Path) -> None:
 def test_exports_are_the_trained_models(adapted: Path, tmp_path: Path) -> None:
     assert find_model(adapted) == left(adapted, 5)
     export(adapted, tmp_path / "policy")
-    merged = load_merged(left(adapted, 5), torch.float32, CPU)
+    merged = load_merged(left(adapted, 5), torch.float32, CPU, load=load_model)
     exported = load_model(tmp_path / "policy", torch.float32, CPU)
     for (name, ours), (_, theirs) in zip(merged.named_parameters(), exported.named_parameters(), strict=True):
         assert torch.equal(ours, theirs), name

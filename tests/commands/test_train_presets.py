@@ -15,7 +15,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from temper.commands.train import Records, run_stages
 from temper.config import resolve
-from temper.models.load import load_model, save_model
+from temper.models.load import load_model
+from temper.models.save import save_model
 from temper.models.tiny import character_tokenizer, make_tiny_model
 from temper.objectives import POLICY_GRADIENTS
 from temper.runs.display import Display

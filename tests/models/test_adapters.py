@@ -32,8 +32,9 @@ from temper.models.adapters import (
     with_own_weights,
     without_adapter,
 )
-from temper.models.load import load_model, load_tokenizer, save_model
+from temper.models.load import load_model, load_tokenizer
 from temper.models.ops import cpu_linear
+from temper.models.save import save_model
 from temper.models.scorer import load_scorer
 from temper.models.states import Head, hidden_states
 from temper.models.tiny import character_tokenizer
@@ -249,12 +250,12 @@ def test_a_directory_is_read_back_adapted_or_merged_to_the_same_bits(
 ) -> None:
     model = adapted(folders["llama"], dtype)
     folder = save(model, tmp_path / "adapter", folders["llama"])
-    read = load_adapted(folder, dtype, CPU)
+    read = load_adapted(folder, dtype, CPU, load=load_model)
     assert {tensor.dtype for tensor in adapter_tensors(model).values()} == {torch.float32}
     assert is_same(adapter_tensors(model), adapter_tensors(read))
     assert torch.equal(logits(load_model(folder, dtype, CPU)), logits(model))
     # In another precision it is still the policy that was trained: merged first, then widened.
-    wide = dict(load_merged(folder, torch.float32, CPU).named_parameters())
+    wide = dict(load_merged(folder, torch.float32, CPU, load=load_model).named_parameters())
     assert is_same(wide, {name: tensor.float() for name, tensor in MergedTensors(model).items()})
 
 
@@ -288,15 +289,15 @@ def test_a_moved_or_changed_model_is_refused(folders: dict[str, Path], tmp_path:
     both = Path(shutil.copytree(tmp_path / "run", tmp_path / "both"))
     moved = origin.rename(tmp_path / "moved")
     with pytest.raises(UserError, match=r"was trained on the model .*origin, which is not there"):
-        load_adapted(folder, torch.float32, CPU)
-    assert has_adapter(load_adapted(folder, torch.float32, CPU, origin=moved))
-    assert has_adapter(load_adapted(both / "adapter", torch.float32, CPU))
+        load_adapted(folder, torch.float32, CPU, load=load_model)
+    assert has_adapter(load_adapted(folder, torch.float32, CPU, load=load_model, origin=moved))
+    assert has_adapter(load_adapted(both / "adapter", torch.float32, CPU, load=load_model))
     with pytest.raises(UserError, match=r"is not that model: config.json differs"):
-        load_adapted(folder, torch.float32, CPU, origin=folders["qwen2"])
+        load_adapted(folder, torch.float32, CPU, load=load_model, origin=folders["qwen2"])
     weights = moved / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     with pytest.raises(UserError, match=r"model.safetensors differs"):
-        load_adapted(folder, torch.float32, CPU, origin=moved)
+        load_adapted(folder, torch.float32, CPU, load=load_model, origin=moved)
 
 
 @pytest.mark.parametrize(

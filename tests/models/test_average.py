@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from temper.errors import UserError
 from temper.models import average
 from temper.models.average import PROVENANCE, average_checkpoints
-from temper.models.load import load_model, load_tokenizer, save_model
+from temper.models.load import load_model, load_tokenizer
+from temper.models.save import save_model
 from temper.models.tiny import make_tiny_model
 
 

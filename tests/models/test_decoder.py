@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from temper.models import decoder
 from temper.models.decoder import can_walk, joined, lay_end_to_end, set_numerics, walk
-from temper.models.load import load_model, prepare, save_model
+from temper.models.load import load_model, prepare
+from temper.models.save import save_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6,

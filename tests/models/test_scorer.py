@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from temper.errors import UserError
-from temper.models.load import load_tokenizer, save_model
+from temper.models.load import load_tokenizer
+from temper.models.save import save_model
 from temper.models.scorer import ScorerKind, load_scorer, score_head
 from temper.models.tiny import make_tiny_model
 

@@ -16,7 +16,8 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 from temper.batching.pack import pack
-from temper.models.load import load_tokenizer, save_model
+from temper.models.load import load_tokenizer
+from temper.models.save import save_model
 from temper.models.scorer import load_scorer
 from temper.models.tiny import make_tiny_model
 from temper.objectives.score_lessons import REWARD_MODEL, bradley_terry

@@ -17,7 +17,7 @@ from typing import Protocol
 import pytest
 
 from temper.errors import TaskError, UserError
-from temper.sandbox import Limits, Program, Sandbox, SandboxFailed, boundary, require_sandbox
+from temper.sandbox import Limits, Program, Sandbox, SandboxFailed, require_sandbox, requirement
 
 WaitUntil = Callable[[Callable[[], bool]], bool]
 
@@ -223,7 +223,7 @@ def test_a_broken_wall_is_a_failure_of_the_task_and_not_an_outcome(has_sandbox: 
 
 
 def test_without_bubblewrap_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(boundary, "_has_built", {})
+    monkeypatch.setattr(requirement, "_has_built", {})
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="apt-get install bubblewrap"):
         require_sandbox()
@@ -237,7 +237,7 @@ def test_without_permission_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_pa
     fake.chmod(0o755)
     for folder in (tmp_path, *tmp_path.parents[:-2]):
         folder.chmod(0o755)
-    monkeypatch.setattr(boundary, "_has_built", {})
+    monkeypatch.setattr(requirement, "_has_built", {})
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(UserError, match=r"No permissions to create new namespace.*never run unprotected"):
         Sandbox()

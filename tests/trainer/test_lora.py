@@ -20,7 +20,8 @@ from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import UserError
 from temper.models import adapters
 from temper.models.adapters import AdapterSettings, add_adapter, with_own_weights, without_adapter
-from temper.models.load import load_model, save_model
+from temper.models.load import load_model
+from temper.models.save import save_model
 from temper.models.tiny import character_tokenizer
 from temper.objectives import PRESETS, Objective, resolve
 from temper.trainer.optim import OptimizerSettings

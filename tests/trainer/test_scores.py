@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import LlamaForSequenceClassification
 
 from temper.batching.pack import pack
-from temper.models.load import load_tokenizer, save_model
+from temper.models.load import load_tokenizer
+from temper.models.save import save_model
 from temper.models.scorer import load_scorer, score_head
 from temper.models.tiny import make_tiny_model
 from temper.objectives.score_lessons import PROCESS_REWARD_MODEL, REWARD_MODEL, bradley_terry

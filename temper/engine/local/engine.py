@@ -22,7 +22,8 @@ from temper.engine.local.scheduler import Scheduler
 from temper.engine.local.sequence import Sequence, StopTexts, Watch, random_key
 from temper.engine.local.step import Stepper
 from temper.errors import BackendError, ContextFull, TaskError
-from temper.models.load import saved_tensors, shape_of
+from temper.models.load import shape_of
+from temper.models.save import saved_tensors
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 
 SETTLING_PASSES = 3

@@ -21,7 +21,7 @@ from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.runner import Runner
 from temper.engine.local.sampling import Draws, Table, draw
 from temper.engine.local.scheduler import Schedule
-from temper.models.load import saved_tensors
+from temper.models.save import saved_tensors
 from temper.models.states import Head
 from temper.objectives.unpaired import geometric_mixture
 from temper.protocols import Sampler

@@ -8,7 +8,7 @@ Shapes: _T tokens, _R rows, N rows of a pass, M blocks per row, _K most likely t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,23 +21,11 @@ from temper.engine.local.attention import DecodeAttend, GpuAttend, PagedCache, P
 from temper.engine.local.chunks import ChunkGraphs, Chunks, ChunkTensors
 from temper.engine.local.graphs import CudaRecorder, DecodeGraphs, GraphLimits, Record
 from temper.engine.local.rows import Rows, Rows_R
-from temper.engine.local.sampling import Draws, Table, draw
+from temper.engine.local.sampling import Drawn, Draws, Table, draw
 from temper.engine.local.scheduler import Schedule
 from temper.models.decoder import numerics_of
 from temper.models.nan import explain_nan
 from temper.models.states import Head, hidden_states
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """A Table on the host."""
-
-    tokens_RS: NDArray[np.int64]
-    logprobs_RS: NDArray[np.float32]
-    top_ids_RK: NDArray[np.int32] | None = None
-    top_logprobs_RK: NDArray[np.float32] | None = None
-    entropy_R: NDArray[np.float32] | None = None
-    keep_ids: list[NDArray[np.int32]] | None = None
 
 
 class Runner:

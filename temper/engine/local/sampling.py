@@ -69,6 +69,18 @@ class Table:
     """True for every token that could be drawn, in rows that were truncated. None: no row was."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A Table on the host."""
+
+    tokens_RS: NDArray[np.int64]
+    logprobs_RS: NDArray[np.float32]
+    top_ids_RK: NDArray[np.int32] | None = None
+    top_logprobs_RK: NDArray[np.float32] | None = None
+    entropy_R: NDArray[np.float32] | None = None
+    keep_ids: list[NDArray[np.int32]] | None = None
+
+
 def draw(logits_RV: Tensor, draws: Draws) -> Table:
     """One token per row, by these rules, in this order; a row's result does not depend on the other rows.
 

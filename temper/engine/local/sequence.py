@@ -9,16 +9,14 @@ import hashlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from temper.engine.local.blocks import Blocks
+from temper.engine.local.sampling import Drawn
 from temper.types import Column, Completion, Finish, Ragged, Request
-
-if TYPE_CHECKING:
-    from temper.engine.local.runner import Drawn
 
 Watch = Callable[[list[int], list[float]], None]
 """Called with the tokens just drawn and their log-probabilities."""

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from temper.engine.local.rows import Rows_R
-from temper.engine.local.runner import Drawn, Runner
-from temper.engine.local.sampling import Draws, Table
+from temper.engine.local.runner import Runner
+from temper.engine.local.sampling import Drawn, Draws, Table
 from temper.engine.local.scheduler import Schedule, Scheduler
 from temper.engine.local.sequence import Sequence
 from temper.errors import BackendError

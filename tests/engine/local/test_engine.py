@@ -30,7 +30,8 @@ from temper.engine.local.rows import Rows
 from temper.engine.local.runner import Runner
 from temper.engine.local.sampling import Table
 from temper.errors import BackendError, TaskError
-from temper.models.load import prepare, saved_tensors
+from temper.models.load import prepare
+from temper.models.save import saved_tensors
 from temper.models.states import Head, hidden_states
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 

@@ -23,8 +23,7 @@ from temper.engine.local import prefix
 from temper.engine.local.blocks import SCRATCH_BLOCK, BlockPool
 from temper.engine.local.prefix import PrefixCache
 from temper.engine.local.rows import TOKEN, Rows
-from temper.engine.local.runner import Drawn
-from temper.engine.local.sampling import Draws, Table
+from temper.engine.local.sampling import Drawn, Draws, Table
 from temper.engine.local.scheduler import Schedule, Scheduler
 from temper.engine.local.sequence import Sequence
 from temper.engine.local.step import Stepper
