@@ -9,9 +9,9 @@ from __future__ import annotations
 from temper.config import RunConfig
 from temper.errors import UserError
 from temper.objectives import Objective, check_objective, resolve
+from temper.objectives.advantage.critics import pretraining_steps
 from temper.objectives.combinations import SAMPLER_WEIGHTS, corrects_staleness
-from temper.objectives.critics import pretraining_steps
-from temper.objectives.lessons import LESSONS_OF
+from temper.objectives.losses.table import LESSONS_OF
 from temper.objectives.resolve import REGISTRY
 from temper.rewards.rubric import Rubric
 

@@ -22,7 +22,7 @@ from temper.models.adapters import has_adapter, with_own_weights
 from temper.models.decoder import lay_end_to_end
 from temper.models.materialize import whole
 from temper.objectives import Objective
-from temper.objectives.pair_lessons import opponent_share
+from temper.objectives.losses.pairs import opponent_share
 from temper.protocols import Sampler
 
 BLOCK_SIZE = 16

@@ -18,7 +18,7 @@ from temper.data import StageData
 from temper.errors import UserError
 from temper.evals.suites import ANSWERS
 from temper.objectives import Objective
-from temper.objectives.pair_lessons import opponent_share
+from temper.objectives.losses.pairs import opponent_share
 from temper.protocols import BatchSource, Sampler
 from temper.rollout.buffer import Buffer, Taken
 from temper.rollout.episode import EpisodeSetup

@@ -14,8 +14,8 @@ import torch
 
 from temper.objectives import POLICY_GRADIENTS, PRESETS, Lesson, Objective, Tokens, TopTokens
 from temper.objectives.factor import NEEDS, Factor
-from temper.objectives.gates import GATES
-from temper.objectives.lessons import LESSONS, LESSONS_OF, stages_for
+from temper.objectives.losses.table import LESSONS, LESSONS_OF, stages_for
+from temper.objectives.policy.gates import GATES
 from temper.objectives.resolve import REGISTRY
 from temper.runs.plot import Line, Panel, chart
 

@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 import torch
 
 from temper.evals.passk import clustered_interval, wilson
-from temper.objectives.reward_models import NUM_BINS, calibration_error, pair_sums, step_sums
+from temper.objectives.losses.reward_models import NUM_BINS, calibration_error, pair_sums, step_sums
 from temper.types import EvaluationResult, Scalar
 
 Columns = Sequence[Sequence[float]]

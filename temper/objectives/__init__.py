@@ -3,8 +3,8 @@
 Pure torch. `resolve("grpo")` gives an Objective; `advantages_of` makes credit; `objective_loss` makes the loss.
 """
 
+from temper.objectives.advantage.credit import Advantages, Credit, Extent
 from temper.objectives.combinations import check_objective
-from temper.objectives.credit import Advantages, Credit, Extent
 from temper.objectives.metrics import MetricSums
 from temper.objectives.objective import (
     Gain,
@@ -18,7 +18,7 @@ from temper.objectives.objective import (
     objective_loss,
     targets_of,
 )
-from temper.objectives.presets import FAMILIES, POLICY_GRADIENTS, PRESETS
+from temper.objectives.presets.table import FAMILIES, POLICY_GRADIENTS, PRESETS
 from temper.objectives.resolve import compare, describe, resolve
 from temper.objectives.tokens import Scored, Tokens, TopTokens, join
 

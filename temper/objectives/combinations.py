@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from temper.errors import UserError
+from temper.objectives.advantage.shaping import SHAPINGS
 from temper.objectives.factor import Factor
 from temper.objectives.objective import Objective
-from temper.objectives.shaping import SHAPINGS
 
 SAMPLER_WEIGHTS = frozenset(
     {

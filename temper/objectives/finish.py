@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from temper.objectives.preferences import correlated
-from temper.objectives.reward_models import calibration_error
+from temper.objectives.losses.preferences import correlated
+from temper.objectives.losses.reward_models import calibration_error
 
 
 def calibrated(metrics: Mapping[str, float]) -> dict[str, float]:

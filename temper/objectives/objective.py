@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from temper.errors import UserError
-from temper.objectives.credit import Advantages, Credit, Extent
+from temper.objectives.advantage.credit import Advantages, Credit, Extent
 from temper.objectives.factor import Factor
 from temper.objectives.metrics import MetricSums
-from temper.objectives.policy_metrics import clip_sums, correction_sums, mismatch_sums, policy_sums
+from temper.objectives.policy.measures import clip_sums, correction_sums, mismatch_sums, policy_sums
 from temper.objectives.tokens import Tokens
 
 Output = TypeVar("Output")

@@ -12,27 +12,27 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from temper.errors import UserError, did_you_mean
-from temper.objectives.advantages import ADVANTAGES
-from temper.objectives.constrained import CONSTRAINED_STEPS
-from temper.objectives.controllers import CONTROLLERS
-from temper.objectives.corrections import CORRECTIONS
-from temper.objectives.critics import CRITICS
-from temper.objectives.emphasis import EMPHASES
+from temper.objectives.advantage.advantages import ADVANTAGES
+from temper.objectives.advantage.critics import CRITICS
+from temper.objectives.advantage.normalizers import NORMALIZERS
+from temper.objectives.advantage.shaping import SHAPINGS
+from temper.objectives.advantage.token_advantages import TOKEN_ADVANTAGES
 from temper.objectives.factor import NEEDS, Factor
-from temper.objectives.gates import GATES
-from temper.objectives.lessons import LESSONS, WEIGHED_LESSONS, stages_for
-from temper.objectives.normalizers import NORMALIZERS
+from temper.objectives.losses.pairs import PAIR_CONTROLLERS
+from temper.objectives.losses.table import LESSONS, WEIGHED_LESSONS, stages_for
 from temper.objectives.objective import Objective
-from temper.objectives.pair_lessons import PAIR_CONTROLLERS
-from temper.objectives.presets import PRESETS
-from temper.objectives.proximals import PROXIMALS
-from temper.objectives.ratios import RATIOS
-from temper.objectives.reference_rules import REFERENCE_RULES
-from temper.objectives.regularizers import REGULARIZERS
-from temper.objectives.selections import SELECTIONS
-from temper.objectives.shaping import SHAPINGS
-from temper.objectives.token_advantages import TOKEN_ADVANTAGES
-from temper.objectives.weighting import WEIGHTINGS
+from temper.objectives.policy.constrained import CONSTRAINED_STEPS
+from temper.objectives.policy.controllers import CONTROLLERS
+from temper.objectives.policy.corrections import CORRECTIONS
+from temper.objectives.policy.emphasis import EMPHASES
+from temper.objectives.policy.gates import GATES
+from temper.objectives.policy.proximals import PROXIMALS
+from temper.objectives.policy.ratios import RATIOS
+from temper.objectives.policy.reference_rules import REFERENCE_RULES
+from temper.objectives.policy.regularizers import REGULARIZERS
+from temper.objectives.policy.selections import SELECTIONS
+from temper.objectives.policy.weighting import WEIGHTINGS
+from temper.objectives.presets.table import PRESETS
 from temper.types import Scalar
 
 FactorSpec = str | Mapping[str, Scalar]

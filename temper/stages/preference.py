@@ -19,10 +19,10 @@ from temper.batching.measure import measure_groups
 from temper.batching.rows import rows_of
 from temper.batching.samples import ScoreFn
 from temper.errors import UserError
+from temper.objectives.losses.pairs import implicit_rewards
+from temper.objectives.losses.preferences import Pairs
+from temper.objectives.losses.unpaired import kto_baseline, mismatched_rows
 from temper.objectives.objective import Lesson, Objective
-from temper.objectives.pair_lessons import implicit_rewards
-from temper.objectives.preferences import Pairs
-from temper.objectives.unpaired import kto_baseline, mismatched_rows
 from temper.rollout.buffer import Taken
 from temper.stages.preference_rows import RowRules, labelled_rows, make_row, on_drawn, pair_rows, rows_maker
 from temper.stages.reference_cache import References

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from temper.errors import UserError
-from temper.objectives.reward_models import ScoreScale
-from temper.objectives.score_lessons import CHOSEN, REJECTED
+from temper.objectives.losses.reward_models import ScoreScale
+from temper.objectives.losses.scores import CHOSEN, REJECTED
 from temper.rewards.model import SCALE_FILE, encode, encode_chat, spell_out
 from temper.stages.sft import MAX_SKIPS, TooLong, require_length
 from temper.stages.stream import StreamSource, TaskStream

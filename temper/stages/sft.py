@@ -15,7 +15,7 @@ import torch
 from temper.batching.rows import domain_of
 from temper.errors import UserError
 from temper.objectives import Extent, Objective
-from temper.objectives.likelihood import SFT
+from temper.objectives.losses.likelihood import SFT
 from temper.stages.stream import StreamSource, TaskStream
 from temper.types import Batch, Column, Message, Sample, Task, array_of
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from temper.errors import BackendError, UserError
 from temper.objectives import MetricSums
-from temper.objectives.critics import explained_variance, value_loss, value_sums
+from temper.objectives.advantage.critics import explained_variance, value_loss, value_sums
 from temper.objectives.metrics import mean_sums
 from temper.trainer.forward import checkpointing, enable_checkpointing
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from temper.errors import UserError
 from temper.models.states import Head
 from temper.objectives import Lesson
-from temper.objectives.divergence_lessons import Compared
+from temper.objectives.losses.divergences import Compared
 from temper.trainer.logprobs import CHUNK_BYTES, add_product
 from temper.trainer.offload import on_device
 from temper.trainer.rows import place_rows, take_rows

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from temper.errors import UserError
 from temper.models.states import Head
 from temper.objectives import Lesson, MetricSums, Objective, Scored, Tokens, objective_loss
-from temper.objectives.ratios import router_deviation
+from temper.objectives.policy.ratios import router_deviation
 from temper.trainer.divergence import divergence
 from temper.trainer.logprobs import KeepSets, drawn_logprobs
 from temper.trainer.noise import noisy_embeddings

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from temper.errors import BackendError, UserError
 from temper.models.adapters import has_adapter
 from temper.objectives import MetricSums, Objective, control
-from temper.objectives.critics import pretraining_steps
+from temper.objectives.advantage.critics import pretraining_steps
 from temper.objectives.finish import finished as with_derived
 from temper.trainer.critic import Critic, explained
 from temper.trainer.divergence import EVERYONE

@@ -33,9 +33,9 @@ from temper.objectives import (
     measures_batch,
     objective_loss,
 )
-from temper.objectives.corrections import token_tis
-from temper.objectives.regularizers import entropy_bonus, kl, kl_cov
-from temper.objectives.selections import clip_cov, top_entropy
+from temper.objectives.policy.corrections import token_tis
+from temper.objectives.policy.regularizers import entropy_bonus, kl, kl_cov
+from temper.objectives.policy.selections import clip_cov, top_entropy
 from temper.types import Completion, Finish, Group, Message, Sample, Score, Status, Task, Trajectory, Turn
 
 VOCABULARY, TOP = 24, 20

@@ -27,10 +27,10 @@ from temper.models.load import prepare
 from temper.models.scorer import load_scorer
 from temper.models.tiny import character_tokenizer, make_tiny_model
 from temper.objectives import Objective
-from temper.objectives.lessons import stages_for
-from temper.objectives.pair_lessons import PAIR_LESSONS
+from temper.objectives.losses.pairs import PAIR_LESSONS
+from temper.objectives.losses.scores import SCORE_LESSONS
+from temper.objectives.losses.table import stages_for
 from temper.objectives.resolve import REGISTRY
-from temper.objectives.score_lessons import SCORE_LESSONS
 from temper.trainer.critic import Critic
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings

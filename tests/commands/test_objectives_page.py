@@ -8,7 +8,7 @@ import pytest
 
 from temper.commands.objectives_page import RATIOS, gate_curve, page_text, write_page
 from temper.objectives import PRESETS
-from temper.objectives.gates import GATES, cispo, clip, none
+from temper.objectives.policy.gates import GATES, cispo, clip, none
 from temper.objectives.resolve import REGISTRY
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from temper.objectives import Credit, Extent, Tokens
-from temper.objectives.weighting import token_sum
+from temper.objectives.policy.weighting import token_sum
 
 LENGTHS = [3, 2, 1, 2]
 POLICY = [0.55, 0.30, 0.28, 0.36, 0.02, 0.88, 0.25, 0.445]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from temper.objectives.finish import finished
+from temper.objectives.losses.preferences import MOMENTS
+from temper.objectives.losses.reward_models import calibration_sums
 from temper.objectives.metrics import MetricSums, mean_sums
-from temper.objectives.preferences import MOMENTS
-from temper.objectives.reward_models import calibration_sums
 
 REWARDS, LENGTHS = torch.tensor([1.0, 2.0, 3.0, 5.0]), torch.tensor([10.0, 12.0, 20.0, 19.0])
 

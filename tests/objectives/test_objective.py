@@ -22,9 +22,9 @@ from temper.objectives import (
     objective_loss,
     resolve,
 )
-from temper.objectives.corrections import token_tis
-from temper.objectives.regularizers import entropy_bonus, kl
-from temper.objectives.selections import SELECTIONS
+from temper.objectives.policy.corrections import token_tis
+from temper.objectives.policy.regularizers import entropy_bonus, kl
+from temper.objectives.policy.selections import SELECTIONS
 from temper.types import Microbatch
 
 TOP = 20

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from temper.objectives import POLICY_GRADIENTS, Extent, Objective, Tokens, TopTokens, objective_loss
-from temper.objectives.advantages import raw
-from temper.objectives.gates import GATES, clip, gmpo, none
+from temper.objectives.advantage.advantages import raw
 from temper.objectives.objective import Gain, Measured
-from temper.objectives.proximals import trainer
-from temper.objectives.ratios import RATIOS, sequence_geometric, token
-from temper.objectives.weighting import sequence_mean, sequence_sum, token_sum
+from temper.objectives.policy.gates import GATES, clip, gmpo, none
+from temper.objectives.policy.proximals import trainer
+from temper.objectives.policy.ratios import RATIOS, sequence_geometric, token
+from temper.objectives.policy.weighting import sequence_mean, sequence_sum, token_sum
 
 SPREADING = {"top_k_spread"}
 """Ratios that move gradient to tokens that were not drawn."""

@@ -32,10 +32,10 @@ from temper.objectives import (
     objective_loss,
     targets_of,
 )
-from temper.objectives.normalizers import whiten
-from temper.objectives.regularizers import KL_ESTIMATORS, entropy_bonus, kl
+from temper.objectives.advantage.normalizers import whiten
+from temper.objectives.advantage.token_advantages import gae, returns_to_go
+from temper.objectives.policy.regularizers import KL_ESTIMATORS, entropy_bonus, kl
 from temper.objectives.resolve import REGISTRY
-from temper.objectives.token_advantages import gae, returns_to_go
 
 TOLERANCE = 1e-10
 VOCABULARY, TOP = 30, 20

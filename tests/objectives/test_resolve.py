@@ -8,8 +8,8 @@ import pytest
 
 from temper.errors import UserError
 from temper.objectives import FAMILIES, POLICY_GRADIENTS, PRESETS, check_objective, compare, describe, resolve
-from temper.objectives.gates import cispo, clip
-from temper.objectives.lessons import LESSONS, stages_for
+from temper.objectives.losses.table import LESSONS, stages_for
+from temper.objectives.policy.gates import cispo, clip
 from temper.objectives.resolve import IDLE_KINDS, REGISTRY
 
 ROWS = """

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from temper.objectives import Credit, Extent, Objective, Tokens, advantages_of, objective_loss, resolve
-from temper.objectives.advantages import (
+from temper.objectives.advantage.advantages import (
     batch_std,
     group_mean,
     group_mean_std,
@@ -26,8 +26,8 @@ from temper.objectives.advantages import (
     maxrl,
     raw,
 )
-from temper.objectives.token_advantages import gae, gae_by_length, greedy_baseline, returns_to_go, step_values
-from temper.objectives.weighting import sequence_mean, sequence_sum, token_mean
+from temper.objectives.advantage.token_advantages import gae, gae_by_length, greedy_baseline, returns_to_go, step_values
+from temper.objectives.policy.weighting import sequence_mean, sequence_sum, token_mean
 
 VOCABULARY, LENGTH, STOP = 3, 3, 2
 REINFORCE = resolve("reinforce")

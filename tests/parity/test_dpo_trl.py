@@ -21,8 +21,8 @@ from temper.batching.pack import pack
 from temper.models.load import load_model, load_tokenizer
 from temper.models.tiny import make_tiny_model
 from temper.objectives import Objective
-from temper.objectives.named.preferences import DPO, IPO, ROBUST
-from temper.objectives.pair_lessons import PAIR_LESSONS
+from temper.objectives.losses.pairs import PAIR_LESSONS
+from temper.objectives.presets.preferences import DPO, IPO, ROBUST
 from temper.stages.preference import offline_source
 from temper.stages.preference_rows import RowRules
 from temper.stages.reference_cache import References

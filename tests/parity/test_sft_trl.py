@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from temper.batching.pack import pack
 from temper.models.load import load_model, load_tokenizer
 from temper.models.tiny import make_tiny_model
-from temper.objectives.likelihood import SFT, likelihood
+from temper.objectives.losses.likelihood import SFT, likelihood
 from temper.stages.sft import Examples
 from temper.tasks.dataset import read_file
 from temper.tasks.render import Renderer

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from temper.batching.pack import pack
 from temper.models.load import prepare
-from temper.objectives.divergence_lessons import gkd
-from temper.objectives.named.distillation import GKD
+from temper.objectives.losses.divergences import gkd
+from temper.objectives.presets.distillation import GKD
 from temper.trainer.forward import StepFacts, forward_backward
 from temper.types import Sample
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from temper.objectives.distillation import distillation_loss, gkd
-from temper.objectives.preferences import (
+from temper.objectives.losses.distillation import distillation_loss, gkd
+from temper.objectives.losses.preferences import (
     Pairs,
     Preference,
     cdpo,
@@ -32,8 +32,8 @@ from temper.objectives.preferences import (
     rpo,
     simpo,
 )
-from temper.objectives.reward_models import reward_model_loss
-from temper.objectives.unpaired import Labelled, kto, kto_baseline, labelled_loss
+from temper.objectives.losses.reward_models import reward_model_loss
+from temper.objectives.losses.unpaired import Labelled, kto, kto_baseline, labelled_loss
 
 pytest.importorskip("trl")
 from trl import DPOTrainer, KTOTrainer, RewardTrainer

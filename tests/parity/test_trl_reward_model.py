@@ -20,7 +20,7 @@ from temper.models.load import load_tokenizer
 from temper.models.save import save_model
 from temper.models.scorer import load_scorer
 from temper.models.tiny import make_tiny_model
-from temper.objectives.score_lessons import REWARD_MODEL, bradley_terry
+from temper.objectives.losses.scores import REWARD_MODEL, bradley_terry
 from temper.stages.reward_model import PairRows
 from temper.trainer.forward import StepFacts, forward_backward
 from temper.types import Message, Sample, Task

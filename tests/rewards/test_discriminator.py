@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from temper.errors import TaskError, UserError
-from temper.objectives.reward_models import discriminator_loss as specified_loss
+from temper.objectives.losses.reward_models import discriminator_loss as specified_loss
 from temper.protocols import LearningReward
 from temper.rewards.discriminator import DiscriminatorReward, Learned, discriminator_loss, score_of
 from temper.types import Group, Message, Score, ScoreKind, Task, Trajectory

@@ -18,8 +18,8 @@ from temper.batching.samples import CreditRules, make_batch
 from temper.errors import UserError
 from temper.models.tiny import make_tiny_model
 from temper.objectives import Extent, resolve
-from temper.objectives.divergence_lessons import gkd, k2
-from temper.objectives.named.distillation import GKD, OFF_POLICY_DISTILLATION, OPD_DIRECT
+from temper.objectives.losses.divergences import gkd, k2
+from temper.objectives.presets.distillation import GKD, OFF_POLICY_DISTILLATION, OPD_DIRECT
 from temper.protocols import BatchSource, EnvOpening, EnvReply
 from temper.rollout.buffer import Buffer, Taken
 from temper.rollout.episode import EpisodeSetup, run_episode

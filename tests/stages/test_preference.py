@@ -17,8 +17,8 @@ from temper.batching.pack import pack
 from temper.batching.rows import rows_of_groups
 from temper.errors import UserError
 from temper.models.tiny import character_tokenizer
-from temper.objectives.named.preferences import DPO, KTO, NASH_MD, SIMPO
-from temper.objectives.reference_rules import REFERENCE_RULES
+from temper.objectives.policy.reference_rules import REFERENCE_RULES
+from temper.objectives.presets.preferences import DPO, KTO, NASH_MD, SIMPO
 from temper.rollout.buffer import Taken
 from temper.stages.preference import (
     Preferences,

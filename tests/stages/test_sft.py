@@ -18,7 +18,7 @@ from temper.errors import UserError
 from temper.models.load import prepare
 from temper.models.tiny import character_tokenizer
 from temper.objectives import Objective
-from temper.objectives.likelihood import SFT, likelihood
+from temper.objectives.losses.likelihood import SFT, likelihood
 from temper.stages.sft import Examples, example_rows, supervised_objective
 from temper.tasks.dataset import Stream, read_file
 from temper.tasks.generators import make_source

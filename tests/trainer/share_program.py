@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from temper.batching.pack import shard
 from temper.objectives import PRESETS
-from temper.objectives.constrained import trpo
-from temper.objectives.gates import importance
+from temper.objectives.policy.constrained import trpo
+from temper.objectives.policy.gates import importance
 from temper.trainer.critic import Critic, explained
 from temper.trainer.forward import StepFacts
 from temper.trainer.trust_region import constrained_step

@@ -15,8 +15,8 @@ from temper.batching.pack import pack
 from temper.errors import UserError
 from temper.models.tiny import character_tokenizer
 from temper.objectives import Objective
-from temper.objectives.divergence_lessons import gkd, k3, top_k_teacher
-from temper.objectives.named.distillation import GKD, PRESETS
+from temper.objectives.losses.divergences import gkd, k3, top_k_teacher
+from temper.objectives.presets.distillation import GKD, PRESETS
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.passes import Passes
 from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings

@@ -15,9 +15,9 @@ from temper.batching.pack import pack
 from temper.errors import UserError
 from temper.models.states import Head
 from temper.objectives import Objective
-from temper.objectives.distillation import gkd as gkd_divergence
-from temper.objectives.divergence_lessons import gkd, k2, top_k_teacher
-from temper.objectives.named.distillation import GKD, PRESETS
+from temper.objectives.losses.distillation import gkd as gkd_divergence
+from temper.objectives.losses.divergences import gkd, k2, top_k_teacher
+from temper.objectives.presets.distillation import GKD, PRESETS
 from temper.trainer.divergence import EVERYONE, classes, divergence
 from temper.trainer.forward import StepFacts, forward_backward
 from temper.trainer.offload import offload

@@ -19,8 +19,8 @@ from torch import Tensor
 from temper.batching.pack import pack
 from temper.models.tiny import character_tokenizer
 from temper.objectives import Objective
-from temper.objectives.named.preferences import BETA_DPO, DPO, KTO, NASH_MD, PRESETS, XPO
-from temper.objectives.preferences import PREFERENCES, Pairs, preference_loss
+from temper.objectives.losses.preferences import PREFERENCES, Pairs, preference_loss
+from temper.objectives.presets.preferences import BETA_DPO, DPO, KTO, NASH_MD, PRESETS, XPO
 from temper.rollout.buffer import Taken
 from temper.stages.preference import offline_source, pair_batch, pairs_of, wins_of
 from temper.stages.preference_rows import RowRules, pair_rows

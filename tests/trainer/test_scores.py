@@ -18,7 +18,7 @@ from temper.models.load import load_tokenizer
 from temper.models.save import save_model
 from temper.models.scorer import load_scorer, score_head
 from temper.models.tiny import make_tiny_model
-from temper.objectives.score_lessons import PROCESS_REWARD_MODEL, REWARD_MODEL, bradley_terry
+from temper.objectives.losses.scores import PROCESS_REWARD_MODEL, REWARD_MODEL, bradley_terry
 from temper.trainer.forward import StepFacts, forward_backward
 from temper.trainer.scores import read_scores, read_states
 from temper.types import Sample

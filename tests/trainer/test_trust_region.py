@@ -20,9 +20,9 @@ from temper.errors import BackendError, UserError
 from temper.models.load import prepare
 from temper.models.states import Head, hidden_states
 from temper.objectives import PRESETS, Objective
-from temper.objectives.constrained import conjugate_gradient, trpo
-from temper.objectives.gates import importance
 from temper.objectives.objective import ConstrainedStep, FisherProduct
+from temper.objectives.policy.constrained import conjugate_gradient, trpo
+from temper.objectives.policy.gates import importance
 from temper.trainer.attention import PackedAttention
 from temper.trainer.forward import StepFacts
 from temper.trainer.trust_region import constrained_step, fisher_product

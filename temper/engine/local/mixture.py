@@ -23,7 +23,7 @@ from temper.engine.local.sampling import Draws, Table, draw
 from temper.engine.local.scheduler import Schedule
 from temper.models.save import saved_tensors
 from temper.models.states import Head
-from temper.objectives.unpaired import geometric_mixture
+from temper.objectives.losses.unpaired import geometric_mixture
 from temper.protocols import Sampler
 from temper.types import Completion, Publication, Request
 

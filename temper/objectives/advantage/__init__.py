@@ -1,0 +1,1 @@
+"""Credit: from rewards to one advantage for every drawn token."""

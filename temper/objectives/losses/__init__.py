@@ -1,0 +1,1 @@
+"""Losses that are not policy gradients: likelihood, preferences, reward models, distillation."""
