@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from temper.rewards.forms import form, plain_number
 from temper.rewards.golden.rows import GoldenRow, load_golden
-from temper.rewards.math import MathReward
-from temper.rewards.math_worker import verify_response
+from temper.rewards.mathematics.checking import verify_response
+from temper.rewards.mathematics.forms import form, plain_number
+from temper.rewards.mathematics.math import MathReward
 
 SOLUTION = (
     "Each box holds {a} pencils, so {b} boxes hold {a} * {b} = {c} pencils.\n"

@@ -30,7 +30,7 @@ from temper.models.load import ModelShape, end_ids, load_tokenizer, read_shape
 from temper.models.materialize import whole
 from temper.rewards.registry import REWARDS, RewardFactory, make_reward
 from temper.rewards.rubric import Part, Rubric
-from temper.rewards.workers import WorkerPool
+from temper.rewards.workers.pool import WorkerPool
 from temper.tasks.dataset import MAX_NAMED, FileSource, Stream, TaskSource, fingerprint, read_file, take_all
 from temper.tasks.generators import GENERATORS, Generator, make_source
 from temper.tasks.lengths import measure_texts

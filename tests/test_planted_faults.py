@@ -314,7 +314,7 @@ PLANTED: dict[str, Fault] = {
     "throughput_drop": late(lambda r: {"seconds": {name: 3 * spent for name, spent in r.seconds.items()}}),
     "memory_growth": lambda r: {"system": {"sys/peak_memory_bytes": 5e8 * 1.003**r.step}},
     "not_finite": late(lambda r: {"metrics": {"policy/grad_norm": math.inf}}),
-    # Measured with every tenth step; a real run with a real judge: tests/rewards/test_agreement.py.
+    # Measured with every tenth step; a real run with a real judge: tests/rewards/judges/test_agreement.py.
     "judge_changed": lambda r: {} if r.step % 10 else {"system": {"judge/kappa_fall": 0.2 if r.step >= 60 else -0.1}},
     "likelihood_displacement": lambda r: {
         "metrics": {

@@ -44,7 +44,7 @@ from temper.named import load_function
 from temper.protocols import Env
 from temper.rewards.registry import REWARDS, RewardFactory, make_reward
 from temper.rewards.rubric import Part, Rubric
-from temper.rewards.workers import WorkerPool
+from temper.rewards.workers.pool import WorkerPool
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.openings import try_openings
 from temper.runs.results import PromptResult, SuiteResult, differing_budget, load, save

@@ -15,13 +15,13 @@ from pathlib import Path
 from temper import calls
 from temper.errors import UserError
 from temper.evals.verdicts import Rate, error_rates
-from temper.rewards.answers import find_answers, gold_answer
-from temper.rewards.forms import is_refused
 from temper.rewards.golden.rows import GoldenRow, load_attacks, load_golden
+from temper.rewards.mathematics.answers import find_answers, gold_answer
+from temper.rewards.mathematics.forms import is_refused
+from temper.rewards.mathematics.second_opinion import second_opinion
 from temper.rewards.registry import REWARDS, RewardFactory, make_reward
 from temper.rewards.rubric import Rubric
-from temper.rewards.second_opinion import second_opinion
-from temper.rewards.workers import WorkerFailed, WorkerPool
+from temper.rewards.workers.pool import WorkerFailed, WorkerPool
 from temper.types import Scalar, Score, ScoreKind
 
 ACCEPTED = 0.5
@@ -196,7 +196,7 @@ def compare(result: Verification) -> str:
 
 def _math_verify_alone(rows: Sequence[GoldenRow]) -> list[bool | None]:
     """On the whole response, as its documentation has it; None where it failed or hung."""
-    pool = WorkerPool("temper.rewards.math_worker:verify_response", size=2, deadline_seconds=10.0)
+    pool = WorkerPool("temper.rewards.mathematics.checking:verify_response", size=2, deadline_seconds=10.0)
 
     async def ask(row: GoldenRow) -> bool | None:
         try:

@@ -11,21 +11,21 @@ from collections.abc import Callable, Mapping
 from temper.errors import UserError, did_you_mean
 from temper.named import require_options
 from temper.protocols import RewardFn
-from temper.rewards.code import CodeReward
-from temper.rewards.discriminator import DiscriminatorReward
+from temper.rewards.code.code import CodeReward
 from temper.rewards.env import EnvReward
-from temper.rewards.evolving import EvolvingRubricReward
-from temper.rewards.format import FormatReward, JsonSchemaReward, TagsReward
-from temper.rewards.instructions import InstructionReward
-from temper.rewards.judge import JudgeReward, PairwiseReward
-from temper.rewards.language import LanguageReward
-from temper.rewards.length import LengthReward
-from temper.rewards.math import MathReward
-from temper.rewards.model import RewardModelReward
-from temper.rewards.process import ProcessReward
-from temper.rewards.repetition import RepetitionReward
-from temper.rewards.rubrics import RubricReward
-from temper.rewards.text import COMPARISONS, TextReward
+from temper.rewards.form.format import FormatReward, JsonSchemaReward, TagsReward
+from temper.rewards.form.instructions import InstructionReward
+from temper.rewards.form.language import LanguageReward
+from temper.rewards.form.length import LengthReward
+from temper.rewards.form.repetition import RepetitionReward
+from temper.rewards.form.text import COMPARISONS, TextReward
+from temper.rewards.judges.criteria import RubricReward
+from temper.rewards.judges.evolving import EvolvingRubricReward
+from temper.rewards.judges.judge import JudgeReward, PairwiseReward
+from temper.rewards.learned.discriminator import DiscriminatorReward
+from temper.rewards.learned.model import RewardModelReward
+from temper.rewards.learned.process import ProcessReward
+from temper.rewards.mathematics.math import MathReward
 from temper.rewards.user import UserReward
 from temper.types import Scalar
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from temper.errors import UserError
 from temper.named import given_function, load_function
-from temper.rewards.live import Calls, LiveCalls
-from temper.rewards.workers import WorkerFailed, WorkerPool
+from temper.rewards.workers.live import Calls, LiveCalls
+from temper.rewards.workers.pool import WorkerFailed, WorkerPool
 from temper.types import Score, Task, Trajectory
 
 

@@ -19,7 +19,7 @@ import torch
 from temper.errors import UserError
 from temper.objectives.losses.reward_models import ScoreScale
 from temper.objectives.losses.scores import CHOSEN, REJECTED
-from temper.rewards.model import SCALE_FILE, encode, encode_chat, spell_out
+from temper.rewards.learned.model import SCALE_FILE, encode, encode_chat, spell_out
 from temper.stages.sft import MAX_SKIPS, TooLong, require_length
 from temper.stages.stream import StreamSource, TaskStream
 from temper.types import Batch, Message, Sample, Task

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from temper.config import resolve
-from temper.rewards.answers import gold_answer
+from temper.rewards.mathematics.answers import gold_answer
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 QUESTION = "Natalia sold 48 clips in April and half as many in May. How many did she sell in 3 such springs?"

@@ -23,7 +23,7 @@ from temper.models import materialize
 from temper.models.adapters import is_adapter_folder, load_merged
 from temper.models.load import load_model
 from temper.models.scorer import load_scorer
-from temper.rewards.model import RewardModelReward
+from temper.rewards.learned.model import RewardModelReward
 from temper.runs.reader import RunReader
 from temper.trainer import offload
 from temper.types import Message, Task, Trajectory

@@ -19,8 +19,8 @@ from temper.commands.preflight import dry_run
 from temper.commands.train import outputs_of, train
 from temper.config import RunConfig, resolve, to_toml
 from temper.errors import UserError
-from temper.rewards.discriminator import DiscriminatorReward
-from temper.rewards.process import ProcessReward
+from temper.rewards.learned.discriminator import DiscriminatorReward
+from temper.rewards.learned.process import ProcessReward
 from temper.runs.reader import RunReader
 from temper.types import Message, Task, Trajectory
 

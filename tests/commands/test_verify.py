@@ -9,7 +9,7 @@ import pytest
 
 from temper.commands.verify import compare, read_options, render, verify
 from temper.errors import UserError
-from temper.rewards.text import TextReward
+from temper.rewards.form.text import TextReward
 from temper.types import Score, Task, Trajectory
 
 pytestmark = pytest.mark.heavy

@@ -18,7 +18,7 @@ from temper.errors import UserError
 from temper.evals import suites
 from temper.evals.knights import stated_roles
 from temper.evals.suites import answer_of, line_answer, load_suite, math_answer, prompts_sha256, read_tasks, suite_names
-from temper.rewards.instructions import InstructionReward
+from temper.rewards.form.instructions import InstructionReward
 from temper.types import Message, Task
 
 DATA = Path(os.environ.get("TEMPER_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))

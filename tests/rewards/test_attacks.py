@@ -12,9 +12,9 @@ import pytest
 
 from temper.commands.verify import verify
 from temper.errors import UserError
+from temper.rewards.form.text import TextReward
 from temper.rewards.golden.rows import load_attacks
-from temper.rewards.judge import JudgeReward
-from temper.rewards.text import TextReward
+from temper.rewards.judges.judge import JudgeReward
 from temper.sandbox import require_sandbox
 from temper.types import Scalar, ScoreKind
 

@@ -16,12 +16,12 @@ import pytest
 from temper.envs.library.countdown import CountdownReward, countdown
 from temper.envs.tool_calls import PARSERS, Call, parse
 from temper.envs.tools import ArgumentsRefused, ToolSet, make_tool
-from temper.rewards.code import find_program
+from temper.rewards.code.code import find_program
+from temper.rewards.form.instruction_checks import CHECKS, CHOICES
 from temper.rewards.golden.degenerate import degenerate_texts
-from temper.rewards.instruction_checks import CHECKS, CHOICES
-from temper.rewards.judge import episode_text
-from temper.rewards.judge_prompts import Unparsable, frame, parse_items, parse_score, parse_winner, score_prompt
-from temper.rewards.process import split_steps
+from temper.rewards.judges.judge import episode_text
+from temper.rewards.judges.prompts import Unparsable, frame, parse_items, parse_score, parse_winner, score_prompt
+from temper.rewards.learned.process import split_steps
 from temper.rewards.registry import REWARDS, make_reward
 from temper.types import Message, Task, Trajectory
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from temper.errors import UserError
+from temper.rewards.form.text import TextReward
 from temper.rewards.registry import REWARDS, make_reward
-from temper.rewards.text import TextReward
 from temper.sandbox import require_sandbox
 
 NEEDED: dict[str, dict[str, Any]] = {

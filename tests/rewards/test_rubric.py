@@ -15,9 +15,9 @@ import pytest
 from temper.config import RewardConfig
 from temper.data import _rubric
 from temper.errors import UserError
+from temper.rewards.form.text import TextReward
 from temper.rewards.registry import REWARDS
 from temper.rewards.rubric import Part, Rubric
-from temper.rewards.text import TextReward
 from temper.rewards.user import UserReward
 from temper.types import Group, Message, Score, ScoreKind, Task, Trajectory
 

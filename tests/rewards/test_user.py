@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from temper.errors import UserError
+from temper.rewards.form.text import TextReward
 from temper.rewards.rubric import Rubric
-from temper.rewards.text import TextReward
 from temper.rewards.user import UserReward
 from temper.types import Message, Score, ScoreKind, Task, Trajectory
 

@@ -22,12 +22,12 @@ def test_a_hanging_verifier_costs_one_worker_and_its_deadline(cluster: Any) -> N
     @ray.remote(num_cpus=1)
     class Verifier:
         def __init__(self) -> None:
-            from temper.rewards.workers import WorkerPool
+            from temper.rewards.workers.pool import WorkerPool
 
             self.pool = WorkerPool("time:sleep", size=1, deadline_seconds=0.5)
 
         def check(self, seconds: float) -> str:
-            from temper.rewards.workers import WorkerFailed
+            from temper.rewards.workers.pool import WorkerFailed
 
             try:
                 return str(self.pool.submit(seconds).result(timeout=60.0))

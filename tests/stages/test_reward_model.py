@@ -24,8 +24,8 @@ from temper.models.scorer import ScorerKind, load_scorer
 from temper.models.tiny import make_tiny_model
 from temper.objectives.losses.scores import PROCESS_REWARD_MODEL, REWARD_MODEL
 from temper.objectives.objective import Objective
-from temper.rewards.model import SCALE_FILE, RewardModelReward, Scale, encode_chat
-from temper.rewards.process import ModelSteps, ProcessReward, split_steps
+from temper.rewards.learned.model import SCALE_FILE, RewardModelReward, Scale, encode_chat
+from temper.rewards.learned.process import ModelSteps, ProcessReward, split_steps
 from temper.stages.reward_model import (
     REPORT_FILE,
     Calibration,

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from temper.rewards.answers import find_boxes
 from temper.rewards.golden.changes import CHANGING
 from temper.rewards.golden.rewritings import KEEPING, Rule
+from temper.rewards.mathematics.answers import find_boxes
 
 SEED = 17
 PAIRS_PER_RULE = 16

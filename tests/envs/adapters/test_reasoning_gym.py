@@ -14,7 +14,7 @@ from temper.envs.adapters import reasoning_gym as adapter
 from temper.envs.adapters.reasoning_gym import ReasoningGymReward, final_answer, reasoning_gym, reasoning_gym_mix
 from temper.errors import UserError
 from temper.rewards.registry import make_reward
-from temper.rewards.workers import WorkerPool
+from temper.rewards.workers.pool import WorkerPool
 from temper.tasks.generators import make_source
 from temper.types import Completion, Finish, Message, Score, Status, Task, Trajectory, Turn
 

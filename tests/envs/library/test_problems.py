@@ -10,9 +10,9 @@ import pytest
 
 from temper.envs.library.problems import PROBLEMS, READERS, last_boxed, read_problems, shuffled
 from temper.errors import UserError
-from temper.rewards.code import CodeReward
-from temper.rewards.code_tests import read_tests
-from temper.rewards.math import MathReward
+from temper.rewards.code.code import CodeReward
+from temper.rewards.code.tests import read_tests
+from temper.rewards.mathematics.math import MathReward
 from temper.sandbox import require_sandbox
 from temper.tasks.dataset import fingerprint
 from temper.tasks.generators import make_source

@@ -1,0 +1,1 @@
+"""Programs judged by hidden tests, behind the sandbox."""

@@ -1,0 +1,1 @@
+"""Models that judge: prompts, verdicts, rubrics of criteria, agreement with people."""

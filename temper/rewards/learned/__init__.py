@@ -1,0 +1,1 @@
+"""Rewards that were trained: reward models, process rewards, discriminators."""
