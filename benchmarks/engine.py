@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.models.decoder import lay_end_to_end, set_numerics
 from temper.models.load import prepare
-from temper.runs.plot import Line, Panel, chart
+from temper.runs.report.plot import Line, Panel, chart
 from temper.types import Completion, Request, SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

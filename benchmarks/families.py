@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.models import proof
 from temper.models.load import prepare
-from temper.trainer.isolation import check_isolation
+from temper.parity.isolation import check_isolation
 from temper.trainer.weights import publish
 from temper.types import Request, SamplingParams
 

@@ -27,7 +27,7 @@ from rich.table import Table
 from temper import loop
 from temper.build import build_stage, make_plan
 from temper.config import resolve
-from temper.runs.plot import Line, Panel, chart
+from temper.runs.report.plot import Line, Panel, chart
 from temper.trainer.weights import Weights
 from temper.types import Batch, EvaluationResult, Publication, StepReport
 

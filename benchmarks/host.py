@@ -28,7 +28,7 @@ import torch
 from temper.batching import CreditRules, assign_credit, pack, rows_of_groups
 from temper.batching.measure import measure_groups
 from temper.objectives import PRESETS
-from temper.runs.store import open_run
+from temper.runs.store.run_store import open_run
 from temper.trainer.traces import keys_of, pack_numbered, traces_of
 from temper.types import (
     Completion,

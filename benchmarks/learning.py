@@ -27,8 +27,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from temper.config import RunConfig, load_recipe, merge, to_toml
-from temper.runs.plot import Line, Panel, chart
 from temper.runs.reader import RunReader
+from temper.runs.report.plot import Line, Panel, chart
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "demo.toml"
 FAMILIES = {

@@ -27,7 +27,7 @@ from temper.envs.library.search import search
 from temper.envs.library.shop import shop
 from temper.errors import UserError
 from temper.models.load import ModelShape, end_ids, load_tokenizer, read_shape
-from temper.models.materialize import whole
+from temper.models.lora.materialize import whole
 from temper.rewards.registry import REWARDS, RewardFactory, make_reward
 from temper.rewards.rubric import Part, Rubric
 from temper.rewards.workers.pool import WorkerPool

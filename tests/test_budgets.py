@@ -127,7 +127,7 @@ DONE_ALREADY = {
     ("evals/evaluate.py", "member.result()"),
     ("engine/local/engine.py", "future.result()"),
     ("engine/local/engine.py", "self._may_step.wait()"),  # under a deadline, like the next
-    ("engine/vllm.py", "queue.get()"),  # awaited in slices, under a deadline without progress
+    ("engine/vllm/engine.py", "queue.get()"),  # awaited in slices, under a deadline without progress
 }
 
 

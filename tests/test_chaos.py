@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from temper.commands.train import Records, run_stages
+from temper.commands.training.train import Records, run_stages
 from temper.config import resolve
 from temper.errors import BackendError
 from temper.runs.display import Display
 from temper.runs.reader import RunReader
-from temper.runs.store import open_run
+from temper.runs.store.run_store import open_run
 
 MODULE = """
 import asyncio, os, zlib

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from temper.cli import main
 from temper.config import resolve, to_toml
 from temper.runs.reader import RunReader
-from temper.trainer.trainer import LocalTrainer
+from temper.trainer.local import LocalTrainer
 
 
 def temper(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:

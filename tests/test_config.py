@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from temper.commands.train import Records, run_stages
+from temper.commands.training.train import Records, run_stages
 from temper.config import RunConfig, Section, load_recipe, parse_override, resolve, section_of, to_toml
 from temper.errors import UserError
 from temper.runs.display import Display
-from temper.runs.store import open_run
+from temper.runs.store.run_store import open_run
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
 

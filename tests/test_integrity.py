@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from temper import cli, integrity
-from temper.commands.train import train
+from temper.commands.training.train import train
 from temper.config import resolve, to_toml
 from temper.errors import UserError
 from temper.integrity import sha256_of, verify, write_manifest

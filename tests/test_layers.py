@@ -14,7 +14,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("integrity", "markers", "terminal"), 0),
     **dict.fromkeys(("config", "objectives", "rewards", "tasks", "envs", "runs", "models"), 1),
     **dict.fromkeys(("engine", "trainer", "batching"), 2),
-    **dict.fromkeys(("rollout", "cluster"), 3),
+    **dict.fromkeys(("rollout", "parity"), 3),
     **dict.fromkeys(("stages", "evals", "dashboard", "data", "serve"), 4),
     "loop": 5,
     "build": 6,

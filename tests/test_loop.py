@@ -19,10 +19,10 @@ from temper.config import RunConfig, resolve
 from temper.engine.local.engine import LocalEngine
 from temper.engine.local.step import Flight, Stepper
 from temper.errors import BackendError
-from temper.rollout.gate import Canary
+from temper.parity.check import Canary
 from temper.rollout.roller import Roller
 from temper.runs.records import AuditRecord
-from temper.trainer.trainer import LocalTrainer
+from temper.trainer.local import LocalTrainer
 from temper.types import Batch, EvaluationResult, StepReport, TrainResult
 
 

@@ -24,9 +24,9 @@ from temper.envs.env import ENVS
 from temper.evals.passk import clustered_interval
 from temper.protocols import EnvOpening, EnvReply
 from temper.rollout.episode import run_episode
-from temper.runs.alarms import Alarms
+from temper.runs.alarms.alarms import Alarms
+from temper.runs.alarms.rules import RULES, configure
 from temper.runs.records import AlarmRecord
-from temper.runs.rules import RULES, configure
 from temper.types import Batch, EvaluationResult, Event, EventKind, Message, Score, StepReport, Task, Trajectory
 
 pytestmark = pytest.mark.heavy  # a dozen real runs
@@ -144,11 +144,11 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = {"stage": "sft", "steps": 60, "optim": {"learning_rate": 5e-3}, "trainer": {"examples_per_step": 32}}
 
     def keep(stage: Stage) -> Callable[[int], None]:
-        return lambda step: stage.trainer.save(folder / "model") if step == 60 else None
+        return lambda step: stage.trainer.save(folder / "warm") if step == 60 else None
 
     config = rl(**changes)
     assert raised(run(config, first_model(config, folder), plant=keep).reports) == set(), "imitation is healthy too"
-    return folder / "model"
+    return folder / "warm"
 
 
 @pytest.fixture(scope="module")

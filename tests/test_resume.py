@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from temper.commands import train as training
+from temper.commands.training import train as training
 from temper.config import resolve, to_toml
 from temper.rewards.rubric import Rubric
 from temper.runs.reader import RunReader

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from temper import cli
-from temper.commands.train import train
+from temper.commands.training.train import train
 from temper.config import resolve, to_toml
 from temper.runs.display import Display
 from temper.terminal import SafeConsole, printable

@@ -17,18 +17,25 @@ import torch
 from temper.config import RunConfig
 from temper.errors import UserError
 from temper.integrity import verify, write_manifest
-from temper.models.adapters import LoadModel, add_adapter, has_adapter, settings_of, with_own_weights, without_adapter
 from temper.models.load import find_checkpoint, load_model
-from temper.models.materialize import whole
+from temper.models.lora.adapters import (
+    LoadModel,
+    add_adapter,
+    has_adapter,
+    settings_of,
+    with_own_weights,
+    without_adapter,
+)
+from temper.models.lora.materialize import whole
 from temper.models.scorer import HEAD, ScorerKind, load_scorer
 from temper.models.tiny import make_tiny_model
 from temper.objectives import Objective
+from temper.parity.isolation import check_isolation
 from temper.stages.distill import teacher_folders
 from temper.trainer.critic import Critic
-from temper.trainer.isolation import check_isolation
+from temper.trainer.local import OtherModels
 from temper.trainer.offload import offload
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.trainer import OtherModels
 from temper.trainer.weights import ModelFiles
 
 Load = Callable[[Path], torch.nn.Module]

@@ -18,17 +18,17 @@ from temper import loop
 from temper.build.objective import doubts_about
 from temper.build.stage import Stage
 from temper.evals import contamination, readiness
+from temper.parity.budgets import Budget, budget_of
+from temper.parity.check import Canary, Sides, canary_prompts, open_gate, require_agreement, stale_tensors
+from temper.parity.diagnosis import Agreement
+from temper.parity.isolation import check_isolation
 from temper.protocols import SharesDevice
 from temper.rewards.rubric import Rubric
-from temper.rollout.budgets import Budget, budget_of
-from temper.rollout.diagnosis import Agreement
-from temper.rollout.gate import Canary, Sides, canary_prompts, open_gate, require_agreement, stale_tensors
 from temper.rollout.group import Extras
 from temper.rollout.roller import Roller
+from temper.runs.alarms.rules import configure
 from temper.runs.ledger import TRAINING, ModelSize, active_parameters, mfu, peak_flops, time_metrics
-from temper.runs.rules import configure
 from temper.stages.rejection import Rejection
-from temper.trainer.isolation import check_isolation
 from temper.trainer.ranks import rank_and_world
 from temper.trainer.weights import Weights
 from temper.types import Batch, TrainResult

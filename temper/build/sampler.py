@@ -18,9 +18,9 @@ from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.mixture import Opponent
 from temper.engine.none import NoSampler
 from temper.errors import UserError
-from temper.models.adapters import has_adapter, with_own_weights
 from temper.models.decoder import lay_end_to_end
-from temper.models.materialize import whole
+from temper.models.lora.adapters import has_adapter, with_own_weights
+from temper.models.lora.materialize import whole
 from temper.objectives import Objective
 from temper.objectives.losses.pairs import opponent_share
 from temper.protocols import Sampler
@@ -108,7 +108,7 @@ def _held(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) -> Sampler:
-    from temper.engine.vllm import VllmEngine, VllmSettings
+    from temper.engine.vllm.engine import VllmEngine, VllmSettings
 
     parameter, size = next(model.parameters()), _engine_settings(config, data)
     return VllmEngine(

@@ -33,7 +33,7 @@ from temper.stages.reference_cache import References
 from temper.stages.rejection import KeepRules, Ledger, Rejection, keep_of
 from temper.stages.reward_model import PairRows, RowMaker, ScoredExamples, StepRows
 from temper.stages.sft import Examples
-from temper.trainer.trainer import LocalTrainer
+from temper.trainer.local import LocalTrainer
 from temper.types import Batch
 
 Credit = Callable[[Taken], Batch]

@@ -25,16 +25,16 @@ from temper.config import RunConfig
 from temper.data import StageData, open_data, require_judge
 from temper.engine.local.mixture import WithOpponent
 from temper.envs.env import find_env
-from temper.models.adapters import settings_of
+from temper.models.lora.adapters import settings_of
 from temper.objectives import Objective
+from temper.parity.check import Canary
 from temper.protocols import BatchSource, Env, Sampler
 from temper.rollout.episode import EpisodeSetup, Scorer
-from temper.rollout.gate import Canary
 from temper.stages.distill import NoReward
 from temper.stages.rejection import Rejection
 from temper.terminal import print_line
 from temper.trainer.checkpoint import read_checkpoint
-from temper.trainer.trainer import LocalTrainer, TrainerSettings
+from temper.trainer.local import LocalTrainer, TrainerSettings
 from temper.types import EvaluationResult, SamplingParams, Scalar
 
 

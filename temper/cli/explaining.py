@@ -26,7 +26,7 @@ def presets(
     from temper.objectives import compare as differences
 
     if page is not None:
-        from temper.commands.objectives_page import write_page
+        from temper.commands.pages.objectives import write_page
 
         out.print(f"{write_page(page)} and its pictures are written")
     elif compare is not None:
@@ -53,7 +53,7 @@ def metrics(
     page: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write metrics.md")] = None,
 ) -> None:
     """List the metrics, explain one, or write the page that explains all."""
-    from temper.commands.metrics_page import explain, write_page
+    from temper.commands.pages.metrics import explain, write_page
     from temper.errors import UserError
     from temper.runs.metrics import METRICS, describe
 

@@ -37,7 +37,7 @@ def evaluate(
 ) -> None:
     """Score of a checkpoint with 95% intervals: on a suite, or on the held-out set of a recipe."""
     if suite:
-        from temper.commands.evaluate import Asked, evaluate_suite, render
+        from temper.commands.judging.evaluate import Asked, evaluate_suite, render
 
         asked = Asked(
             suite=suite, data=data, samples=samples, temperature=temperature, top_p=top_p,
@@ -92,8 +92,8 @@ def compare(
     set_: Overrides = None,
 ) -> None:
     """What training did: paired differences with intervals, pass@k curves, a verdict; one HTML page."""
-    from temper.commands.compare import compare_models, render
-    from temper.commands.evaluate import Asked
+    from temper.commands.judging.compare import compare_models, render
+    from temper.commands.judging.evaluate import Asked
 
     asked = Asked(
         suite=suite, data=data, samples=samples, temperature=temperature, max_new_tokens=max_new_tokens, limit=limit,
@@ -121,9 +121,9 @@ def scale(
     set_: Overrides = None,
 ) -> None:
     """Test-time scaling: accuracy against tokens for best-of-N, majority, budget forcing and refinement."""
-    from temper.commands.evaluate import Asked
-    from temper.commands.scale import Ways, parse_budgets, render
-    from temper.commands.scale import scale as run_modes
+    from temper.commands.judging.evaluate import Asked
+    from temper.commands.judging.scale import Ways, parse_budgets, render
+    from temper.commands.judging.scale import scale as run_modes
     from temper.evals.scaling import Budget
 
     shape = Budget(max_tokens=1, continuation=continuation, answer_prefix=answer_prefix, think_end=think_end)
@@ -158,10 +158,10 @@ def best(
     set_: Overrides = None,
 ) -> None:
     """Best-of-N: draws N answers to each prompt and gives the one that a reward likes most."""
-    from temper.commands import verify as rewards
-    from temper.commands.best import Wanted, render
-    from temper.commands.best import best as draw
-    from temper.commands.evaluate import Asked
+    from temper.commands.judging import verify as rewards
+    from temper.commands.judging.best import Wanted, render
+    from temper.commands.judging.best import best as draw
+    from temper.commands.judging.evaluate import Asked
 
     asked = Asked(
         suite=suite, data=data, temperature=temperature, max_new_tokens=max_new_tokens, limit=limit, seed=seed,
@@ -190,8 +190,8 @@ def label_steps(
     fast: Fast = False,
 ) -> None:
     """Labels the steps of solutions by how often the model succeeds from there: data for a process reward model."""
-    from temper.commands.evaluate import Asked
-    from temper.commands.label_steps import label_steps as label
+    from temper.commands.judging.evaluate import Asked
+    from temper.commands.judging.label_steps import label_steps as label
     from temper.stages.step_labels import Labelling
 
     asked = Asked(
@@ -223,9 +223,9 @@ def choose(
     target: Annotated[Path, typer.Option("--out", help="Directory of the results")] = Path("choice"),
 ) -> None:
     """Which checkpoint RL should start from: the best of each domain by pass@k, and their average."""
-    from temper.commands.choose import choose as rate
-    from temper.commands.choose import render
-    from temper.commands.evaluate import Asked
+    from temper.commands.judging.choose import choose as rate
+    from temper.commands.judging.choose import render
+    from temper.commands.judging.evaluate import Asked
 
     probes = [
         Asked(
@@ -246,7 +246,7 @@ def verify(
     options: Annotated[str, typer.Option(help="Options of the reward, as JSON")] = "{}",
 ) -> None:
     """How often a verifier is wrong on a golden set, with intervals; or whether attacks score."""
-    from temper.commands import verify as command
+    from temper.commands.judging import verify as command
 
     result = command.verify(kind, golden=golden, attack=attack, options=command.read_options(options))
     out.print(command.render(result))

@@ -44,16 +44,16 @@ def train(
 ) -> None:
     """Train a recipe: all its stages, in order."""
     if dry_run:
-        from temper.commands.preflight import dry_run as check
+        from temper.commands.training.preflight import dry_run as check
 
         out.print(check(recipe, overrides=set_ or ()))
         out.print("\nNothing was trained. Everything that can be checked without weights is in order.")
         return
-    from temper.commands.stopping import Stopped, describe_stop
-    from temper.commands.train import choose_folder, is_finished
-    from temper.commands.train import train as run_training
+    from temper.commands.training.stopping import Stopped, describe_stop
+    from temper.commands.training.train import choose_folder, is_finished
+    from temper.commands.training.train import train as run_training
     from temper.config import load_recipe
-    from temper.runs.report import make_report, render
+    from temper.runs.report.report import make_report, render
 
     run = run or choose_folder(load_recipe(recipe, set_ or ())[0].name, resume=resume)
     try:
@@ -83,11 +83,11 @@ def report(
     wide: Annotated[bool, typer.Option("--wide", help="Tables with a row per step, not per number")] = False,
 ) -> None:
     """What a run did: held-out scores with intervals, steps, tokens, time split, sha256 of the weights."""
-    from temper.runs.report import as_json as report_json
-    from temper.runs.report import make_report, render
+    from temper.runs.report.report import as_json as report_json
+    from temper.runs.report.report import make_report, render
 
     if csv is not None or parquet is not None:
-        from temper.runs.export import export_metrics
+        from temper.runs.report.export import export_metrics
 
         for target in (path for path in (csv, parquet) if path is not None):
             num_rows = export_metrics(run, target, form="wide" if wide else "long")

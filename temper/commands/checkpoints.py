@@ -17,19 +17,19 @@ from transformers import AutoModelForCausalLM
 
 from temper import calls
 from temper.build import build_stage, pick_device
-from temper.commands.train import outputs_of
+from temper.commands.training.train import outputs_of
 from temper.config import RunConfig, load_recipe, refer, references
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import BackendError, UserError
 from temper.integrity import verify
-from temper.models.adapters import is_adapter_folder
 from temper.models.load import end_ids, find_checkpoint, load_model, load_tokenizer, read_shape
-from temper.models.materialize import load_trained, materialize
+from temper.models.lora.adapters import is_adapter_folder
+from temper.models.lora.materialize import load_trained, materialize
 from temper.models.scorer import CLASSES, kind_of, score_head
 from temper.models.states import Head, hidden_states
 from temper.tasks.render import Renderer
-from temper.trainer.attention import PackedAttention
 from temper.trainer.checkpoint import latest_checkpoint
+from temper.trainer.passes.attention import PackedAttention
 from temper.types import EvaluationResult, Message, Request, SamplingParams
 
 EXPORTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from temper.models.fetch import fetch
+from temper.models.gguf.fetch import fetch
 from temper.models.progress import progress_bars
 from temper.terminal import SafeConsole
 

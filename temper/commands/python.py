@@ -21,7 +21,7 @@ from temper.named import loading_file, name_function
 
 if TYPE_CHECKING:
     from temper.build.policy import OpenPolicy
-    from temper.runs.report import Report
+    from temper.runs.report.report import Report
     from temper.runs.results import SuiteResult
 
 WHERE = "temper.train"
@@ -66,7 +66,7 @@ def train(
             'if __name__ == "__main__":'
         )
     require_one_process(WHERE)
-    from temper.commands.train import choose_folder, train_stages
+    from temper.commands.training.train import choose_folder, train_stages
     from temper.config import resolve
 
     given = {"model": model, "data": data, "reward": reward, **keys}
@@ -93,7 +93,7 @@ def evaluate(
 
     decoding: samples, temperature, top_p, max_new_tokens, limit, seed, out, force, numerics.
     """
-    from temper.commands.evaluate import Asked, evaluate_suite
+    from temper.commands.judging.evaluate import Asked, evaluate_suite
 
     path = policy.path if isinstance(policy, Policy) else Path(policy)
     try:
@@ -140,12 +140,12 @@ class Run:
 
     def report(self) -> Report:
         """What it achieved, as `temper report` shows it."""
-        from temper.runs.report import make_report
+        from temper.runs.report.report import make_report
 
         return make_report(self.folder)
 
     def __str__(self) -> str:
-        from temper.runs.report import render
+        from temper.runs.report.report import render
 
         return render(self.report())
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from temper.errors import UserError
-from temper.runs.schema import prepare_reading
+from temper.runs.store.schema import prepare_reading
 
 DATABASE = "run.db"
 QUERY_SECONDS = 8.0

@@ -15,8 +15,8 @@ from temper.dashboard.database import Database, reading
 from temper.dashboard.series import Point, by_stage, together
 from temper.dashboard.suites import suites
 from temper.dashboard.tokens import Tokenizers
-from temper.runs.arrays import unpack_array
 from temper.runs.metrics import describe
+from temper.runs.store.arrays import unpack_array
 
 OVERVIEW = (
     "reward/mean", "reward/std", "policy/entropy", "policy/kl_ref_k3", "policy/kl_old_k3", "policy/grad_norm",

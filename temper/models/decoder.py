@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from temper.models.low_rank import is_adapted, low_rank_linear
+from temper.models.lora.low_rank import is_adapted, low_rank_linear
 from temper.models.ops import Ops, ops_of, product
 
 Numerics = Literal["fast", "exact"]

@@ -18,10 +18,10 @@ from transformers.utils import logging as transformers_logging
 
 from temper.errors import UserError
 from temper.integrity import verify
-from temper.models.adapters import load_merged
 from temper.models.attention import ATTENTION_NAME
 from temper.models.decoder import FAMILIES, Numerics, can_walk, lay_end_to_end, set_numerics
 from temper.models.families import freeze_rotations, require_supported, steady_context
+from temper.models.lora.adapters import load_merged
 from temper.models.proof import require_proven
 
 transformers_logging.disable_progress_bar()  # its bars would tear the live panel

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from temper.models.gguf import Report
+from temper.models.gguf.file import Report
 
 
 @contextmanager

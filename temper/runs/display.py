@@ -20,8 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from temper.runs.report import duration, score
-from temper.runs.sparkline import sparkline
+from temper.runs.report.report import duration, score
+from temper.runs.report.sparkline import sparkline
 from temper.terminal import SafeConsole
 from temper.types import Batch, EvaluationResult, StepReport
 

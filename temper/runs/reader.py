@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from temper.errors import UserError
-from temper.runs.arrays import ARRAY_TYPES, unpack_array
 from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
-from temper.runs.schema import prepare_reading
 from temper.runs.state import QUERY, RunState, read_run_state
+from temper.runs.store.arrays import ARRAY_TYPES, unpack_array
+from temper.runs.store.schema import prepare_reading
 from temper.types import EvaluationResult, Message, Scalar
 
 DATABASE = "run.db"

@@ -21,10 +21,10 @@ from temper.errors import BackendError, UserError
 from temper.objectives import MetricSums
 from temper.objectives.advantage.critics import explained_variance, value_loss, value_sums
 from temper.objectives.metrics import mean_sums
-from temper.trainer.forward import checkpointing, enable_checkpointing
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
+from temper.trainer.passes.forward import checkpointing, enable_checkpointing
+from temper.trainer.passes.states import drawn_states
 from temper.trainer.ranks import merge_over_ranks, sum_over_ranks
-from temper.trainer.states import drawn_states
 from temper.trainer.weights import publish
 from temper.types import Microbatch
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from temper.errors import BackendError
 from temper.objectives import MetricSums, Objective
-from temper.trainer.forward import StepFacts, checkpointing, enable_checkpointing, forward_backward, forward_only
 from temper.trainer.optim import MasterAdamW
-from temper.trainer.passes import Share
+from temper.trainer.passes.forward import StepFacts, checkpointing, enable_checkpointing, forward_backward, forward_only
+from temper.trainer.passes.scoring import Share
 from temper.trainer.ranks import merge_over_ranks, sum_over_ranks
 from temper.trainer.trust_region import constrained_step
 from temper.types import Microbatch

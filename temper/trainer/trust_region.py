@@ -19,9 +19,9 @@ from temper.errors import BackendError, UserError
 from temper.models.states import Head
 from temper.objectives import MetricSums, Objective, Scored, objective_loss
 from temper.objectives.metrics import mean_sums
-from temper.trainer.forward import StepFacts
+from temper.trainer.passes.forward import StepFacts
+from temper.trainer.passes.states import drawn_states
 from temper.trainer.ranks import merge_over_ranks, sum_over_ranks
-from temper.trainer.states import drawn_states
 from temper.types import Microbatch
 
 Measures = Sequence[Mapping[str, Tensor]]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import UserError
-from temper.models.adapters import (
+from temper.models.load import load_model
+from temper.models.lora.adapters import (
     LoadModel,
     MergedTensors,
     adapter_tensors,
@@ -24,7 +25,6 @@ from temper.models.adapters import (
     read_adapter,
     save_adapter,
 )
-from temper.models.load import load_model
 from temper.models.save import save_model, saved_tensors
 from temper.types import Publication
 

@@ -32,8 +32,8 @@ from temper.objectives.losses.scores import SCORE_LESSONS
 from temper.objectives.losses.table import stages_for
 from temper.objectives.resolve import REGISTRY
 from temper.trainer.critic import Critic
+from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
 from temper.types import Batch, Completion, Finish, Group, Message, Sample, Score, Status, Task, Trajectory, Turn
 
 VOCABULARY, LONGEST = 30, 12

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from temper.commands.init import FILES, init
-from temper.commands.preflight import dry_run
-from temper.commands.train import train
+from temper.commands.training.preflight import dry_run
+from temper.commands.training.train import train
 from temper.errors import UserError
 from temper.runs.reader import RunReader
 

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from temper.build import resolve_objective
 from temper.build.sampler import make_sampler
 from temper.commands.checkpoints import export, find_model
-from temper.commands.train import train
+from temper.commands.training.train import train
 from temper.config import resolve, to_toml
 from temper.data import open_data
-from temper.engine import vllm
+from temper.engine.vllm import engine
 from temper.errors import BackendError
-from temper.models import materialize
-from temper.models.adapters import is_adapter_folder, load_merged
 from temper.models.load import load_model
+from temper.models.lora import materialize
+from temper.models.lora.adapters import is_adapter_folder, load_merged
 from temper.models.scorer import load_scorer
 from temper.rewards.learned.model import RewardModelReward
 from temper.runs.reader import RunReader
@@ -124,7 +124,7 @@ def test_an_export_that_is_another_model_is_refused(
     adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutation: an adapter that is forgotten in the merge."""
-    monkeypatch.setattr("temper.models.adapters.merged_weight", lambda layer: layer.base_layer.weight.detach())
+    monkeypatch.setattr("temper.models.lora.adapters.merged_weight", lambda layer: layer.base_layer.weight.detach())
     with pytest.raises(BackendError):
         export(adapted, tmp_path / "policy")
     assert not (tmp_path / "policy").exists()
@@ -160,7 +160,7 @@ def test_engines_that_read_files_get_a_whole_model(
     adapted: Path, tiny_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Path] = []
-    monkeypatch.setattr(vllm, "VllmEngine", lambda settings: seen.append(settings.folder))
+    monkeypatch.setattr(engine, "VllmEngine", lambda settings: seen.append(settings.folder))
     recipe = chain(tiny_recipe, [{"kind": "rl"}], lora={"rank": 4}) | {"engine": {"kind": "vllm"}}
     (config,) = resolve(recipe, [], where="chain")
     folder = left(adapted, 0)

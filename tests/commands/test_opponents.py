@@ -14,8 +14,8 @@ from temper.batching.rows import rows_of
 from temper.build import build_stage
 from temper.build.models import first_model
 from temper.build.stage import Stage
-from temper.commands.preflight import dry_run
-from temper.commands.train import train
+from temper.commands.training.preflight import dry_run
+from temper.commands.training.train import train
 from temper.config import resolve, to_toml
 from temper.engine.local.mixture import WithOpponent
 from temper.errors import UserError

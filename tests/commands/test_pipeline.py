@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from temper.build import build_stage
-from temper.commands import train as training
 from temper.commands.checkpoints import evaluate_checkpoint, find_model
-from temper.commands.preflight import dry_run
-from temper.commands.train import outputs_of, train
+from temper.commands.training import train as training
+from temper.commands.training.preflight import dry_run
+from temper.commands.training.train import outputs_of, train
 from temper.config import RunConfig, resolve, to_toml
 from temper.errors import UserError
 from temper.rewards.learned.discriminator import DiscriminatorReward

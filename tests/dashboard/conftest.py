@@ -18,7 +18,7 @@ pytest.importorskip("fastapi", reason="the dashboard's server is not installed")
 pytest.importorskip("uvicorn", reason="the dashboard's server is not installed")
 pytest.importorskip("plotly", reason="the dashboard's charts are not installed")
 
-from temper.commands.train import train
+from temper.commands.training.train import train
 from temper.config import resolve, to_toml
 from temper.dashboard.registry import Registry
 from temper.dashboard.server import make_app, make_server

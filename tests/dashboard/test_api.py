@@ -27,13 +27,13 @@ from temper.dashboard.server import static_files
 from temper.dashboard.tokens import REPLACEMENT, Pieces, Tokenizers
 from temper.errors import UserError
 from temper.runs import results
-from temper.runs.arrays import ARRAY_TYPES, PLANES, unpack_array
 from temper.runs.reader import RunReader, TrajectoryRecord
 from temper.runs.records import AlarmRecord, AuditRecord
 from temper.runs.results import PromptResult, SampleResult, SuiteResult, save
-from temper.runs.schema import OLD_LAYOUTS
-from temper.runs.store import open_run
-from temper.runs.transcripts import limit_transcripts
+from temper.runs.store.arrays import ARRAY_TYPES, PLANES, unpack_array
+from temper.runs.store.run_store import open_run
+from temper.runs.store.schema import OLD_LAYOUTS
+from temper.runs.store.transcripts import limit_transcripts
 from temper.types import Message, Status
 
 Serve = Callable[..., Any]

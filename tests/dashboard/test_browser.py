@@ -19,7 +19,7 @@ import pytest
 from temper.dashboard.registry import Registry
 from temper.dashboard.server import make_app, make_server
 from temper.listening import listen
-from temper.runs.schema import prepare
+from temper.runs.store.schema import prepare
 
 pytestmark = pytest.mark.browser
 
@@ -298,7 +298,7 @@ def test_a_row_opens_its_group_side_by_side(browser: Browser) -> None:
 
 
 def test_a_token_shows_what_the_run_recorded(browser: Browser, folder: Path) -> None:
-    from temper.runs.arrays import unpack_array
+    from temper.runs.store.arrays import unpack_array
 
     browser.open("plain", "tokens")
     browser.wait("document.querySelectorAll('.token').length > 3", "tokens")

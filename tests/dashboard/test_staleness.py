@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from temper.dashboard.pages import _staleness
-from temper.runs.arrays import PLANES, pack_array
+from temper.runs.store.arrays import PLANES, pack_array
 
 
 def row(*versions: int) -> tuple[int, bytes, bytes, str]:

@@ -23,7 +23,7 @@ from temper.dashboard.stream import Feed, State, news
 from temper.runs.reader import RunReader
 from temper.runs.records import AlarmRecord
 from temper.runs.state import DEAD_AFTER_SECONDS, RunState
-from temper.runs.store import RunStore, open_run
+from temper.runs.store.run_store import RunStore, open_run
 from temper.types import Batch, EvaluationResult, StepReport
 
 Serve = Callable[..., Any]

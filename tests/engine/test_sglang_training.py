@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from temper.commands.train import train
+from temper.commands.training.train import train
 from temper.config import resolve, to_toml
 from temper.models.tiny import make_tiny_model
 from temper.runs.reader import RunReader

@@ -17,7 +17,7 @@ from temper.engine.fake import FakeSampler
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.none import NoSampler
 from temper.engine.sglang.engine import SglangEngine, SglangSettings
-from temper.engine.vllm import VllmEngine, VllmSettings
+from temper.engine.vllm.engine import VllmEngine, VllmSettings
 from temper.runs.ledger import time_metrics
 from temper.runs.metrics import describe
 from temper.types import Publication, Request, SamplingParams

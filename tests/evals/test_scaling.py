@@ -12,7 +12,7 @@ import pytest
 
 from temper.engine.fake import FakeSampler
 from temper.errors import BackendError, ContextFull, UserError
-from temper.evals.curves import best_of, expected_choice, majority, panel, single
+from temper.evals.comparison.curves import best_of, expected_choice, majority, panel, single
 from temper.evals.scaling import CHECK, Attempt, Budget, ScalingSetup, draw_samples, force_budget, refine
 from temper.types import Finish, Group, Message, Request, SamplingParams, Score, Task, Trajectory
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from temper.commands.verify import verify
+from temper.commands.judging.verify import verify
 from temper.errors import UserError
 from temper.rewards.form.text import TextReward
 from temper.rewards.golden.rows import load_attacks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from temper.commands.verify import cross_check, verify
+from temper.commands.judging.verify import cross_check, verify
 from temper.errors import UserError
 from temper.rewards.golden.make_math import rows as made_rows
 from temper.rewards.golden.make_pairs import gold_answers, pairs

@@ -16,7 +16,7 @@ import pytest
 
 from temper import loop
 from temper.build import build_stage, first_model, make_plan
-from temper.commands.preflight import dry_run
+from temper.commands.training.preflight import dry_run
 from temper.config import RunConfig, resolve, to_toml
 from temper.errors import BackendError, UserError
 from temper.rewards.rubric import Rubric

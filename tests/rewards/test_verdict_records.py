@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from temper.commands.train import Records, run_stages
+from temper.commands.training.train import Records, run_stages
 from temper.config import RunConfig, resolve
 from temper.runs.display import Display
 from temper.runs.reader import RunReader
 from temper.runs.records import VerdictRecord
-from temper.runs.store import open_run
+from temper.runs.store.run_store import open_run
 
 STEPS = 4
 

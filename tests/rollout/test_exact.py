@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from temper.batching.pack import pack
 from temper.batching.rows import rows_of
-from temper.commands.train import train
+from temper.commands.training.train import train
 from temper.config import resolve, to_toml
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import UserError
 from temper.models.decoder import lay_end_to_end, set_numerics
 from temper.models.load import load_model, prepare
 from temper.runs.reader import RunReader
-from temper.trainer.forward import score_drawn
+from temper.trainer.passes.forward import score_drawn
 from temper.types import Completion, Message, Request, Sample, SamplingParams, Score, Status, Trajectory, Turn
 
 SHAPE: dict[str, Any] = {

@@ -26,10 +26,10 @@ from temper.models.tiny import character_tokenizer
 from temper.objectives import PRESETS, Objective, resolve
 from temper.protocols import EnvOpening, EnvReply
 from temper.rollout.episode import EpisodeSetup, require_as_asked, run_episode
-from temper.trainer import forward
-from temper.trainer.logprobs import KeepSets, drawn_logprobs
+from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
+from temper.trainer.passes import forward
+from temper.trainer.passes.logprobs import KeepSets, drawn_logprobs
 from temper.types import (
     Batch,
     Completion,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from temper.runs.store import RunStore, open_run
+from temper.runs.store.run_store import RunStore, open_run
 from temper.types import (
     Batch,
     Completion,

@@ -24,7 +24,7 @@ from temper.runs.ledger import (
 )
 from temper.runs.metrics import describe
 from temper.runs.reader import RunReader
-from temper.runs.store import open_run
+from temper.runs.store.run_store import open_run
 from temper.types import Batch, EvaluationResult, StepReport
 
 SEVEN = ModelSize(active_parameters=7e9, num_layers=28, attention_width=3584)

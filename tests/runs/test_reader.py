@@ -11,7 +11,7 @@ import pytest
 
 from temper.errors import UserError
 from temper.runs.reader import RunReader
-from temper.runs.store import RunStore
+from temper.runs.store.run_store import RunStore
 from temper.types import Batch, EvaluationResult, StepReport
 
 StepMaker = Callable[..., tuple[StepReport, Batch]]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from temper.runs.reader import RunReader
-from temper.runs.report import make_report, render
+from temper.runs.report.report import make_report, render
 from temper.runs.state import DEAD_AFTER_SECONDS, ended_row, read_run_state
-from temper.runs.store import RunStore, open_run
+from temper.runs.store.run_store import RunStore, open_run
 
 
 def state_of(folder: Path) -> tuple[str, str]:
@@ -48,7 +48,7 @@ def test_a_run_lives_while_it_is_written_and_is_dead_a_minute_after_it_was_kille
 def test_the_heart_beats_while_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: Callable[[Callable[[], bool]], None]
 ) -> None:
-    monkeypatch.setattr("temper.runs.store.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("temper.runs.store.run_store.BEAT_SECONDS", 0.01)
     store = open_run(tmp_path / "run", config="", resume=False)
     try:
         store.flush()

@@ -37,8 +37,8 @@ from temper.stages.reward_model import (
     scores_of,
 )
 from temper.tasks.dataset import FileSource, Stream
+from temper.trainer.local import LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.trainer import LocalTrainer, TrainerSettings
 from temper.trainer.weights import ModelFiles
 from temper.types import Message, Task, Trajectory
 

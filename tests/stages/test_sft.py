@@ -23,9 +23,9 @@ from temper.stages.sft import Examples, example_rows, supervised_objective
 from temper.tasks.dataset import Stream, read_file
 from temper.tasks.generators import make_source
 from temper.tasks.render import Renderer
-from temper.trainer.forward import StepFacts, forward_backward
+from temper.trainer.local import LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.trainer import LocalTrainer, TrainerSettings
+from temper.trainer.passes.forward import StepFacts, forward_backward
 from temper.types import Batch, Message, Sample, Task
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 \n"
@@ -225,7 +225,7 @@ def test_noise_from_one_generator_for_all_rows_would_be_seen(tmp_path: Path, mon
         draw = torch.Generator().manual_seed(seed)
         return torch.rand(len(microbatch.token_ids), width, generator=draw)
 
-    monkeypatch.setattr("temper.trainer.noise.row_noise", common)
+    monkeypatch.setattr("temper.trainer.passes.noise.row_noise", common)
     objective = replace(SFT, lesson=likelihood(noise=5.0))
     (rows,) = batch_of(tasks_of(tmp_path, "messages")).updates
     apart, together = (gradient(prepare(tiny_model()), rows, budget=b, objective=objective) for b in (1, 4096))

@@ -12,52 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import Gemma3TextConfig, LlamaConfig, Olmo2Config, Qwen3Config
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from temper.models.load import prepare
 from temper.types import Sample
-
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-CONFIGS = {
-    "llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=False),
-    "tied_llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True),
-    "qwen3": lambda: Qwen3Config(**SMALL),
-    "olmo2": lambda: Olmo2Config(**{key: value for key, value in SMALL.items() if key != "head_dim"}),
-    "gemma3": lambda: Gemma3TextConfig(
-        **SMALL, sliding_window=3, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8
-    ),
-}
+from tests.fakes.models import FAMILIES, make_family_model
 
 
-@pytest.fixture(params=["llama", "qwen3", "gemma3", "olmo2"])
+@pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., Any]:
-    def make(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0, is_plain: bool = False) -> Any:
-        """`is_plain`: with transformers' own attention instead of Temper's."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation="sdpa")
-            for parameter in model.parameters():  # larger than transformers' 0.02: rows must matter to each other
-                torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
-        model = model.to(dtype)
-        return model.eval() if is_plain else prepare(model)
-
-    return make
+    return make_family_model
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,8 @@ from temper.batching.pack import pack, shard
 from temper.objectives import POLICY_GRADIENTS, resolve
 from temper.trainer import ranks
 from temper.trainer.critic import Critic
+from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
 from temper.types import Batch, Sample
 
 

@@ -22,7 +22,7 @@ from temper.objectives import PRESETS
 from temper.objectives.policy.constrained import trpo
 from temper.objectives.policy.gates import importance
 from temper.trainer.critic import Critic, explained
-from temper.trainer.forward import StepFacts
+from temper.trainer.passes.forward import StepFacts
 from temper.trainer.trust_region import constrained_step
 from temper.types import Microbatch
 

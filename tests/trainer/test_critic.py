@@ -20,10 +20,10 @@ from temper.models.load import load_model
 from temper.models.states import hidden_states
 from temper.models.tiny import make_tiny_model
 from temper.trainer import critic as critic_module
-from temper.trainer.attention import PackedAttention
 from temper.trainer.critic import Critic, explained
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.states import drawn_states
+from temper.trainer.passes.attention import PackedAttention
+from temper.trainer.passes.states import drawn_states
 from temper.types import Microbatch, Sample
 
 PROGRAM = Path(__file__).with_name("share_program.py")

@@ -17,9 +17,9 @@ from temper.models.tiny import character_tokenizer
 from temper.objectives import Objective
 from temper.objectives.losses.divergences import gkd, k3, top_k_teacher
 from temper.objectives.presets.distillation import GKD, PRESETS
+from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.passes import Passes
-from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
+from temper.trainer.passes.scoring import Passes
 from temper.types import Batch, Sample
 
 MakeModel = Callable[..., Any]

@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from temper.batching.pack import pack
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import UserError
-from temper.models import adapters
-from temper.models.adapters import AdapterSettings, add_adapter, with_own_weights, without_adapter
 from temper.models.load import load_model
+from temper.models.lora import adapters
+from temper.models.lora.adapters import AdapterSettings, add_adapter, with_own_weights, without_adapter
 from temper.models.save import save_model
 from temper.models.tiny import character_tokenizer
 from temper.objectives import PRESETS, Objective, resolve
+from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
 from temper.trainer.weights import publish
 from temper.types import Batch, Request, Sample, SamplingParams
 

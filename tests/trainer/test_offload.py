@@ -13,9 +13,9 @@ from temper.batching.pack import pack
 from temper.models.tiny import character_tokenizer
 from temper.objectives import resolve
 from temper.trainer import offload as offloading
+from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
 from temper.trainer.offload import offload, on_device
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
 from temper.types import Batch, Sample
 
 CPU = torch.device("cpu")

@@ -27,8 +27,8 @@ from temper.stages.preference_rows import RowRules, pair_rows
 from temper.stages.reference_cache import References
 from temper.tasks.dataset import FileSource, Stream
 from temper.tasks.render import SpokenRow
+from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
 from temper.types import (
     Batch,
     Completion,

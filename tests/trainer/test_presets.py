@@ -22,10 +22,10 @@ from temper.models.load import prepare
 from temper.models.tiny import character_tokenizer
 from temper.objectives import POLICY_GRADIENTS, Objective, measure_batch, resolve
 from temper.trainer.critic import Critic
-from temper.trainer.forward import StepFacts, forward_backward
+from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.passes import Passes, Share
-from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
+from temper.trainer.passes.forward import StepFacts, forward_backward
+from temper.trainer.passes.scoring import Passes, Share
 from temper.types import Batch, Sample
 
 OPTIMIZER = OptimizerSettings(learning_rate=0.01, max_grad_norm=1e6)

@@ -22,8 +22,8 @@ from temper.models.load import prepare
 from temper.models.tiny import character_tokenizer
 from temper.objectives import POLICY_GRADIENTS, Objective, resolve
 from temper.trainer.critic import Critic
+from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.trainer import LocalTrainer, OtherModels, TrainerSettings
 from temper.types import Batch, Sample
 
 VOCABULARY = 64

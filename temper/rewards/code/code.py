@@ -18,9 +18,7 @@ from temper.rewards.code.tests import BadTests, FunctionTest, StreamTest, read_t
 from temper.sandbox import Limits, Outcome, Program, Sandbox, SandboxFailed, require_sandbox
 from temper.types import Score, Task, Trajectory
 
-PROCESS, WIRE = (
-    Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("guest.py", "wire.py")
-)
+PROCESS, WIRE = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("guest.py", "wire.py"))
 WIRE_FILE = "temper/rewards/code/wire.py"
 """Where the process imports it from."""
 PATIENCE = 6.0

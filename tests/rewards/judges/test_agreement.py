@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from temper.commands.train import train
+from temper.commands.training.train import train
 from temper.config import resolve, to_toml
 from temper.rewards.judges.agreement import Agreement, Labelled, LabelledSet, agreement_of, kappa_fall
 from temper.rewards.judges.evolving import EvolvingRubricReward

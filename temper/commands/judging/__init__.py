@@ -1,0 +1,1 @@
+"""What the judging verbs do: eval, compare, best, choose, scale, label-steps, verify."""

@@ -1,0 +1,1 @@
+"""What 'temper train' does: the dry run, the stages, how a run stops."""

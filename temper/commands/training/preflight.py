@@ -1,0 +1,214 @@
+"""`temper train --dry-run`: everything that can be known in seconds, without weights.
+
+Owns: the table of what a run would do, and what stands in for outputs of stages that have not run. Refuses: trying
+environments and rewards (trials.py).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from temper import calls
+from temper.build import check_stage, doubts_about, first_model, require_turn_credit, try_rows
+from temper.build.sources import is_rolling, keep_rule
+from temper.commands.training.train import NO_POLICY, starts_elsewhere
+from temper.commands.training.trials import try_environment, try_reward
+from temper.config import FIRST, RewardConfig, RunConfig, SourceConfig, load_recipe, refer
+from temper.data import StageData, open_data, require_judge
+from temper.errors import UserError
+from temper.evals import contamination
+from temper.models.load import find_checkpoint, read_shape
+from temper.objectives import Objective
+from temper.runs.alarms.rules import configure
+from temper.stages.distill import share_of_samples, teacher_folders
+
+REFERENCE = "stage:"
+
+
+def dry_run(recipe: Path, *, overrides: Sequence[str] = ()) -> str:
+    """Checks configuration, data, template, reward and batch arithmetic of every stage; returns a table to print."""
+    stages = load_recipe(recipe, overrides)
+    for config in stages:
+        configure(config.alarms)
+        check_stage(config)
+    with tempfile.TemporaryDirectory() as folder:
+        later = Later(stages, first_model(stages[0], Path(folder)))
+        return "\n\n".join(_describe_or_say_where(later.open(config), len(stages)) for config in stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A stage as far as it can be looked at."""
+
+    number: int
+    config: RunConfig
+    """As the recipe says."""
+    readable: RunConfig
+    """Without what earlier stages have yet to write."""
+    model: Path
+    """Its own, or one with the same tokenizer and shape."""
+    awaited: Mapping[str, str]
+    """What will be read from earlier stages, in words, by where it stands."""
+
+
+@dataclass
+class Later:
+    """What stages leave to later ones, as long as none has run: a model of the same shape, the prompts of kept rows."""
+
+    stages: Sequence[RunConfig]
+    first: Path
+    _number: int = 0
+    _names: dict[str, str] = field(default_factory=dict)
+    _models: dict[str, Path] = field(default_factory=dict)
+    _rows: Sequence[SourceConfig] = ()
+    """Training tasks of the last rejection stage."""
+
+    def __post_init__(self) -> None:
+        self._models[FIRST] = self._policy = self.first
+        self._names[FIRST] = "the run's first model"
+        self._policy_name = "a new model" if self.stages[0].model.new else str(self.first)
+
+    def open(self, config: RunConfig) -> Opened:
+        """The next stage."""
+        self._number += 1
+        awaited: dict[str, str] = {"starts from": self._policy_name}
+        readable = refer(self._without_outputs(config, awaited), self._models)
+        model = self._policy
+        if starts_elsewhere(config, self.stages):
+            model = find_checkpoint(readable.model.path)
+            awaited["starts from"] = self._in_words(config.model.path)
+        if config.model.teacher:
+            awaited["teacher"] = self._in_words(config.model.teacher)
+        self._leave(config, readable, model)
+        return Opened(number=self._number, config=config, readable=readable, model=model, awaited=awaited)
+
+    def _leave(self, config: RunConfig, readable: RunConfig, model: Path) -> None:
+        name = f"what stage {self._number} ({config.stage}) leaves"
+        self._models[config.stage], self._names[config.stage] = model, name
+        if config.stage == "rejection":
+            self._rows = readable.train
+        if config.stage not in NO_POLICY:
+            self._policy, self._policy_name = model, name
+
+    def _without_outputs(self, config: RunConfig, awaited: dict[str, str]) -> RunConfig:
+        """Prompts of kept rows stand in for these; a reward that has yet to be trained is left out."""
+        train: list[SourceConfig] = []
+        for source in config.train:
+            if source.path.startswith(REFERENCE):
+                awaited["rows"] = self._in_words(source.path)
+            train += self._rows if source.path.startswith(REFERENCE) else [source]
+        heldout = config.heldout
+        if heldout is not None and heldout.path.startswith(REFERENCE):
+            awaited["held-out rows"], heldout = self._in_words(heldout.path), None
+        judges = self._tried(config.evaluation.reward, "held-out verifier", awaited)
+        return config.model_copy(
+            update={
+                "train": train,
+                "heldout": heldout,
+                "reward": self._tried(config.reward, "reward", awaited),
+                "evaluation": config.evaluation.model_copy(update={"reward": judges}),
+            }
+        )
+
+    def _tried(self, parts: Sequence[RewardConfig], name: str, awaited: dict[str, str]) -> list[RewardConfig]:
+        known = [part for part in parts if not str(part.options.get("path", "")).startswith(REFERENCE)]
+        for part in parts:
+            if part not in known:
+                awaited[f"{name} {part.kind}"] = (
+                    f"{self._in_words(str(part.options['path']))}; tried when that is there"
+                )
+        return known
+
+    def _in_words(self, path: str) -> str:
+        for kind, name in self._names.items():
+            path = path.replace(f"{REFERENCE}{kind}", name)
+        return path
+
+
+def _describe_or_say_where(stage: Opened, num_stages: int) -> str:
+    try:
+        return _describe(stage)
+    except UserError as error:
+        if num_stages == 1:
+            raise
+        raise UserError(f"stage {stage.number} ({stage.config.stage}): {error}") from error
+
+
+def _describe(stage: Opened) -> str:
+    config = stage.config
+    objective = check_stage(config)
+    data = open_data(stage.readable, stage.model)
+    require_turn_credit(config, objective, data.rubric)
+    require_judge(config, data)
+    if config.model.teacher:
+        for folder in teacher_folders(stage.model, stage.readable.model.teacher).values():
+            read_shape(folder)
+    shape, first = data.shape, data.probe[0]
+    prompt = data.renderer.prompt_ids(data.renderer.prompt_messages(first))
+    rows = {
+        "model": f"{shape.family}, {shape.num_layers} layers, context {shape.max_context}, {config.model.dtype}",
+        **stage.awaited,
+        "tasks": f"first: {first.id}; held out: {len(data.heldout)} (removed from training where equal)",
+        "prompt": f"{data.tokenizer.decode(prompt)!r} = {len(prompt)} tokens"
+        + (f"; longest seen {data.longest_prompt}" if data.longest_prompt else ""),
+        **({"left out": _left_out(data.left_out)} if data.left_out else {}),
+        "stop tokens": ", ".join(str(stop) for stop in data.renderer.stop_ids),
+        **({} if config.stage == "rejection" else {"objective": objective.name}),
+        **calls.run(_batch_rows(stage, objective, data)),
+    }
+    if config.model.lora is not None:
+        rows["adapter"] = ", ".join(f"{name} {value}" for name, value in config.model.lora.items()) or "as by default"
+    rows |= calls.run(try_environment(config, data))
+    readable = stage.readable
+    if readable.reward and config.stage != "reward_model":
+        rows |= calls.run(try_reward(config, data, data.rubric, readable.reward, "reward"))
+    if data.verifier is not data.rubric:
+        rows |= calls.run(try_reward(config, data, data.verifier, readable.evaluation.reward, "held-out verifier"))
+    width = max(map(len, rows))
+    body = "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+    warnings = (*doubts_about(config, objective), contamination.check(data.known, data.heldout))
+    body = "\n".join([body, *(f"warning: {doubt}" for doubt in warnings if doubt)])
+    return f"stage {stage.number}: {config.stage}, {config.steps} steps\n{body}"
+
+
+def _left_out(reasons: Sequence[str]) -> str:
+    return f"{len(reasons)} tasks: {'; '.join(reasons[:3])}{'; ...' if len(reasons) > 3 else ''}"
+
+
+async def _batch_rows(stage: Opened, objective: Objective, data: StageData) -> dict[str, str]:
+    """What one step takes: rows that are read, samples that are drawn, or now one and now the other."""
+    config, rows = stage.config, dict[str, str]()
+    if "rows" in stage.awaited:
+        examples = config.trainer.examples_per_step
+        rows["examples"] = f"{examples} a step, {examples * config.steps} in all"
+    elif (trial := await try_rows(config, objective, data)) is not None:
+        rows[trial.unit] = (
+            f"{trial.count} a step, {trial.count * config.steps} in all; the first step has {trial.num_tokens} tokens, "
+            f"{trial.num_trained} of them {'read by the head' if config.stage == 'reward_model' else 'trained'}"
+        )
+    if is_rolling(config, objective, data):
+        rows |= _rollout_rows(config, data)
+    if config.stage == "rejection":
+        rule = keep_rule(config)
+        rows["keeps"] = f"{rule.name} of each group, {f'at most {rule.cap}' if rule.cap else 'all'} of a prompt"
+    if config.stage == "preference" and is_rolling(config, objective, data):
+        rows["pairs"] = "of each group's samples, by the reward"
+    if config.stage == "distill":
+        rows["samples"] = f"of the student in {share_of_samples(objective):.0%} of the steps; given texts in the others"
+    return rows
+
+
+def _rollout_rows(config: RunConfig, data: StageData) -> dict[str, str]:
+    rollout, updates = config.rollout, config.trainer.updates_per_batch
+    completions = rollout.groups_per_step * rollout.group_size
+    tokens = completions * (data.longest_prompt + config.sampling.max_new_tokens)
+    microbatches = -(-tokens // config.trainer.tokens_per_microbatch)
+    return {
+        "batch": f"{rollout.groups_per_step} tasks x {rollout.group_size} = {completions} completions a step, "
+        f"{'no training' if config.stage == 'rejection' else f'{updates} optimiser step(s)'}",
+        "tokens": f"at most {tokens:,} a step, in about {microbatches} microbatches at most",
+        "staleness": f"{rollout.max_staleness} ({'synchronous' if rollout.max_staleness == 0 else 'asynchronous'})",
+    }

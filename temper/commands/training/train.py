@@ -1,0 +1,219 @@
+"""`temper train`: a recipe's stages in order, each from the last one's checkpoint, resumable at any step.
+
+Owns: the run directory and what a resume finds in it. Refuses: the steps themselves (loop.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from temper import calls, loop
+from temper.build import Stage, build_stage, check_stage, first_model, make_plan
+from temper.commands.training.stopping import Stopped, run_until_stopped
+from temper.config import FIRST, RunConfig, load_recipe, refer, to_toml
+from temper.errors import BackendError, TemperError, UserError
+from temper.integrity import verify
+from temper.models.load import find_checkpoint
+from temper.rollout.roller import StepFailure
+from temper.runs.alarms.alarms import Alarms, StopRun, line_of
+from temper.runs.alarms.rules import configure
+from temper.runs.display import Display
+from temper.runs.mirrors import Mirror, open_mirrors
+from temper.runs.reader import RunReader
+from temper.runs.records import AlarmRecord
+from temper.runs.store.run_store import RunStore, open_run
+from temper.runs.store.verdicts import Verdicts
+from temper.stages.rejection import KEPT_FILE
+from temper.trainer.checkpoint import latest_checkpoint, prune, remove_unfinished, write_checkpoint
+
+RUNS = Path("runs")
+NO_POLICY = ("rejection", "reward_model")
+"""Stages after which the policy is what it was."""
+
+
+def train(recipe: Path, *, overrides: Sequence[str] = (), run: Path | None = None, resume: bool = False) -> Path:
+    """Trains a recipe and returns its run directory."""
+    return train_stages(load_recipe(recipe, overrides), run=run, resume=resume)
+
+
+def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume: bool = False) -> Path:
+    """Trains resolved stages and returns the run directory."""
+    for config in stages:  # a misspelt rule must not wait for its stage
+        configure(config.alarms)
+        check_stage(config)
+    folder = run or choose_folder(stages[0].name, resume=resume)
+    limit = max(config.rollout.transcripts_gb for config in stages) * 1e9
+    store = open_run(folder, config=to_toml(stages), resume=resume, transcript_bytes=limit)
+    display = Display()
+    mirrors: list[Mirror] = []
+    try:
+        steps = [config.steps for config in stages]
+        mirrors = open_mirrors(stages[0].mirrors, folder, steps, partial(store.event, "warning"))
+        display.start(folder)
+        work = run_stages(stages, folder, Records(store, display, mirrors))
+        if (number := calls.run(run_until_stopped(work))) is not None:
+            raise Stopped(number)
+        store.finish()
+    except StopRun as stop:
+        store.event("warning", str(stop))
+        store.end("stopped", str(stop))
+        display.note(str(stop))
+    except BaseException as error:
+        with suppress(TemperError):  # what broke the run matters more than that it could not be written down
+            record_end(store, error)
+        raise
+    finally:
+        display.close()
+        for mirror in mirrors:
+            mirror.close()
+        store.close()
+    return folder
+
+
+def record_end(store: RunStore, error: BaseException) -> None:
+    """Why a run ends before its last step. A mistake of ours or of a plug-in leaves its traceback, too."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit, asyncio.CancelledError)):
+        store.end("stopped", str(error) if isinstance(error, Stopped) else "interrupted")
+        return
+    text = str(error) if isinstance(error, TemperError) else f"{type(error).__name__}: {error}"
+    store.event("error", text if isinstance(error, TemperError) else "".join(traceback.format_exception(error)))
+    store.end("failed", text)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run reached the last step of its last stage."""
+    with RunReader(folder) as reader:
+        return reader.is_finished
+
+
+def choose_folder(name: str, *, resume: bool) -> Path:
+    """runs/NAME, or with a number behind when that is taken; on resume the newest of them."""
+    taken = sorted(RUNS.glob(f"{name}-*[0-9]"), key=lambda path: int(path.name.rpartition("-")[2]))
+    taken = [path for path in (RUNS / name, *taken) if path.exists()]
+    if resume:
+        if not taken:
+            raise UserError(
+                f"--resume: there is no run {RUNS / name}. Start one without --resume, or name it with --run"
+            )
+        return taken[-1]
+    return RUNS / name if not taken else RUNS / f"{name}-{len(taken) + 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Where a run is written down and shown."""
+
+    store: RunStore
+    display: Display
+    mirrors: Sequence[Mirror] = ()
+
+    def warn(self, doubt: str) -> None:
+        self.store.event("warning", doubt)
+        self.display.note(f"warning: {doubt}")
+
+    def tell(self, alarm: AlarmRecord) -> None:
+        self.store.alarm(alarm)
+        self.display.note(line_of(alarm))
+
+
+async def run_stages(stages: Sequence[RunConfig], folder: Path, records: Records) -> None:
+    """Runs what is left of every stage."""
+    store, display = records.store, records.display
+    outputs = {FIRST: first_model(stages[0], folder)}
+    policy = outputs[FIRST]
+    for index, recipe in enumerate(stages):
+        config = refer(recipe, outputs)
+        model = find_checkpoint(config.model.path) if starts_elsewhere(recipe, stages) else policy
+        checkpoints = checkpoints_of(folder, index, config)
+        remove_unfinished(checkpoints)
+        resumed = latest_checkpoint(checkpoints)
+        done = step_of(resumed) if resumed else 0
+        # What was recorded after the checkpoint is computed again; -1 also takes back the evaluation before step 1.
+        store.rewind(index, done if resumed else -1)
+        display.stage(f"{index + 1} of {len(stages)}: {config.stage}", steps=config.steps, done=done)
+        store.begin_stage(index, config.stage, config.steps)
+        if done < config.steps:
+            stage = build_stage(config, index, model, resumed, caches=folder / "caches" / checkpoints.name)
+            stage.is_after_imitation = config.stage == "rl" and "sft" in outputs
+            await _run_stage(stage, done + 1, checkpoints, records)
+        last = checkpoints / f"step-{config.steps}"
+        if not last.is_dir():
+            raise BackendError(f"stage {index + 1} ended before its last step: there is no checkpoint {last}")
+        verify(last)  # a stage that ended before this process began may have been damaged since
+        outputs[config.stage] = output_of(config, last)
+        if config.stage not in NO_POLICY:
+            policy = outputs[config.stage]
+
+
+def starts_elsewhere(config: RunConfig, stages: Sequence[RunConfig]) -> bool:
+    """Whether a stage names the model that it starts from, in place of what the stage before it left."""
+    return config.model.path not in ("", stages[0].model.path)
+
+
+async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, records: Records) -> None:
+    store, display = records.store, records.display
+    stage.note = partial(store.event, "info")
+    stage.warn = records.warn
+    stage.show = display.show
+    stage.audit = store.audit
+    verdicts = Verdicts(stage.verdicts, store.verdicts)
+    stage.opened = partial(verdicts.opened, stage.index, first_step - 1)
+    rules = configure(stage.config.alarms, is_moe="moe" in stage.data.shape.family)
+    alarms = Alarms(rules, store.folder, records.tell, display.note)
+    alarms.replay(stage.index)
+    plan = make_plan(
+        stage,
+        first_step=first_step,
+        recorders=(store, verdicts, display, *records.mirrors, alarms),
+        checkpoint=partial(_checkpoint, stage, checkpoints, store),
+        watch=alarms,
+    )
+    try:
+        await loop.run(plan)
+    except StepFailure as failure:
+        store.unfinished(stage.index, failure.step, failure.groups)
+        raise
+    finally:
+        await stage.close()
+
+
+def _checkpoint(stage: Stage, checkpoints: Path, store: RunStore, step: int) -> None:
+    store.flush()  # first: a checkpoint must never be ahead of the records that a resume keeps
+    state = {
+        "stage": stage.index,
+        "step": step,
+        "source": stage.source.state(),
+        "rubric": stage.data.rubric.state(),
+        "verifier": stage.data.verifier.state(),
+    }
+    write_checkpoint(checkpoints, f"step-{step}", {"trainer": stage.trainer.save, **stage.writers}, state)
+    prune(checkpoints, stage.config.checkpoint.keep)
+
+
+def checkpoints_of(folder: Path, index: int, config: RunConfig) -> Path:
+    return folder / "checkpoints" / f"{index}-{config.stage}"
+
+
+def output_of(config: RunConfig, checkpoint: Path) -> Path:
+    """What later stages read of this one: rows that were kept, or a model."""
+    return checkpoint / KEPT_FILE if config.stage == "rejection" else checkpoint
+
+
+def outputs_of(stages: Sequence[RunConfig], folder: Path) -> dict[str, Path]:
+    """By kind, what stages of a run that have ended left to later ones."""
+    outputs = {FIRST: first_model(stages[0], folder)}
+    for index, config in enumerate(stages):
+        last = checkpoints_of(folder, index, config) / f"step-{config.steps}"
+        if last.is_dir():
+            outputs[config.stage] = output_of(config, last)
+    return outputs
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))

@@ -1,0 +1,1 @@
+"""Two models on the same questions: differences, curves, a verdict, a page."""

@@ -1,0 +1,1 @@
+"""Models that travel as GGUF files inside wheels."""

@@ -1,0 +1,1 @@
+"""LoRA adapters: added, merged, stored, and made whole."""

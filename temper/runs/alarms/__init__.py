@@ -1,0 +1,1 @@
+"""What a run raises by itself: conditions, rules, and who watches them."""

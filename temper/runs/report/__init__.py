@@ -1,0 +1,1 @@
+"""What a run achieved, as text, tables and pictures."""

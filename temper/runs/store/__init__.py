@@ -1,0 +1,1 @@
+"""The run store: run.db, what is written into it and how it is packed."""

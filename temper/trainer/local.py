@@ -1,0 +1,371 @@
+"""The trainer of one process, or of one rank: batches in, weights out.
+
+Owns: the order of a step (log-probabilities at its start, gradients, clipping, update), its version and its state.
+Refuses: algorithms (objectives/), and how rows are packed and shared out (`pack` and `shard` are given).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from temper.errors import BackendError, UserError
+from temper.models.lora.adapters import has_adapter
+from temper.objectives import MetricSums, Objective, control
+from temper.objectives.advantage.critics import pretraining_steps
+from temper.objectives.finish import finished as with_derived
+from temper.trainer.critic import Critic, explained
+from temper.trainer.memory import PeakMemory
+from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
+from temper.trainer.passes.divergence import EVERYONE
+from temper.trainer.passes.forward import StepFacts
+from temper.trainer.passes.scoring import Passes, Share
+from temper.trainer.passes.states import set_ordered
+from temper.trainer.policy_step import PolicyStep
+from temper.trainer.ranks import rank_and_world
+from temper.trainer.references import MovingReference
+from temper.trainer.traces import Key, Pack, keys_of, pack_numbered, traces_of
+from temper.trainer.weights import ModelFiles, Weights, kept_tensors, save_weights, stored_tensors
+from temper.types import Batch, Column, Microbatch, Publication, Sample, Trace, TrainResult
+
+Shard = Callable[[Sequence[Microbatch], int, int], list[Microbatch]]
+"""(microbatches, rank, world) -> the share of that rank; may be empty."""
+
+STATE_FOLDER = "trainer"
+"""Below the checkpoint: other tools take every *.safetensors file beside the weights for weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    optimizer: OptimizerSettings
+    temperature: float
+    """What the sampler divides logits by; every log-probability here does the same."""
+    total_steps: int
+    """Of the stage; the learning-rate schedule ends there."""
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    """Of the run, for factors that choose tokens at random."""
+    traces: bool = True
+    """Whether a step also tells what the policy thought of each trained token."""
+    is_ordered: bool = False
+    """Whether equal steps end with equal bits on a GPU too; for trainers that no sampler runs beside."""
+    files: ModelFiles = field(default_factory=ModelFiles)
+    """How checkpoints hold the model; one with an adapter is kept as an adapter, whatever this says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherModels:
+    """Models beside the policy; None when the objective does not need them."""
+
+    reference: nn.Module | None = None
+    teacher: nn.Module | None = None
+    teachers: Mapping[str, nn.Module] = field(default_factory=dict)
+    """By domain, for objectives that distil from several; rows of other domains have the one above."""
+    critic: Critic | None = None
+
+
+Updates = tuple[tuple[Sample, ...], ...]
+"""As of a Batch."""
+
+
+class LocalTrainer:
+    """Implements protocols.Trainer. Has no randomness: equal state and batch give equal bits, on a GPU where settings
+    ask for an order of its sums."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        objective: Objective,
+        settings: TrainerSettings,
+        *,
+        pack: Pack,
+        shard: Shard | None = None,
+        others: OtherModels | None = None,
+    ) -> None:
+        """`shard` is needed when there are several ranks."""
+        self._model, self._tokenizer = model, tokenizer
+        self._objective, self._settings = objective, settings
+        self._pack, self._shard = pack, shard
+        others = others or OtherModels()
+        frozen = {"reference": others.reference, "teacher": others.teacher}
+        models = {name: m.requires_grad_(False) for name, m in frozen.items() if m is not None}
+        teachers = {domain: teacher.requires_grad_(False) for domain, teacher in others.teachers.items()}
+        self._passes = Passes({"policy": model, **models}, objective, settings.temperature, teachers=teachers)
+        self._teachers = ({EVERYONE: models["teacher"]} if "teacher" in models else {}) | teachers
+        self._critic = others.critic
+        self._reference: MovingReference | None = None
+        if objective.reference is not None and others.reference is not None:
+            _require_own_weights(others.reference, model)
+            self._reference = MovingReference(others.reference, objective.reference)
+        if settings.is_ordered:
+            set_ordered(model)
+            if others.critic is not None:
+                set_ordered(others.critic.module)
+        self._optimizer = MasterAdamW(model, settings.optimizer)
+        self._policy_step = PolicyStep(
+            model,
+            objective,
+            self._optimizer,
+            temperature=settings.temperature,
+            gradient_checkpointing=settings.gradient_checkpointing,
+        )
+        self._weights = Weights(model)
+        self._one_pass = threading.Lock()
+        """Credit and a canary are scored by two threads; models that wait on the CPU or record routers have state."""
+        self._ready: tuple[Updates, list[Share]] | None = None
+        self._scales = control(objective, {}, {})
+        self._version = 0
+        self._peak_memory = PeakMemory(next(model.parameters()).device)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def scales(self) -> Mapping[str, float]:
+        """What the objective's controllers have set."""
+        return self._scales
+
+    def score(
+        self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic"]
+    ) -> list[Sequence[float]]:
+        rows: list[Sequence[float]] = [[] for _ in samples]
+        for microbatch, numbers in pack_numbered(self._pack, samples):
+            with self._one_pass:
+                values = self._values(microbatch) if who == "critic" else self._passes.score(microbatch, who)
+            for number, part in zip(numbers, torch.split(values, list(microbatch.lengths)), strict=True):
+                rows[number] = Column(part.double().cpu().numpy())
+        return rows
+
+    def observe(self, score: float) -> None:
+        """A held-out score, for references that are reset when it stalls."""
+        if self._reference is not None:
+            self._reference.observe(score)
+
+    def get_ready(self, updates: Updates) -> None:
+        """Packs the updates of the next step ahead of it: that is work for the host alone, and a sampler on the same
+        device draws meanwhile."""
+        self._ready = (updates, self._shares(updates))
+
+    def step(self, batch: Batch) -> TrainResult:
+        seconds: dict[str, float] = {}
+        rate = policy_rate(self._settings, self._version + 1, pretraining_steps(self._objective))
+        shares = self._prepared(batch, seconds)
+        metrics, applied = MetricSums(), _Applied()
+        for number, (update, share) in enumerate(zip(batch.updates, shares, strict=True)):
+            facts = self._facts(update, number)
+            if self._critic is not None:
+                with _timed(seconds, "critic"):
+                    metrics = metrics.merge(self._train_critic(self._critic, share, facts))
+            if self._is_pretraining_critic:
+                continue
+            with _timed(seconds, "measure"):
+                measured = self._passes.measure(share, facts)
+            place = f"step {self._version + 1}, update {number + 1}"
+            seen: list[Tensor] | None = [] if self._settings.traces else None
+            with _timed(seconds, "forward_backward"):
+                sums, norm = self._policy_step.gradient(share, facts, measured, place, seen)
+            metrics = metrics.merge(sums)
+            if norm is not None:
+                with _timed(seconds, "optimizer"):
+                    applied.norms.append((norm, *self._optimizer.step(rate, norm)))
+            if seen:
+                with _timed(seconds, "trace"):
+                    applied.trace(update, share, seen)
+        self._version += 1
+        return self._finished(batch, metrics, rate, applied, seconds)
+
+    def publish(self) -> Publication:
+        return self._weights.publication(self._version)
+
+    def peak_memory_bytes(self) -> int:
+        """Most memory held at once since this trainer was made: of the device on a GPU, of the process on a CPU."""
+        return self._peak_memory.bytes()
+
+    @property
+    def peak_is_since_start(self) -> bool:
+        """Whether the system could not start its count anew, so that the peak is that of all stages so far."""
+        return self._peak_memory.is_since_start
+
+    def save(self, folder: Path) -> None:
+        """An ordinary Hugging Face directory, or peft's, and trainer/ with moments, master weights and counters."""
+        save_weights(self._model, self._tokenizer, folder, self._settings.files)
+        own = folder / STATE_FOLDER
+        own.mkdir()
+        tensors = {name: tensor.contiguous() for name, tensor in self._optimizer.tensors().items()}
+        save_file(tensors, own / "optimizer.safetensors")
+        state = {
+            "version": self._version,
+            "optimizer_steps": self._optimizer.num_steps,
+            "dtype": str(self._dtype),
+            "scales": self._scales,
+        }
+        (own / "state.json").write_text(json.dumps(state, sort_keys=True))
+        for part in (self._critic, self._reference):
+            if part is not None:
+                part.save(own)
+
+    def load(self, folder: Path) -> None:
+        """Raises UserError, before anything changes, when the checkpoint is of another model or precision."""
+        own = folder / STATE_FOLDER
+        if not (own / "state.json").is_file():
+            raise UserError(f"{folder} has no {STATE_FOLDER}/state.json: it holds a model but no training to continue")
+        state = json.loads((own / "state.json").read_text())
+        if state["dtype"] != str(self._dtype):
+            raise UserError(
+                f"{folder} was trained in {state['dtype']} and this run is in {self._dtype}: its moments and master "
+                f"weights do not fit. Set model.dtype to what it was"
+            )
+        stored = stored_tensors(self._model, folder, self._dtype, self._settings.files)
+        current = kept_tensors(self._model)
+        require_same_tensors(current, stored, f"checkpoint {folder}")
+        self._optimizer.load_tensors(load_file(own / "optimizer.safetensors"), state["optimizer_steps"])
+        for part in (self._critic, self._reference):
+            if part is not None:
+                part.load(own)
+        for name, tensor in current.items():
+            tensor.copy_(stored[name])  # in place: samplers may share the storage
+        self._version, self._scales = state["version"], state["scales"]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self._model.parameters()).dtype
+
+    @property
+    def _is_pretraining_critic(self) -> bool:
+        """Whether the policy still waits for its critic."""
+        return self._version < pretraining_steps(self._objective)
+
+    def _prepared(self, batch: Batch, seconds: dict[str, float]) -> list[Share]:
+        """This rank's microbatches of every update, with all columns that do not depend on the updates before it."""
+        with _timed(seconds, "pack"):
+            ready, self._ready = self._ready, None
+            shares = ready[1] if ready and ready[0] is batch.updates else self._shares(batch.updates)
+        with _timed(seconds, "reference"):
+            shares = [replace(share, microbatches=self._passes.with_frozen(share.microbatches)) for share in shares]
+        with _timed(seconds, "proximal"):
+            # For all updates before the first: refreshed in between, the proximal policy would follow the policy and
+            # there would be no trust region.
+            is_only = len(shares) == 1
+            return [
+                replace(s, microbatches=[self._passes.with_proximal(m, is_only=is_only) for m in s.microbatches])
+                for s in shares
+            ]
+
+    def _shares(self, updates: Updates) -> list[Share]:
+        return [self._share(update) for update in updates]
+
+    def _share(self, update: Sequence[Sample]) -> Share:
+        """This rank's part of one optimiser step."""
+        numbered = pack_numbered(self._pack, update)
+        microbatches, rows = [microbatch for microbatch, _ in numbered], [numbers for _, numbers in numbered]
+        rank, world = rank_and_world()
+        if world == 1:
+            return Share(microbatches, list(range(len(microbatches))), rows)
+        if self._shard is None:
+            raise BackendError(f"{world} trainer ranks but no `shard`: each would train the whole batch")
+        own = self._shard(microbatches, rank, world)
+        numbers = {id(microbatch): number for number, microbatch in enumerate(microbatches)}
+        places = [numbers[id(microbatch)] for microbatch in own]
+        return Share(own, places, [rows[place] for place in places])
+
+    def _facts(self, update: Sequence[Sample], number: int) -> StepFacts:
+        return StepFacts(
+            num_batch_tokens=sum(sample.num_actions for sample in update),
+            version=self._version,
+            seed=(self._settings.seed << 32) + (self._version << 8) + number,
+            scales=self._scales,
+            teachers=self._teachers,
+        )
+
+    def _values(self, microbatch: Microbatch) -> Tensor:
+        if self._critic is None:
+            raise UserError(f"objective {self._objective.name} needs a critic and the trainer was given none")
+        return self._critic.score(microbatch)
+
+    def _train_critic(self, critic: Critic, share: Share, facts: StepFacts) -> MetricSums:
+        assert self._objective.critic is not None, "a critic needs a rule"
+        return critic.step(
+            share.microbatches,
+            clip=self._objective.critic.argument("clip"),
+            num_batch_tokens=facts.num_batch_tokens,
+            step=self._version + 1,
+        )
+
+    def _finished(
+        self, batch: Batch, metrics: MetricSums, rate: float, applied: _Applied, seconds: dict[str, float]
+    ) -> TrainResult:
+        """Metrics of the whole step, and what follows from them: controllers, and a reference that may move."""
+        num_updates = max(1, len(batch.updates))
+        metrics = replace(metrics, totals={name: total / num_updates for name, total in metrics.totals.items()})
+        finished = with_derived(explained(metrics.finish())) | {"policy/learning_rate": rate}
+        loss = finished.pop("loss/total", 0.0)
+        finished |= applied.metrics()
+        samples = [sample for update in batch.updates for sample in update]
+        finished["data/trained_trajectories"] = float(len({(sample.group_id, sample.index) for sample in samples}))
+        finished["data/tokens"] = float(sum(sample.num_actions for sample in samples))
+        self._scales = control(self._objective, self._scales, finished)
+        finished |= {f"control/{name}": scale for name, scale in self._scales.items()}
+        if self._reference is not None:
+            has_moved, resets_optimizer = self._reference.after_step(self._model, self._version)
+            finished["policy/reference_moved"] = float(has_moved)
+            if resets_optimizer:
+                self._optimizer.reset()
+        return TrainResult(loss=loss, metrics=finished, seconds=seconds, traces=applied.traces or None)
+
+
+def policy_rate(settings: TrainerSettings, step: int, waiting_steps: int) -> float:
+    """Learning rate of a step. The policy's schedule begins with its own first step, not with its critic's; before that
+    it is 0."""
+    if step <= waiting_steps:
+        return 0.0
+    return learning_rate_at(settings.optimizer, step - waiting_steps, settings.total_steps - waiting_steps)
+
+
+def _require_own_weights(reference: nn.Module, model: nn.Module) -> None:
+    """A reference that is the policy without its adapter shares its weights: moved, it would move the policy."""
+    if has_adapter(model):
+        policy = {parameter.data_ptr() for name, parameter in model.named_parameters() if ".base_layer." in name}
+        assert not any(p.data_ptr() in policy for p in reference.parameters()), "a moving reference needs own weights"
+
+
+@dataclass(slots=True)
+class _Applied:
+    """What the updates of one step did, as they are done."""
+
+    norms: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """Of each update: gradient before and after clipping, update over weights."""
+    traces: dict[Key, Trace] = field(default_factory=dict)
+
+    def trace(self, update: Sequence[Sample], share: Share, seen: Sequence[Tensor]) -> None:
+        """A row that was trained before keeps the trace of its first time."""
+        keys = keys_of(update)
+        for microbatch, rows, values in zip(share.microbatches, share.rows, seen, strict=True):
+            self.traces = traces_of(microbatch, values, [keys[row] for row in rows]) | self.traces
+
+    def metrics(self) -> dict[str, float]:
+        if not self.norms:
+            return {}
+        names = ("policy/grad_norm", "policy/grad_norm_clipped", "policy/update_norm_ratio")
+        means = torch.stack([torch.stack(norms).double() for norms in self.norms]).mean(0).tolist()
+        return dict(zip(names, means, strict=True))
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start

@@ -1,0 +1,221 @@
+"""One microbatch through the model: hidden states of packed rows, log-probabilities of the drawn tokens, the loss.
+
+Owns: which hidden state scores which token, gradient checkpointing. Refuses: the head's arithmetic (logprobs.py), the
+loss (objectives/), and any division: the weights of the tokens already hold the denominator of the whole batch.
+Shapes: _T packed tokens, _A drawn tokens, _D width, _K top tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from temper.errors import UserError
+from temper.models.states import Head
+from temper.objectives import Lesson, MetricSums, Objective, Scored, Tokens, objective_loss
+from temper.objectives.policy.ratios import router_deviation
+from temper.trainer.passes.divergence import divergence
+from temper.trainer.passes.logprobs import KeepSets, drawn_logprobs
+from temper.trainer.passes.noise import noisy_embeddings
+from temper.trainer.passes.routers import route_logprobs
+from temper.trainer.passes.scores import read_scores
+from temper.trainer.passes.states import DrawnStates, MakeAttention, drawn_states
+from temper.trainer.traces import seen_of
+from temper.types import Microbatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What every microbatch of one optimiser step is told."""
+
+    num_batch_tokens: int
+    """Drawn tokens of the whole step, over all microbatches and ranks."""
+    version: int = 0
+    """Of the weights when the batch started."""
+    seed: int = 0
+    scales: Mapping[str, float] = field(default_factory=dict)
+    teachers: Mapping[str, nn.Module] = field(default_factory=dict)
+    """By domain; for lessons that compare whole distributions."""
+
+    def tokens(self, microbatch: Microbatch, scored: Scored, measured: Mapping[str, Tensor] | None = None) -> Tokens:
+        return Tokens.of(
+            microbatch,
+            scored,
+            num_batch_tokens=self.num_batch_tokens,
+            version=self.version,
+            seed=self.seed,
+            scales=self.scales,
+            measured=measured,
+        )
+
+
+def score_drawn(
+    model: nn.Module, microbatch: Microbatch, temperature: float, make_attention: MakeAttention | None = None
+) -> Scored:
+    """Log-probability and entropy at every drawn token of a microbatch, in its order, on the model's device.
+
+    The first within the keep-sets of the sampler when the microbatch has them, as it drew; whole_logprobs are then
+    those over the whole vocabulary, as the entropy is.
+    Also those of the microbatch's top tokens, and how far the router moved, when it carries these columns.
+    """
+    has_routes = microbatch.router_ids is not None
+    states = drawn_states(model, microbatch, routers=has_routes, make_attention=make_attention)
+    return _scored(model, states, microbatch, temperature)
+
+
+def _scored(model: nn.Module, states: DrawnStates, microbatch: Microbatch, temperature: float) -> Scored:
+    top_ids = microbatch.top_ids
+    logprobs_A, entropy_A, top_AK, whole_A = drawn_logprobs(
+        Head.of(model),
+        states.hidden_AD,
+        states.token_ids_A,
+        temperature=temperature,
+        top_ids_AK=None if top_ids is None else top_ids.to(states.drawn_A.device)[states.drawn_A].long(),
+        keep=keep_sets(microbatch, states.drawn_A.device),
+    )
+    shift_A = None if microbatch.router_ids is None else _router_shift(states, microbatch)
+    return Scored(
+        logprobs=logprobs_A, entropy=entropy_A, whole_logprobs=whole_A, top_logprobs=top_AK, router_shift=shift_A
+    )
+
+
+def keep_sets(microbatch: Microbatch, device: torch.device) -> KeepSets | None:
+    """Of the drawn tokens of a microbatch; None when each was drawn among all."""
+    if microbatch.keep_ids is None:
+        return None
+    assert microbatch.keep_counts is not None, "keep-sets without their sizes"
+    ids = torch.from_numpy(np.concatenate(microbatch.keep_ids)).to(device).long()
+    return KeepSets.of(ids, microbatch.keep_counts[microbatch.loss_mask.bool()], device)
+
+
+def forward_backward(
+    model: nn.Module,
+    microbatch: Microbatch,
+    objective: Objective,
+    *,
+    temperature: float,
+    facts: StepFacts,
+    measured: Mapping[str, Tensor] | None = None,
+    seen: list[Tensor] | None = None,
+) -> tuple[Tensor, MetricSums]:
+    """Adds the microbatch's gradient to the parameters; returns its part of the loss and of the metrics.
+
+    Parts of all microbatches and ranks simply add up. To `seen`, if given, it adds what traces are made of.
+    """
+    if objective.lesson is None:
+        scored = score_drawn(model, microbatch, temperature)
+    else:
+        scored = _scored_for(objective.lesson, model, microbatch, temperature, facts)
+    if seen is not None:
+        seen.append(seen_of(scored.logprobs, scored.entropy))
+    if "entropy" not in objective.needs:
+        scored = replace(scored, entropy=scored.entropy.detach())  # a metric only
+    loss, metrics = objective_loss(objective, facts.tokens(microbatch, scored, measured))
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach(), metrics
+
+
+@torch.no_grad()
+def forward_only(
+    model: nn.Module,
+    microbatch: Microbatch,
+    objective: Objective,
+    *,
+    temperature: float,
+    facts: StepFacts,
+    measured: Mapping[str, Tensor] | None = None,
+    seen: list[Tensor] | None = None,
+) -> tuple[Tensor, MetricSums] | None:
+    """The same for a microbatch whose gradient is zero, without a backward pass through the model. None: it is not.
+
+    Found out, not assumed: whatever the loss is made of, its gradient at what the model says of the tokens decides.
+    """
+    scored = score_drawn(model, microbatch, temperature)
+    pulled = ("logprobs", "whole_logprobs", "top_logprobs", *(("entropy",) if "entropy" in objective.needs else ()))
+    said = {name: value for name in pulled if (value := getattr(scored, name)) is not None}
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in said.items()}
+        loss, metrics = objective_loss(objective, facts.tokens(microbatch, replace(scored, **leaves), measured))
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = [gradient.any() for gradient in gradients if gradient is not None]
+    if found and torch.stack(found).any():
+        return None
+    if seen is not None:
+        seen.append(seen_of(scored.logprobs, scored.entropy))
+    return loss.detach(), metrics
+
+
+def _scored_for(
+    lesson: Lesson,
+    model: nn.Module,
+    microbatch: Microbatch,
+    temperature: float,
+    facts: StepFacts,
+) -> Scored:
+    """What a lesson reads: beside log-probabilities, or in their place, what it says it needs."""
+    if "scores" in lesson.needs:
+        return read_scores(model, microbatch)
+    noise: AbstractContextManager[None] = nullcontext()
+    if "noise" in lesson.needs:
+        noise = noisy_embeddings(model, microbatch, alpha=lesson.argument("noise"), seed=facts.seed)
+    with noise:
+        # Rows with a common prompt have noise of their own on it.
+        states = drawn_states(model, microbatch, shares=False if "noise" in lesson.needs else None)
+    scored = _scored(model, states, microbatch, temperature)
+    if "uniform" in lesson.needs:
+        scored = replace(scored, uniform=_uniform(model, states, scored.logprobs, temperature))
+    if "divergence" in lesson.needs:
+        scored = replace(scored, divergence=divergence(model, facts.teachers, states, microbatch, lesson))
+    return scored
+
+
+def _uniform(model: nn.Module, states: DrawnStates, logprobs_A: Tensor, temperature: float) -> Tensor:
+    """[A] -mean over the vocabulary of log p. The mean logit is that of the mean of the head's rows, and the normaliser
+    follows from one token's logit and log-probability: no second pass over the vocabulary."""
+    head = Head.of(model)
+    if head.softcap is not None:
+        raise UserError("label smoothing is not made for models with a softcap on their logits. Use smoothing = 0")
+    hidden_AD, weight = states.hidden_AD.to(logprobs_A.dtype), head.weight.to(logprobs_A.dtype)
+    difference_AD = weight[states.token_ids_A] - weight.mean(0)
+    gap_A = (hidden_AD * difference_AD).sum(-1)
+    if head.bias is not None:
+        gap_A = gap_A + head.bias[states.token_ids_A] - head.bias.mean()
+    return gap_A / temperature - logprobs_A
+
+
+def _router_shift(states: DrawnStates, microbatch: Microbatch) -> Tensor:
+    """Router deviation [A] from the experts chosen when the batch started; a constant."""
+    assert microbatch.router_ids is not None, "routes were not recorded"
+    assert microbatch.router_logprobs is not None, "routes were recorded without their log-probabilities"
+    device, before_A = states.drawn_A.device, states.drawn_A - 1
+    old, ids = (x.to(device)[before_A] for x in (microbatch.router_logprobs, microbatch.router_ids))
+    logits = tuple(layer.detach()[before_A] for layer in states.router_logits)
+    return router_deviation(old, route_logprobs(logits, ids).to(old.dtype))
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Makes layers able to recompute their activations in the backward pass; `checkpointing` says when they do."""
+    if not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
+        raise UserError(f"gradient_checkpointing=true: {type(model).__name__} has no layers that support it")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+@contextmanager
+def checkpointing(model: nn.Module) -> Iterator[None]:
+    """Transformers recomputes only in layers that are in training mode. Nothing inside them is put there: a router or
+    a dropout of the model in training mode would make trainer and sampler disagree."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False

@@ -1,0 +1,94 @@
+"""The hidden states that score drawn tokens.
+
+Owns: which hidden state scores which token. Refuses: what is read from them (forward.py, scores.py, divergence.py).
+Shapes: _T packed tokens, _A drawn tokens, _D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from temper.errors import UserError
+from temper.models.attention import Attend
+from temper.models.decoder import numerics_of
+from temper.models.families import steady_context
+from temper.models.states import hidden_states
+from temper.trainer.passes.attention import ExactPackedAttention, PackedAttention
+from temper.trainer.passes.routers import hidden_and_router_logits
+from temper.trainer.passes.rows import take_rows
+from temper.trainer.passes.sharing import shared_prompts
+from temper.types import Microbatch
+
+MakeAttention = Callable[[Sequence[int], torch.device], Attend]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnStates:
+    """What the decoder says where tokens were drawn."""
+
+    hidden_AD: Tensor
+    token_ids_A: Tensor
+    drawn_A: Tensor
+    """Places of the drawn tokens among all of the microbatch."""
+    router_logits: tuple[Tensor, ...]
+    """[T, experts] by layer; empty unless asked for."""
+
+
+def require_room(model: Any, microbatch: Microbatch) -> None:
+    """Beyond its context a model's rotations or windows are others than those that its rows are computed with."""
+    config = model.get_decoder().config
+    if (longest := max(microbatch.lengths)) > (room := steady_context(config)):
+        raise UserError(
+            f"a row of {longest} tokens is longer than what {type(model).__name__} computes as it should: {room} "
+            f"tokens. Use shorter rows (sampling.max_new_tokens, trainer.max_length) or a model with a longer context"
+        )
+
+
+def attention_of(model: nn.Module) -> MakeAttention:
+    make = ExactPackedAttention if numerics_of(model) == "exact" else PackedAttention
+    return partial(make, is_ordered=getattr(model, "temper_ordered", False))
+
+
+def set_ordered(model: nn.Module) -> None:
+    """From now on the gradients of this model's attention are added up in a fixed order (order_gradients)."""
+    model.temper_ordered = True  # type: ignore[assignment]
+
+
+def drawn_states(
+    model: nn.Module,
+    microbatch: Microbatch,
+    *,
+    routers: bool = False,
+    shares: bool | None = None,
+    make_attention: MakeAttention | None = None,
+) -> DrawnStates:
+    """The hidden states that score the drawn tokens of a microbatch, on the model's device.
+
+    shares: whether a prompt that rows have in common is computed once; never when routers are asked for. None: yes, but
+    not in float64, which is for proofs: models compute norms in float32 all the same, and of what is summed before a
+    norm the rounding would depend on the rows of a microbatch.
+    """
+    require_room(model, microbatch)
+    parameter = next(model.parameters())
+    device = parameter.device
+    shares = parameter.dtype != torch.float64 if shares is None else shares
+    drawn_A = microbatch.loss_mask.nonzero()[:, 0]
+    # The state before a row's first token belongs to another row; scoring it would train on a neighbour's text.
+    assert bool((microbatch.positions[drawn_A] > 0).all()), "the first token of a row cannot be a drawn one"
+    attend = (make_attention or attention_of(model))(microbatch.lengths, device)
+    token_ids_T, positions_T = microbatch.token_ids.to(device), microbatch.positions.to(device)
+    drawn_A = drawn_A.to(device)
+    logits: tuple[Tensor, ...] = ()
+    if routers:
+        hidden_TD, logits = hidden_and_router_logits(model, token_ids_T, positions_T, attend)
+    elif shares and (sharing := shared_prompts(microbatch, device)) is not None:
+        hidden_TD = sharing.hidden_states(model, token_ids_T, positions_T, attend)
+    else:
+        hidden_TD = hidden_states(model, token_ids_T, positions_T, attend)
+    return DrawnStates(take_rows(hidden_TD, drawn_A - 1), token_ids_T[drawn_A], drawn_A, logits)

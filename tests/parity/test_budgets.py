@@ -1,0 +1,97 @@
+"""Budgets are found, most specific first, and the families they name are measured to keep them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    Olmo2Config,
+    OlmoeConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from temper.batching.pack import pack
+from temper.engine.local.engine import EngineSettings, LocalEngine
+from temper.errors import UserError
+from temper.models.load import prepare, shape_of
+from temper.objectives import PRESETS
+from temper.parity import budgets
+from temper.parity.budgets import ANY, EXACT, FAST, MEASURED_FAMILIES, Budget, budget_of
+from temper.parity.check import Canary, Sides
+from temper.trainer.local import LocalTrainer, TrainerSettings
+from temper.trainer.optim import OptimizerSettings
+from temper.types import SamplingParams
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2, "eos_token_id": 1,
+    "bos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+    "gemma3_text": Gemma3TextConfig(
+        **SHAPE, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "olmo2": Olmo2Config(**SHAPE),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, moe_intermediate_size=48, decoder_sparse_step=1),
+    "olmoe": OlmoeConfig(**SHAPE, **EXPERTS),
+}
+
+
+@pytest.mark.parametrize("family", MEASURED_FAMILIES)
+def test_a_family_with_a_budget_of_its_own_keeps_it(family: str) -> None:
+    torch.manual_seed(0)
+    model = prepare(AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family])).eval())
+    assert shape_of(model.config).family == family
+    settings = TrainerSettings(optimizer=OptimizerSettings(learning_rate=0.0), temperature=1.0, total_steps=1)
+    trainer = LocalTrainer(model, None, PRESETS["grpo"], settings, pack=partial(pack, tokens_per_microbatch=64))
+    engine = LocalEngine(
+        model,
+        EngineSettings(seed=1, block_size=4, num_blocks=200, max_running=4, tokens_per_step=16, max_length=128),
+    )
+    budget = budget_of(family, "float32", "local", "fast")
+    sides = Sides(sampler=engine, recompute=trainer.score, params=SamplingParams(max_new_tokens=64), budget=budget)
+    draw = random.Random(0)
+    prompts = [tuple(draw.randrange(2, 97) for _ in range(size)) for size in (3, 40, 17, 30)]
+    agreement = asyncio.run(Canary(sides, prompts, name="canary").check(0))
+    assert agreement is not None
+    assert agreement.mean_gap <= budget.mean_gap / 3, "a budget is a few times what is measured"
+
+
+def test_the_most_specific_budget_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {
+        ("llama", "bfloat16", "vllm"): Budget(mean_gap=1.0, max_gap=1.0),
+        ("llama", "bfloat16", ANY): Budget(mean_gap=2.0, max_gap=2.0),
+        (ANY, "bfloat16", "vllm"): Budget(mean_gap=3.0, max_gap=3.0),
+        (ANY, "bfloat16", ANY): Budget(mean_gap=4.0, max_gap=4.0),
+    }
+    monkeypatch.setattr(budgets, "FAST", table)
+    found = [
+        budget_of(family, "bfloat16", engine, "fast").mean_gap
+        for family, engine in [("llama", "vllm"), ("llama", "local"), ("new", "vllm"), ("new", "local")]
+    ]
+    assert found == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_exact_mode_allows_nothing() -> None:
+    for family, dtype, engine in [*FAST, ("unheard_of", "bfloat16", "sglang")]:
+        assert budget_of(family, dtype, engine, "exact") == EXACT == Budget(mean_gap=0.0, max_gap=0.0)
+
+
+def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"no budget .* in int8\. Use model\.dtype bfloat16, float32, float64"):
+        budget_of("llama", "int8", "local", "fast")
