@@ -5,6 +5,7 @@ Owns: which tasks are tried, and what makes a dry run fail. Refuses: drawing; no
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -53,16 +54,20 @@ async def try_reward(
     tasks = [task for task in data.asked if task.answer is not None][:REWARD_TRIALS]
     # Only a reward that the environment pays needs the environment.
     make_env = env_maker(config) if any(part.kind == "env" for part in parts) else None
-    gold, empty = [], []
+    say = partial(_saying, make_env, seed=config.seed, seconds=config.rollout.episode_seconds)
+
+    async def score(text_of: Callable[[Task], str]) -> list[Score]:
+        said = await asyncio.gather(*(say(task, text_of(task)) for task in tasks))
+        scored = await asyncio.gather(*(rubric.score(task, one) for task, one in zip(tasks, said, strict=True)))
+        return [value for value, *_ in scored]
+
     try:
-        say = partial(_saying, make_env, seed=config.seed, seconds=config.rollout.episode_seconds)
-        for task in tasks:
-            gold.append((await rubric.score(task, await say(task, task.answer or "")))[0])
-            empty.append((await rubric.score(task, await say(task, "")))[0])
+        gold = await score(lambda task: task.answer or "")
+        _require_scored(tasks, gold, name)
+        empty = await score(lambda task: "")
+        _require_works(tasks, empty, name)
     finally:
         await rubric.close()
-    _require_scored(tasks, gold, name)
-    _require_works(tasks, empty, name)
     worthy = [task for task, right, none in zip(tasks, gold, empty, strict=True) if _value(right) > _value(none)]
     _require_sayable(config, data, worthy)
     return {f"{name} of gold answers": _summary(gold), f"{name} of empty answers": _summary(empty)}
