@@ -12,6 +12,7 @@ from temper.config import RunConfig, section_of
 
 ROOT = Path(__file__).parent.parent
 FILE_LINES, CLASS_LINES, FUNCTION_LINES, P90_FUNCTION_LINES, PARAMETERS, SECTION_KEYS = 400, 250, 60, 35, 7, 20
+FOLDER_FILES = 16
 LONGER_FUNCTIONS = {"loop.py:_run": 120}
 RECIPE_LINES, ONE_FILE_LINES = 45, 280  # a recipe with two stages needs more than 25
 STAGE_LINES = 9  # and a pipeline of many stages this for each
@@ -56,6 +57,18 @@ def length(node: ast.AST) -> int:
 def test_files_stay_short() -> None:
     lines = {path: path.read_text().count("\n") for path in (ROOT / "temper").rglob("*.py")}
     assert {str(path): count for path, count in lines.items() if count > FILE_LINES} == {}
+
+
+def test_folders_stay_small() -> None:
+    """Whoever looks for a thing reads the names of one folder. A larger one wants to be wings."""
+    folders = {path.parent for path in (ROOT / "temper").rglob("*.py")}
+    counts = {str(folder): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {folder: count for folder, count in counts.items() if count > FOLDER_FILES} == {}
+
+
+def test_every_package_has_its_tests_where_one_looks_for_them() -> None:
+    packages = [path.parent.name for path in (ROOT / "temper").glob("*/__init__.py")]
+    assert [name for name in packages if not (ROOT / "tests" / name).is_dir()] == []
 
 
 def test_classes_stay_short() -> None:

@@ -13,15 +13,16 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("listening", "version"), 0),
     **dict.fromkeys(("integrity", "markers", "terminal"), 0),
     **dict.fromkeys(("config", "objectives", "rewards", "tasks", "envs", "runs", "models"), 1),
-    **dict.fromkeys(("engine", "trainer", "batching"), 2),
-    **dict.fromkeys(("rollout", "parity"), 3),
-    **dict.fromkeys(("stages", "evals", "dashboard", "data", "serve"), 4),
-    "loop": 5,
-    "build": 6,
-    "commands": 7,
-    "cli": 8,
-    "__main__": 9,
-    "__init__": 10,  # the Python door: what a user imports, and nobody else
+    "batching": 2,
+    **dict.fromkeys(("engine", "trainer"), 3),
+    "rollout": 4,
+    **dict.fromkeys(("parity", "stages", "evals", "dashboard", "data", "serve"), 5),
+    "loop": 6,
+    "build": 7,
+    "commands": 8,
+    "cli": 9,
+    "__main__": 10,
+    "__init__": 11,  # the Python door: what a user imports, and nobody else
 }
 HEAVY = {"vllm", "sglang", "ray", "trl", "uvicorn", "fastapi"}
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "base", "misc", "manager"}

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from temper.build.policy import size_engine
 from temper.config import RunConfig
 from temper.data import StageData
 from temper.engine.local.engine import EngineSettings, LocalEngine
@@ -24,9 +26,6 @@ from temper.models.lora.materialize import whole
 from temper.objectives import Objective
 from temper.objectives.losses.pairs import opponent_share
 from temper.protocols import Sampler
-
-BLOCK_SIZE = 16
-"""Tokens per KV block."""
 
 
 def make_sampler(
@@ -130,15 +129,16 @@ def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) ->
 def _engine_settings(config: RunConfig, data: StageData) -> EngineSettings:
     engine = config.engine
     longest = data.longest_prompt + config.longest_completion
-    # A quarter more than the probed prompts need: a longer one than those is preempted, never refused.
-    tokens = engine.kv_tokens or max(engine.max_running * longest * 5 // 4, data.shape.max_context)
-    return EngineSettings(
+    settings = size_engine(
         seed=config.seed,
-        block_size=BLOCK_SIZE,
-        num_blocks=-(-tokens // BLOCK_SIZE) + engine.max_running + 2,
         max_running=engine.max_running,
-        tokens_per_step=max(engine.tokens_per_step, engine.max_running + 1),
         max_length=data.shape.max_context,
+        # A quarter more than the probed prompts need: a longer one than those is preempted, never refused.
+        kv_tokens=engine.kv_tokens or max(engine.max_running * longest * 5 // 4, data.shape.max_context),
+        tokens_per_step=engine.tokens_per_step,
+    )
+    return replace(
+        settings,
         steps_per_sync=max(1, engine.steps_per_sync),
         cuda_graphs=engine.steps_per_sync > 0,
         kv_after_load=engine.kv_after_load,

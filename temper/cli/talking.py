@@ -25,24 +25,22 @@ def sample(
     """Sample from a checkpoint, or talk to it."""
     import asyncio
 
-    from temper.commands.checkpoints import open_chat
-    from temper.types import Message
+    from temper.build.policy import Room, open_policy
+    from temper.commands.checkpoints import find_model
 
-    chat = open_chat(
-        checkpoint, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed, max_running=min(n, 32)
-    )
+    policy = open_policy(find_model(checkpoint), Room(seed=seed, max_running=min(n, 32)))
 
     async def talk() -> None:
-        messages: list[Message] = []
+        messages: list[dict[str, str]] = []
         while True:
             text = prompt if prompt is not None else input("you> ")
-            messages.append(Message(role="user", content=text))
-            answers = await chat.answer(messages, n)
+            messages.append({"role": "user", "content": text})
+            (answers,) = await policy.answer([messages], n, temperature=temperature, max_new_tokens=max_new_tokens)
             for answer in answers:
                 out.print(answer)
             if prompt is not None:
                 return
-            messages.append(Message(role="assistant", content=answers[0]))
+            messages.append({"role": "assistant", "content": answers[0]})
 
     try:
         asyncio.run(talk())

@@ -1,1 +1,1 @@
-"""What the command line does, one function per verb. Owns: the order of things. Refuses: parsing arguments (cli.py)."""
+"""What the command line does, one function per verb. Owns: the order of things. Refuses: parsing arguments (cli/)."""

@@ -5,10 +5,8 @@ Owns: finding a checkpoint, asking it, handing it on. Refuses: training.
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from temper import calls
-from temper.build import build_stage, pick_device
+from temper.build import build_stage
 from temper.commands.training.train import outputs_of
 from temper.config import RunConfig, load_recipe, refer, references
-from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import BackendError, UserError
 from temper.integrity import verify
-from temper.models.load import end_ids, find_checkpoint, load_model, load_tokenizer, read_shape
+from temper.models.load import find_checkpoint, read_shape
 from temper.models.lora.adapters import is_adapter_folder
 from temper.models.lora.materialize import load_trained, materialize
 from temper.models.scorer import CLASSES, kind_of, score_head
 from temper.models.states import Head, hidden_states
-from temper.tasks.render import Renderer
 from temper.trainer.checkpoint import latest_checkpoint
 from temper.trainer.passes.attention import PackedAttention
-from temper.types import EvaluationResult, Message, Request, SamplingParams
+from temper.types import EvaluationResult
 
 EXPORTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 NOT_EXPORTED = ("state.json", "manifest.json")
@@ -78,44 +74,6 @@ async def _evaluate(config: RunConfig, model: Path) -> list[EvaluationResult]:
         return await stage.evaluate(step=0)
     finally:
         await stage.close()
-
-
-@dataclass(kw_only=True)
-class Chat:
-    """A checkpoint that answers. One engine for the whole conversation."""
-
-    engine: LocalEngine
-    renderer: Renderer
-    params: SamplingParams
-    num_asked: int = 0
-
-    async def answer(self, messages: Sequence[Message], count: int = 1) -> list[str]:
-        """`count` answers to a conversation."""
-        prompt_ids = self.renderer.prompt_ids(tuple(messages))
-        self.num_asked += 1
-        requests = [
-            Request(id=f"{self.num_asked}/{k}", prompt_ids=prompt_ids, params=self.params) for k in range(count)
-        ]
-        completions = await asyncio.gather(*(self.engine.generate(request) for request in requests))
-        return [self.renderer.decode(completion.token_ids) for completion in completions]
-
-
-def open_chat(path: Path, *, temperature: float, max_new_tokens: int, seed: int, max_running: int) -> Chat:
-    folder = find_model(path)
-    tokenizer, shape = load_tokenizer(folder), read_shape(folder)
-    model = load_model(folder, torch.float32, pick_device("auto"))
-    length = min(shape.max_context, 8192)
-    settings = EngineSettings(
-        seed=seed,
-        block_size=16,
-        num_blocks=-(-length // 16) * max_running + 2,
-        max_running=max_running,
-        tokens_per_step=2048,
-        max_length=length,
-    )
-    renderer = Renderer(tokenizer, system="", template="{prompt}", eos_ids=end_ids(folder, tokenizer))
-    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, stop_ids=renderer.stop_ids)
-    return Chat(engine=LocalEngine(model, settings), renderer=renderer, params=params)
 
 
 def export(path: Path, out: Path) -> float:

@@ -80,10 +80,11 @@ def train(
 
 def load(checkpoint: str | Path, *, seed: int = 0, max_running: int = 64) -> Policy:
     """Opens a checkpoint or the newest one of a run: something to talk to. max_running: sequences drawn together."""
-    from temper.build.policy import open_policy
+    from temper.build.policy import Room, open_policy
     from temper.commands.checkpoints import find_model
 
-    return Policy(Path(checkpoint), open_policy(find_model(Path(checkpoint)), seed=seed, max_running=max_running))
+    room = Room(seed=seed, max_running=max_running)
+    return Policy(Path(checkpoint), open_policy(find_model(Path(checkpoint)), room))
 
 
 def evaluate(

@@ -10,25 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from temper.build import pick_device, pick_dtype
+from temper.build.policy import PolicyDescription, Room, describe_policy, open_engine
 from temper.commands.checkpoints import find_model
-from temper.engine.local.engine import EngineSettings, LocalEngine
+from temper.engine.local.engine import LocalEngine
 from temper.errors import UserError
 from temper.listening import is_public, listen, own_names
-from temper.models.load import end_ids, load_model, load_tokenizer, read_shape
 from temper.serve.app import App, HttpSettings
 from temper.serve.conversation import Conversations
 from temper.serve.gateway import Gateway, Limits
 from temper.serve.records import Records
 from temper.serve.server import Ending, make_server, run
 from temper.serve.text import Words
-from temper.tasks.render import Renderer
 
-BLOCK_SIZE = 16
-TOKENS_PER_STEP = 2048
-USUAL_LENGTH = 2048
-"""Tokens of a usual sequence: the cache has room for this many of every running one, and at least for one full context.
-Sequences that grow beyond that are preempted, never refused."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 KEY_VARIABLE = "TEMPER_API_KEY"
@@ -72,12 +65,12 @@ def serve(checkpoint: Path, settings: ServeSettings, say: Callable[[str], None])
 
 def open_app(checkpoint: Path, settings: ServeSettings, key: str) -> tuple[App, Ending, str]:
     """The application, how it ends, and the model's name."""
-    folder = find_model(checkpoint)
-    tokenizer, stop_ids = load_tokenizer(folder), end_ids(folder, load_tokenizer(folder))
+    policy = describe_policy(find_model(checkpoint))
+    tokenizer, stop_ids = policy.tokenizer, policy.end_ids
     name = settings.name or checkpoint.resolve().name
     records = Records(settings.record) if settings.record is not None else None
-    engine, max_length = open_engine(folder, settings, Words(tokenizer))
-    renderer = Renderer(tokenizer, eos_ids=stop_ids) if tokenizer.chat_template else None
+    engine, max_length = open_sampler(policy, settings)
+    renderer = policy.make_renderer() if tokenizer.chat_template else None
     limits = Limits(
         model=name,
         stop_ids=renderer.stop_ids if renderer is not None else stop_ids,
@@ -94,27 +87,23 @@ def open_app(checkpoint: Path, settings: ServeSettings, key: str) -> tuple[App, 
     return App(gateway, HttpSettings(api_key=key, hosts=own_names(settings.host))), ending, name
 
 
-def open_engine(folder: Path, settings: ServeSettings, words: Words) -> tuple[LocalEngine, int]:
+def open_sampler(policy: PolicyDescription, settings: ServeSettings) -> tuple[LocalEngine, int]:
     """The engine and the longest sequence it takes."""
-    shape = read_shape(folder)
-    if not 0 <= settings.context <= shape.max_context:
-        raise UserError(f"--context {settings.context} is not within the model's context of {shape.max_context} tokens")
+    context = policy.shape.max_context
+    if not 0 <= settings.context <= context:
+        raise UserError(f"--context {settings.context} is not within the model's context of {context} tokens")
     for option, given, allowed in (("dtype", settings.dtype, DTYPES), ("device", settings.device, DEVICES)):
         if given not in allowed:
             raise UserError(f"--{option} {given} is not one of {', '.join(allowed)}")
     if settings.max_running < 1 or settings.max_waiting < 0:
         raise UserError("--max-running must be at least 1 and --max-waiting at least 0")
-    device = pick_device(settings.device)
-    max_length = settings.context or shape.max_context
-    tokens = max(settings.max_running * min(max_length, USUAL_LENGTH), max_length)
-    model = load_model(folder, pick_dtype(settings.dtype, device), device)
-    engine_settings = EngineSettings(
-        seed=settings.seed,
-        block_size=BLOCK_SIZE,
-        num_blocks=-(-tokens // BLOCK_SIZE) + settings.max_running + 2,
-        max_running=settings.max_running,
-        tokens_per_step=max(TOKENS_PER_STEP, settings.max_running + 1),
-        max_length=max_length,
+    max_length = settings.context or context
+    engine = open_engine(
+        policy,
+        Room(seed=settings.seed, max_running=settings.max_running, max_length=max_length),
+        device=settings.device,
+        dtype=settings.dtype,
+        # The text that clients see, so that a stop text ends the drawing exactly where it is cut off.
+        decode=Words(policy.tokenizer).decode,
     )
-    # The text that clients see, so that a stop text ends the drawing exactly where it is cut off.
-    return LocalEngine(model, engine_settings, decode=words.decode), max_length
+    return engine, max_length

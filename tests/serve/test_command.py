@@ -8,17 +8,16 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from temper.commands.serve import ServeSettings, open_engine
+from temper.build.policy import describe_policy
+from temper.commands.serve import ServeSettings, open_sampler
 from temper.errors import UserError
 from temper.listening import is_public, listen
 from temper.serve.records import read_records
 from temper.serve.server import make_server
-from temper.serve.text import Words
 
 PROGRAM = """
 import sys
@@ -106,10 +105,10 @@ def test_without_uvicorn_the_install_line_is_given(monkeypatch: pytest.MonkeyPat
         make_server(None, 5.0)  # type: ignore[arg-type]
 
 
-def test_one_full_context_always_fits_into_the_engine(tiny_folder: Path, tokenizer: Any) -> None:
+def test_one_full_context_always_fits_into_the_engine(tiny_folder: Path) -> None:
     settings = ServeSettings(max_running=1, device="cpu")
-    engine, max_length = open_engine(tiny_folder, settings, Words(tokenizer))
+    engine, max_length = open_sampler(describe_policy(tiny_folder), settings)
     assert max_length == 512
     assert engine._settings.num_blocks * engine._settings.block_size > max_length
     with pytest.raises(UserError, match="--context"):
-        open_engine(tiny_folder, ServeSettings(context=513, device="cpu"), Words(tokenizer))
+        open_sampler(describe_policy(tiny_folder), ServeSettings(context=513, device="cpu"))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ValidationError
 from rich.console import Group, RenderableType
@@ -25,10 +25,10 @@ from rich.table import Table
 from rich.text import Text
 
 from temper import calls
-from temper.build import pick_device, pick_dtype
+from temper.build import pick_device
+from temper.build.policy import Room, describe_policy, open_engine
 from temper.commands.checkpoints import find_model
 from temper.data import ENV_GENERATORS
-from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.envs.adapters.reasoning_gym import ReasoningGymReward
 from temper.envs.adapters.verifiers import VerifiersReward
 from temper.envs.env import find_env
@@ -39,7 +39,6 @@ from temper.evals.scores import ROUNDING, suite_metrics
 from temper.evals.suites import DecodingConfig, Suite, answer_of, load_suite, prompts_sha256, read_tasks
 from temper.integrity import sha256_of
 from temper.models.decoder import FAMILIES
-from temper.models.load import end_ids, load_model, load_tokenizer, read_shape
 from temper.named import load_function
 from temper.protocols import Env
 from temper.rewards.registry import REWARDS, RewardFactory, make_reward
@@ -54,7 +53,6 @@ from temper.terminal import SafeConsole, print_line
 from temper.types import SamplingParams, Scalar, Task
 from temper.version import __version__
 
-BLOCK_SIZE = 16
 MAX_RUNNING = {"cpu": 16, "cuda": 256}
 """Sequences decoded together."""
 PACKAGES = {"math": "math-verify", "reasoning_gym": "reasoning-gym", "verifiers": "verifiers"}
@@ -231,9 +229,8 @@ def open_setup(
     suite: Suite, tasks: Sequence[Task], asked: Asked, folder: Path, rubric: Rubric, note: Note
 ) -> tuple[EpisodeSetup, int]:
     """The episodes of a suite, and how many run together."""
-    tokenizer, shape, decoding = load_tokenizer(folder), read_shape(folder), suite.decoding
-    prompt = suite.prompt
-    renderer = Renderer(tokenizer, prompt.system, prompt.template, eos_ids=end_ids(folder, tokenizer))
+    policy, decoding = describe_policy(folder), suite.decoding
+    shape, renderer = policy.shape, policy.make_renderer(suite.prompt.system, suite.prompt.template)
     # Environments open with words of their own; a prompt that is too long for those shows when it is played.
     asks = [task for task in tasks if task.messages]
     sizes = {task.id: len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in asks}
@@ -244,24 +241,16 @@ def open_setup(
             f"max_new_tokens={decoding.max_new_tokens} that is more than "
             f"the model's context of {shape.max_context}. Use --max-new-tokens {max(1, shape.max_context - longest)}"
         )
-    device = pick_device("auto")
     numerics = asked.numerics
     if numerics == "exact" and shape.family not in FAMILIES:
         note(f"numerics: fast, because exact ones are made for {', '.join(FAMILIES)}; the last digits may vary")
         numerics = "fast"
-    model: Any = load_model(folder, pick_dtype("auto", device), device, numerics)
-    at_once = min(MAX_RUNNING[device.type], len(tasks) * decoding.samples)
+    at_once = min(MAX_RUNNING[pick_device("auto").type], len(tasks) * decoding.samples)
     length = shape.max_context if decoding.max_turns > 1 else longest + decoding.max_new_tokens
-    settings = EngineSettings(
-        seed=asked.seed,
-        block_size=BLOCK_SIZE,
-        num_blocks=(-(-length // BLOCK_SIZE) + 1) * at_once + 2,
-        max_running=at_once,
-        tokens_per_step=max(2048, at_once + 1),
-        max_length=shape.max_context,
-    )
+    decode = renderer.decode if decoding.stop else None
+    room = Room(seed=asked.seed, max_running=at_once, usual_length=length)
     setup = EpisodeSetup(
-        sampler=LocalEngine(model, settings, decode=renderer.decode if decoding.stop else None),
+        sampler=open_engine(policy, room, numerics=numerics, decode=decode),
         renderer=renderer,
         scorer=rubric,
         make_env=partial(_env_of, suite),

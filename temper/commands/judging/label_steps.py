@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from temper import calls
+from temper.build.policy import describe_policy
 from temper.commands.checkpoints import find_model
 from temper.commands.judging.evaluate import Asked, Note, open_rubric, open_setup, open_suite
 from temper.commands.judging.scale import require_single_turn
 from temper.errors import UserError
 from temper.evals.suites import Suite
-from temper.models.load import end_ids, load_tokenizer
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.stages.step_labels import LabelledSteps, Labelling, label_solutions, spoken, write_rows
-from temper.tasks.render import Renderer
 from temper.terminal import print_line
 from temper.types import Task, Trajectory
 
@@ -71,8 +70,8 @@ async def _label(
 async def _solutions(
     suite: Suite, tasks: Sequence[Task], setup: EpisodeSetup, folder: Path
 ) -> list[tuple[Task, Trajectory]]:
-    tokenizer = load_tokenizer(folder)
-    renderer = Renderer(tokenizer, suite.prompt.system, suite.prompt.template, eos_ids=end_ids(folder, tokenizer))
+    policy = describe_policy(folder)
+    renderer = policy.make_renderer(suite.prompt.system, suite.prompt.template)
 
     given = [task for task in tasks if SOLUTION in task.extra]
     # One after another: what is wrong with a row ends the command by its own words, not inside a group of errors.

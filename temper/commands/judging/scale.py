@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.table import Table
 
 from temper import calls
+from temper.build.policy import describe_policy
 from temper.commands.checkpoints import find_model
 from temper.commands.judging.evaluate import Asked, Note, budget_of, open_rubric, open_setup, with_decoding
 from temper.data import ENV_GENERATORS
@@ -23,7 +24,6 @@ from temper.evals.comparison.curves import Point, best_of, majority, panel, sing
 from temper.evals.comparison.page import write_png
 from temper.evals.scaling import CHECK, Attempt, Budget, ScalingSetup, draw_samples, force_budget, refine
 from temper.evals.suites import Suite, answer_of, load_suite, read_tasks
-from temper.models.load import end_ids, load_tokenizer, read_shape
 from temper.rewards.rubric import Rubric
 from temper.runs.report.plot import chart
 from temper.tasks.generators import GENERATORS
@@ -201,13 +201,11 @@ def _open(
     suite: Suite, tasks: Sequence[Task], asked: Asked, ways: Ways, folder: Path, rubric: Rubric, note: Note
 ) -> ScalingSetup:
     """The suite's model with room for the longest sequence that a mode can make."""
-    tokenizer = load_tokenizer(folder)
-    renderer = Renderer(tokenizer, suite.prompt.system, suite.prompt.template, eos_ids=end_ids(folder, tokenizer))
+    policy = describe_policy(folder)
+    renderer = policy.make_renderer(suite.prompt.system, suite.prompt.template)
     longest = max(len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in tasks)
     decoding = suite.decoding
-    room = max(
-        decoding.max_new_tokens, min(_longest_turns(ways, suite, renderer), read_shape(folder).max_context - longest)
-    )
+    room = max(decoding.max_new_tokens, min(_longest_turns(ways, suite, renderer), policy.shape.max_context - longest))
     marks = [budget.think_end for budget in ways.budgets if budget.think_end]
     larger = decoding.model_copy(update={"max_new_tokens": room, "stop": [*decoding.stop, *marks]})
     episodes, at_once = open_setup(suite.model_copy(update={"decoding": larger}), tasks, asked, folder, rubric, note)

@@ -18,7 +18,7 @@ from temper.errors import UserError
 from temper.runs.display import Display
 from temper.runs.store.run_store import open_run
 
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 
 
 def resolve_one(table: dict[str, Any], *overrides: str) -> list[RunConfig]:
