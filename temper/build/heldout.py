@@ -94,10 +94,10 @@ class _Preferred:
 
     async def __call__(self, step: int, metrics: Mapping[str, float], audit: Audit | None) -> list[EvaluationResult]:
         parts = self._parts
-        assert parts.objective.lesson is not None, "a preference stage trains a lesson"
+        assert parts.objective.loss is not None, "a preference stage trains a direct loss"
         rules = RowRules(parts.data.renderer, parts.data.shape.max_context)
         chosen, rejected = await asyncio.to_thread(
-            heldout_rewards, parts.objective.lesson, parts.data.heldout, rules, self._references, parts.trainer.score
+            heldout_rewards, parts.objective.loss, parts.data.heldout, rules, self._references, parts.trainer.score
         )
         return [pair_results(chosen, rejected, stage=parts.index, step=step, budget=_budget(parts.data.heldout))]
 
@@ -134,7 +134,7 @@ def calibration_writer(parts: Parts) -> Callable[[Path], None] | None:
 
 
 def _is_steps(parts: Parts) -> bool:
-    return parts.objective.lesson is not None and parts.objective.lesson.name == "steps"
+    return parts.objective.loss is not None and parts.objective.loss.name == "steps"
 
 
 def _head_scores(parts: Parts, tasks: Sequence[Task]) -> tuple[list[list[float]], list[list[float]]]:

@@ -19,10 +19,10 @@ from temper.errors import UserError
 from temper.integrity import verify, write_manifest
 from temper.models.load import find_checkpoint, load_model
 from temper.models.lora.adapters import (
+    AdapterSettings,
     LoadModel,
     add_adapter,
     has_adapter,
-    settings_of,
     with_own_weights,
     without_adapter,
 )
@@ -69,9 +69,8 @@ def first_model(config: RunConfig, run_folder: Path) -> Path:
 
 
 def optimizer_settings(config: RunConfig, learning_rate: float) -> OptimizerSettings:
-    given = config.optim.model_dump(exclude={"learning_rate", "critic_learning_rate", "adam"})
-    beta1, beta2, epsilon = config.optim.adam
-    return OptimizerSettings(learning_rate=learning_rate, beta1=beta1, beta2=beta2, epsilon=epsilon, **given)
+    given = config.optim.model_dump(exclude={"learning_rate", "critic_learning_rate"})
+    return OptimizerSettings(learning_rate=learning_rate, **given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +89,14 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
     is_scorer = "scores" in objective.needs
     lora = config.model.lora
     if is_scorer:
-        scorer_kind: ScorerKind = "steps" if _lesson_of(objective) == "steps" else "conversation"
+        scorer_kind: ScorerKind = "steps" if _name_of_loss(objective) == "steps" else "conversation"
         load_any: LoadModel = partial(load_scorer, kind=scorer_kind)
         folder = whole(folder)  # a head is put on weights, not on an adapter
     else:
         load_any = partial(load_model, numerics=config.engine.numerics)
     policy = load_any(folder, dtype, device)
     if lora is not None:
-        settings = settings_of(lora, seed=config.seed)
+        settings = AdapterSettings(**{**lora.model_dump(), "targets": tuple(lora.targets)}, seed=config.seed)
         policy = add_adapter(policy, settings, folder, whole=(HEAD,) if is_scorer else ())
 
     def load(other: Path) -> torch.nn.Module:
@@ -110,8 +109,8 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
     return Models(policy=policy, others=others, files=ModelFiles(load=load_any))
 
 
-def _lesson_of(objective: Objective) -> str | None:
-    return None if objective.lesson is None else objective.lesson.name
+def _name_of_loss(objective: Objective) -> str | None:
+    return None if objective.loss is None else objective.loss.name
 
 
 def _other_models(
@@ -135,7 +134,7 @@ def _other_models(
 
     teachers = {}
     if objective.needs & {"teacher", "teacher_top_k", "divergence"}:
-        teachers = {name: frozen(load(path)) for name, path in teacher_folders(folder, config.model.teacher).items()}
+        teachers = {name: frozen(load(path)) for name, path in teacher_folders(folder, config.model.taught_by).items()}
     return OtherModels(reference=_reference(objective, folder, policy, load, frozen), teachers=teachers, critic=critic)
 
 

@@ -11,7 +11,7 @@ from temper.errors import UserError
 from temper.objectives import Objective, check_objective, resolve
 from temper.objectives.advantage.critics import pretraining_steps
 from temper.objectives.combinations import SAMPLER_WEIGHTS, corrects_staleness
-from temper.objectives.losses.table import LESSONS_OF
+from temper.objectives.losses.table import LOSSES_OF
 from temper.objectives.resolve import REGISTRY
 from temper.rewards.rubric import Rubric
 
@@ -33,7 +33,7 @@ def resolve_objective(config: RunConfig) -> Objective:
     objective = resolve(wanted.preset or PRESETS[config.stage], overrides)
     _require_fit(config, objective)
     check_objective(objective, group_size=config.rollout.group_size)
-    if objective.needs & {"teacher", "teacher_top_k", "divergence"} and not config.model.teacher:
+    if objective.needs & {"teacher", "teacher_top_k", "divergence"} and not config.model.taught_by:
         raise UserError(f"objective {objective.name} needs a teacher. Set model.teacher to a checkpoint directory")
     sampling = config.sampling
     if objective.step is not None and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
@@ -54,7 +54,7 @@ def resolve_objective(config: RunConfig) -> Objective:
 
 def doubts_about(config: RunConfig, objective: Objective) -> list[str]:
     """What a user should know before a stage trains, in sentences; it may be what they want."""
-    is_sampled = config.stage in ("rl", "distill") and objective.lesson is None
+    is_sampled = config.stage in ("rl", "distill") and objective.loss is None
     if not config.rollout.max_staleness or not is_sampled or corrects_staleness(objective):
         return []
     known = ", ".join(sorted(SAMPLER_WEIGHTS | {"opsm"}))
@@ -112,7 +112,7 @@ def _check_kl_cov(config: RunConfig, objective: Objective) -> str | None:
     is_own = objective.proximal.name == "current" or (
         objective.proximal.name == "trainer" and config.trainer.updates_per_batch == 1
     )
-    if not is_own or objective.lesson is not None or all(term.name != "kl_cov" for term in objective.regularizers):
+    if not is_own or objective.loss is not None or all(term.name != "kl_cov" for term in objective.regularizers):
         return None
     return (
         f"objective {objective.name}: kl_cov would do nothing. It pulls back to the policy that the batch started "
@@ -123,7 +123,7 @@ def _check_kl_cov(config: RunConfig, objective: Objective) -> str | None:
 
 def _check_teaching(config: RunConfig, objective: Objective) -> str | None:
     """Samples of a distillation stage have no reward: without a teacher in the objective there is nothing to learn."""
-    if config.stage != "distill" or objective.lesson is not None or "teacher" in objective.needs:
+    if config.stage != "distill" or objective.loss is not None or "teacher" in objective.needs:
         return None
     return (
         f"a stage of kind distill has no reward, and objective {objective.name} reads no teacher: it would learn "
@@ -136,12 +136,12 @@ _CHECKS = (_check_critic_steps, _check_reference_rule, _check_kl_cov, _check_tea
 
 def _require_fit(config: RunConfig, objective: Objective) -> None:
     """Pairs cannot be trained by a policy gradient, nor rollouts by a loss of pairs."""
-    allowed = LESSONS_OF[config.stage]
-    name = None if objective.lesson is None else objective.lesson.name
+    allowed = LOSSES_OF[config.stage]
+    name = None if objective.loss is None else objective.loss.name
     if name not in allowed:
-        known = ", ".join("a policy gradient" if lesson is None else lesson for lesson in allowed)
+        known = ", ".join("a policy gradient" if direct_loss is None else direct_loss for direct_loss in allowed)
         raise UserError(
             f"a stage of kind {config.stage} cannot train with objective {objective.name} "
-            f"({'a policy gradient' if name is None else f'lesson {name}'}). It takes: {known}. Change "
+            f"({'a policy gradient' if name is None else f'loss {name}'}). It takes: {known}. Change "
             f"objective.preset or the stage's kind"
         )

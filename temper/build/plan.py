@@ -72,7 +72,7 @@ def _budget(stage: Stage) -> Budget:
     if engine.max_logprob_gap is not None:
         return Budget(mean_gap=engine.max_logprob_gap, max_gap=math.inf)
     dtype = str(next(stage.model.parameters()).dtype).removeprefix("torch.")
-    return budget_of(stage.data.shape.family, dtype, engine.kind.partition("+")[0], engine.numerics)
+    return budget_of(stage.data.shape.family, dtype, engine.kind, engine.numerics)
 
 
 def _sides(stage: Stage) -> Sides:

@@ -34,14 +34,14 @@ def make_sampler(
     """The sampler, and the module whose weights it holds, when that is in this process."""
     if "scores" in objective.needs:
         return NoSampler(), None
-    kind, _, address = config.engine.kind.partition("+")
+    kind = config.engine.kind
     if kind != "local" and config.engine.numerics == "exact":
         raise UserError(f'engine.numerics="exact" needs engine.kind="local", not "{config.engine.kind}"')
     if kind == "sglang":
         from temper.engine.sglang.engine import SglangEngine, SglangSettings
 
         settings = SglangSettings(
-            address=address,
+            address=config.engine.address,
             checkpoint=whole(model_folder),
             weights_folder=Path(tempfile.gettempdir()) / "temper-published",
             seed=config.seed,
@@ -59,7 +59,7 @@ def make_opponent(
     config: RunConfig, objective: Objective, data: StageData, reference: torch.nn.Module | None, held: Any
 ) -> Opponent | None:
     """Whom a stage that samples compares its policy with; None: nobody. `held`: the weights of the policy's sampler."""
-    share = opponent_share(objective.lesson)
+    share = opponent_share(objective.loss)
     if share is None:
         return None
     require_opponent(config, objective)
@@ -82,7 +82,7 @@ def make_opponent(
 
 def require_opponent(config: RunConfig, objective: Objective) -> None:
     """Refuses opponents that cannot be drawn."""
-    if opponent_share(objective.lesson) is None:
+    if opponent_share(objective.loss) is None:
         return
     if config.engine.kind != "local":
         raise UserError(
@@ -139,7 +139,7 @@ def _engine_settings(config: RunConfig, data: StageData) -> EngineSettings:
     )
     return replace(
         settings,
-        steps_per_sync=max(1, engine.steps_per_sync),
-        cuda_graphs=engine.steps_per_sync > 0,
+        steps_per_sync=engine.steps_per_sync if engine.graphs else 1,
+        cuda_graphs=engine.graphs,
         kv_after_load=engine.kv_after_load,
     )

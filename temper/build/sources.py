@@ -74,9 +74,9 @@ def is_rolling(config: RunConfig, objective: Objective, data: StageData) -> bool
 def row_maker(config: RunConfig, objective: Objective, data: StageData) -> RowMaker:
     """Rows that a scalar head is read on."""
     longest = max_length(config, data)
-    assert objective.lesson is not None, "a reward model trains a lesson"
-    if objective.lesson.name == "steps":
-        return StepRows(data.tokenizer, separator=objective.lesson.argument("separator"), max_length=longest)
+    assert objective.loss is not None, "a reward model trains a direct loss"
+    if objective.loss.name == "steps":
+        return StepRows(data.tokenizer, separator=objective.loss.argument("separator"), max_length=longest)
     return PairRows(data.tokenizer, max_length=longest)
 
 
@@ -125,14 +125,14 @@ def require_comparable(config: RunConfig, objective: Objective) -> None:
             "a preference stage compares pairs: its training data has none (columns chosen and rejected, or label), "
             "and there is no [[reward]] to compare samples by. Add either"
         )
-    lesson = objective.lesson
+    direct_loss = objective.loss
     require_opponent(config, objective)
     if config.rollout.group_size < 2:
         raise UserError("rollout.group_size = 1 leaves no two answers to compare. Use 2 or more")
-    if lesson is not None and lesson.name in _NEEDS_DATA:
+    if direct_loss is not None and direct_loss.name in _NEEDS_DATA:
         raise UserError(
-            f"objective {lesson.name} reads a data set: {_NEEDS_DATA[lesson.name]}. Give data with pairs or labels, or "
-            f'use objective.preset = "online_dpo"'
+            f"objective {direct_loss.name} reads a data set: {_NEEDS_DATA[direct_loss.name]}. Give data with pairs or "
+            f'labels, or use objective.preset = "online_dpo"'
         )
 
 
@@ -150,10 +150,10 @@ def _preferences(parts: Parts) -> BatchSource:
             drops_long=config.trainer.max_length > 0,
         )
     require_comparable(config, parts.objective)
-    updates, lesson = config.trainer.updates_per_batch, parts.objective.lesson
-    if lesson is not None and lesson.name == "nash_md":
+    updates, direct_loss = config.trainer.updates_per_batch, parts.objective.loss
+    if direct_loss is not None and direct_loss.name == "nash_md":
         return _roller(parts, lambda taken: wins_of(taken, version=trainer.version, updates=updates))
-    choose: Choose = "extremes" if opponent_share(lesson) is None else "sides"
+    choose: Choose = "extremes" if opponent_share(direct_loss) is None else "sides"
     return _roller(
         parts,
         lambda taken: pairs_of(taken, version=trainer.version, updates=updates, choose=choose, seed=config.seed),
@@ -242,7 +242,7 @@ def max_length(config: RunConfig, data: StageData) -> int:
 
 
 _NEEDS_DATA = {"kto": "its baseline comes from mismatched completions"}
-"""Lessons of preferences that samples cannot feed, and why."""
+"""Losses of preferences that samples cannot feed, and why."""
 
 _MAKERS: dict[str, Callable[[Parts], BatchSource]] = {
     "sft": _examples,

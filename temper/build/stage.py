@@ -25,7 +25,6 @@ from temper.config import RunConfig
 from temper.data import StageData, open_data, require_judge
 from temper.engine.local.mixture import WithOpponent
 from temper.envs.env import find_env
-from temper.models.lora.adapters import settings_of
 from temper.objectives import Objective
 from temper.parity.check import Canary
 from temper.protocols import BatchSource, Env, Sampler
@@ -94,8 +93,6 @@ class Stage:
 def check_stage(config: RunConfig) -> Objective:
     """The objective of a stage, and every mistake that shows without data and without a model."""
     objective = resolve_objective(config)
-    if config.model.lora is not None:
-        settings_of(config.model.lora)
     if config.stage == "rejection":
         keep_rule(config)
     return objective

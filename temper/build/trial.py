@@ -50,7 +50,7 @@ async def try_rows(config: RunConfig, objective: Objective, data: StageData) -> 
         for task in data.heldout:
             make_rows(task)
     batch = await examples_of(config, objective, data).take(1)
-    is_steps = objective.lesson is not None and objective.lesson.name == "steps"
+    is_steps = objective.loss is not None and objective.loss.name == "steps"
     unit = {"reward_model": "solutions with labelled steps" if is_steps else "pairs"}.get(config.stage, "examples")
     return Trial(unit=unit, count=config.trainer.examples_per_step, rows=batch.updates[0])
 
@@ -60,7 +60,7 @@ def _pairs(config: RunConfig, objective: Objective, data: StageData) -> Trial | 
         require_comparable(config, objective)
         return None
     make_rows = rows_maker(objective, RowRules(data.renderer, max_length(config, data)))
-    is_labelled = objective.lesson is not None and objective.lesson.name == "kto"
+    is_labelled = objective.loss is not None and objective.loss.name == "kto"
     count, pairs = config.trainer.examples_per_step, list[Sequence[Sample]]()
     while len(pairs) < count:
         try:

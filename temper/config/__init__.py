@@ -2,7 +2,8 @@
 
 from temper.config.recipe import load_recipe, merge, parse_override, read_table, resolve, section_of
 from temper.config.references import FIRST, check_references, refer, references
-from temper.config.sections import RewardConfig, RunConfig, Section, SourceConfig
+from temper.config.section import Section
+from temper.config.sections import RewardConfig, RunConfig, SourceConfig
 from temper.config.toml import to_toml
 
 __all__ = [

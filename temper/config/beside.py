@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from temper.config.sections import RewardConfig, RunConfig, Section, SourceConfig
+from temper.config.section import Section
+from temper.config.sections import RewardConfig, RunConfig, SourceConfig
 
 Part = TypeVar("Part", bound=Section)
 
@@ -21,7 +22,9 @@ def look_beside(config: RunConfig, folder: Path) -> RunConfig:
     )
     return config.model_copy(
         update={
-            "model": _with(config.model, folder, "path", "teacher"),
+            "model": _with(config.model, folder, "path", "teacher").model_copy(
+                update={"teachers": {name: find_file(path, folder) for name, path in config.model.teachers.items()}}
+            ),
             "train": [_source(source, folder) for source in config.train],
             "heldout": config.heldout and _source(config.heldout, folder),
             "env": config.env.model_copy(update={"name": find_function(config.env.name, folder)}),

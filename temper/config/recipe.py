@@ -17,6 +17,15 @@ from temper.config.references import check_references
 from temper.config.sections import RunConfig
 from temper.errors import UserError, did_you_mean
 
+REPLACED = {
+    "objective.lesson": "is called objective.loss now",
+    "optim.adam": "is three keys now: optim.beta1, optim.beta2 and optim.epsilon",
+    "engine.cuda_graphs": "is called engine.graphs now",
+    "model.lora.dropout": "does not exist: the sampler has no dropout, so it would draw from another policy than the "
+    "trainer's. Weight decay or a smaller rank also restrain an adapter",
+}
+"""Keys that recipes once had, or that those of others have, and what to write."""
+
 
 def load_recipe(path: Path, overrides: Iterable[str] = ()) -> list[RunConfig]:
     """Reads a recipe and returns its stages in order, each fully resolved and validated; files beside it are found."""
@@ -108,6 +117,8 @@ def _explain(problem: Mapping[str, Any], where: str, text: str) -> str:
     place = f"{where}, line {line}" if line else where
     if problem["type"] == "extra_forbidden":
         allowed = sorted(_fields_at(location[:-1]))
+        if key in REPLACED:
+            return f'{place}: key "{key}" {REPLACED[key]}.'
         return (
             f'{place}: key "{key}" is unknown.{did_you_mean(location[-1], allowed)} Allowed here: {", ".join(allowed)}.'
         )

@@ -93,10 +93,11 @@ def _replaced(config: RunConfig, path_of: Callable[[Reference], str]) -> RunConf
 
     model, evaluation = config.model, config.evaluation
     paths = {name: replaced(f"model.{name}", getattr(model, name)) for name in ("path", "teacher")}
+    teachers = {name: replaced(f"model.teachers.{name}", path) for name, path in model.teachers.items()}
     judges = [reward("evaluation.reward", part) for part in evaluation.reward]
     return config.model_copy(
         update={
-            "model": model.model_copy(update=paths),
+            "model": model.model_copy(update={**paths, "teachers": teachers}),
             "train": [source("train", given) for given in config.train],
             "heldout": config.heldout and source("heldout", config.heldout),
             "reward": [reward("reward", part) for part in config.reward],

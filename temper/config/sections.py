@@ -1,69 +1,21 @@
 """What a recipe may say. A recipe is TOML; each `[[stage]]` table overrides the rest of the file.
 
 Owns: keys, defaults, types, and rules that need no data and no model. Refuses: reading files (recipe.py), and building
-anything (build.py).
+anything (build/).
 The text under each field is its help.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from temper.config.model import ModelConfig
+from temper.config.section import Factor, Section
 from temper.types import Scalar
 
 StageKind = Literal["rl", "sft", "reward_model", "rejection", "preference", "distill"]
-Factor = str | dict[str, Scalar]
-"""A named function, or a table with its name and arguments: "clip" or {name = "clip", high = 0.28}."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class NewModelConfig(Section):
-    """A small random Llama model with a character tokenizer, made when the run starts."""
-
-    layers: int = Field(4, ge=1)
-    width: int = Field(128, ge=8)
-    heads: int = Field(4, ge=1)
-    kv_heads: int = Field(2, ge=1)
-    """Heads that hold keys and values; divides `heads`."""
-    mlp_width: int = Field(384, ge=8)
-    context: int = Field(256, ge=8)
-    """Longest sequence, in tokens."""
-    alphabet: str = "abcdefghijklmnopqrstuvwxyz0123456789+-*/=?.,:;!'() "
-    """Characters of the tokenizer; anything else in a prompt is an error."""
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> NewModelConfig:
-        if self.width % self.heads or self.heads % self.kv_heads:
-            raise ValueError(
-                f"width={self.width} must be a multiple of heads={self.heads}, and heads of kv_heads={self.kv_heads}"
-            )
-        return self
-
-
-class ModelConfig(Section):
-    path: str = ""
-    """Hugging Face checkpoint directory to start from. A later stage starts from the one before it, unless it names
-    another directory than the first stage, or "stage:KIND": what the last stage of that kind left."""
-    new: NewModelConfig | None = None
-    """Make a small model instead of reading `path`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and forward pass; auto: bfloat16 on a GPU, float32 on a CPU. Master weights, moments, head and
-    log-probabilities are always float32."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    teacher: str = ""
-    """Checkpoint directory of the teacher, for objectives that distil from one. Same tokenizer as the model. Several by
-    domain: "math=DIRECTORY, code=DIRECTORY"."""
-    lora: dict[str, Scalar | list[Scalar]] | None = None
-    """Train adapters instead of the weights, e.g. {rank = 16}. Also alpha, targets, rslora."""
-    offload: bool = False
-    """Reference and teacher wait on the CPU between their passes: less memory on the GPU, more time."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
 
 
 class SourceConfig(Section):
@@ -208,14 +160,11 @@ class ObjectiveConfig(Section):
     """When the reference model follows the policy; unset and not in the preset: never."""
     step: Factor | None = None
     """A constrained step (trpo) in place of AdamW."""
-    lesson: Factor | None = None
+    loss: Factor | None = None
     """A loss that is no policy gradient, e.g. {name = "dpo", beta = 0.05}: of pairs, of scores, of likelihood, of the
     distance from a teacher."""
     train_truncated: bool | None = None
     """Train on completions that were cut at the length limit. Unset: yes, unless the preset filters them."""
-
-
-Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
@@ -228,8 +177,12 @@ class OptimConfig(Section):
     stable, decay) stays at the full rate and falls linearly in the last fifth."""
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
-    adam: tuple[Decay, Decay, float] = (0.9, 0.999, 1e-8)
-    """AdamW's two decay rates (beta1, beta2) and its epsilon."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay rate of the mean gradient."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """AdamW's decay rate of the mean squared gradient."""
+    epsilon: float = Field(1e-8, gt=0)
+    """Added to the root of the mean squared gradient."""
     max_grad_norm: float = Field(1.0, gt=0)
 
 
@@ -246,8 +199,10 @@ class TrainerConfig(Section):
 
 
 class EngineConfig(Section):
-    kind: str = Field("local", pattern=r"^(local|vllm|sglang\+https?://.+)$")
-    """Who draws the tokens: "local", "vllm" in this process, or a server, e.g. "sglang+http://127.0.0.1:30000"."""
+    kind: Literal["local", "vllm", "sglang"] = "local"
+    """Who draws the tokens: Temper's own engine, vLLM in this process, or an SGLang server."""
+    address: str = ""
+    """Where the SGLang server listens, e.g. "http://127.0.0.1:30000"."""
     numerics: Literal["fast", "exact"] = "fast"
     """exact: local engine and trainer compute log-probabilities that are equal to the bit, whatever is batched."""
     kv_tokens: int = Field(0, ge=0)
@@ -258,11 +213,39 @@ class EngineConfig(Section):
     """Sequences decoded together."""
     tokens_per_step: int = Field(4096, ge=16)
     """Prefill and decode tokens of one engine step."""
-    steps_per_sync: int = Field(8, ge=0)
-    """On a GPU: decode steps, replayed as CUDA graphs, between two looks of the host. A sequence that ends in between
-    wastes the rest of them. 0: one step at a time, without graphs."""
+    graphs: bool = True
+    """On a GPU: decode steps are recorded as CUDA graphs and replayed."""
+    steps_per_sync: int = Field(8, ge=1)
+    """On a GPU: replayed decode steps between two looks of the host. A sequence that ends in between wastes the rest of
+    them."""
     max_logprob_gap: float | None = None
     """Largest mean |sampled - recomputed| log-probability that may start. Unset: the checked-in budget."""
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _address_apart(cls, value: object) -> object:
+        if isinstance(value, str) and value.startswith("sglang+"):
+            address = value.removeprefix("sglang+")
+            raise ValueError(f'the address has a key of its own: engine = {{kind = "sglang", address = "{address}"}}')
+        return value
+
+    @field_validator("steps_per_sync", mode="before")
+    @classmethod
+    def _graphs_apart(cls, value: object) -> object:
+        if value == 0:
+            raise ValueError("0 is no number of steps. Without graphs is engine.graphs = false")
+        return value
+
+    @model_validator(mode="after")
+    def _has_address(self) -> EngineConfig:
+        if (self.kind == "sglang") != bool(self.address):
+            raise ValueError(
+                'an engine of kind "sglang" needs its address, and no other has one: '
+                'engine = {kind = "sglang", address = "http://127.0.0.1:30000"}'
+            )
+        if self.address and not self.address.startswith(("http://", "https://")):
+            raise ValueError(f'address "{self.address}" must begin with http:// or https://')
+        return self
 
 
 class EvaluationConfig(Section):

@@ -20,7 +20,8 @@ from typing import Any
 from pydantic import Field, ValidationError, model_validator
 
 from temper.config.recipe import merge, parse_override
-from temper.config.sections import EnvConfig, PromptConfig, RewardConfig, Section, SourceConfig
+from temper.config.section import Section
+from temper.config.sections import EnvConfig, PromptConfig, RewardConfig, SourceConfig
 from temper.envs.library.problems import READERS, read_problems, read_rows
 from temper.errors import UserError, did_you_mean
 from temper.evals.scores import CORRECT_AT

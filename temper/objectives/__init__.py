@@ -7,8 +7,8 @@ from temper.objectives.advantage.credit import Advantages, Credit, Extent
 from temper.objectives.combinations import check_objective
 from temper.objectives.metrics import MetricSums
 from temper.objectives.objective import (
+    DirectLoss,
     Gain,
-    Lesson,
     Objective,
     Sloped,
     advantages_of,
@@ -28,9 +28,9 @@ __all__ = [
     "PRESETS",
     "Advantages",
     "Credit",
+    "DirectLoss",
     "Extent",
     "Gain",
-    "Lesson",
     "MetricSums",
     "Objective",
     "Scored",

@@ -81,7 +81,7 @@ def _check_critic(objective: Objective, group_size: int) -> str | None:
     reads_values = "values" in objective.advantage.needs
     if reads_values and objective.critic is None:
         return f'objective.advantage {objective.advantage.name} needs a critic. Add objective.critic = "gae_targets".'
-    if objective.critic is not None and not reads_values and objective.lesson is None:
+    if objective.critic is not None and not reads_values and objective.loss is None:
         return (
             f"objective.critic = {objective.critic} would train a critic that advantage {objective.advantage.name} "
             f'does not read. Use objective.advantage = "gae", or leave the critic out.'
@@ -109,12 +109,12 @@ def _check_scales(objective: Objective, group_size: int) -> str | None:
 
 def _check_memory(objective: Objective, group_size: int) -> str | None:
     """beta-DPO compares margins with those of earlier batches, and nobody else reads what remembers them."""
-    compares = objective.lesson is not None and objective.lesson.name == "beta_dpo"
+    compares = objective.loss is not None and objective.loss.name == "beta_dpo"
     remembers = any(controller.name == "margin_memory" for controller in objective.controllers)
     if compares and not remembers:
         return 'beta_dpo compares margins with those of earlier batches. Add objective.controllers = ["margin_memory"].'
     if remembers and not compares:
-        return f"objective.controllers margin_memory would do nothing: {objective.name} has no lesson beta_dpo."
+        return f"objective.controllers margin_memory would do nothing: {objective.name} has no loss beta_dpo."
     return None
 
 
@@ -139,7 +139,7 @@ def _check_shaping(objective: Objective, group_size: int) -> str | None:
 
 def _check_gate(objective: Objective, group_size: int) -> str | None:
     """Without a ratio in the gate, who it is taken against and at which level would make no difference."""
-    if objective.gate.name != "none" or objective.lesson is not None:
+    if objective.gate.name != "none" or objective.loss is not None:
         return None
     if objective.ratio.name != "token":
         return (
@@ -161,11 +161,11 @@ def _reads_proximal(factor: Factor[Any, Any]) -> bool:
 
 
 def _check_step(objective: Objective, group_size: int) -> str | None:
-    if objective.step is None or objective.lesson is None:
+    if objective.step is None or objective.loss is None:
         return None
     return (
-        f"objective.step {objective.step.name} bounds a policy gradient, and {objective.name} has the lesson "
-        f'{objective.lesson.name}, a loss of its own. Use objective.step = "none".'
+        f"objective.step {objective.step.name} bounds a policy gradient, and {objective.name} has the direct loss "
+        f'{objective.loss.name}, a loss of its own. Use objective.step = "none".'
     )
 
 

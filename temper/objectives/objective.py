@@ -121,7 +121,7 @@ Controller = Factor[[State, State], State]
 ReferenceRule = Factor[[Moment], Refresh | None]
 ConstrainedStep = Factor[[FisherProduct, Tensor], Tensor]
 """(Fisher product, gradient of the gain) -> the full step, before the line search."""
-Lesson = Factor[[Tokens], tuple[Tensor, MetricSums]]
+DirectLoss = Factor[[Tokens], tuple[Tensor, MetricSums]]
 """This microbatch's part of a loss that is no policy gradient, and sums for its metrics."""
 
 
@@ -151,7 +151,7 @@ class Objective:
     """When a reference moves. None: never."""
     step: ConstrainedStep | None = None
     """None: AdamW on the gradient."""
-    lesson: Lesson | None = None
+    loss: DirectLoss | None = None
     """A loss of its own in place of ratio, gate, corrections and regularizers: of pairs, of scores, of likelihood, of
     the distance from a teacher. None: the policy gradient."""
     wants: frozenset[str] = frozenset()
@@ -176,8 +176,8 @@ class Objective:
 
     @property
     def loss_factors(self) -> tuple[Factor[Any, Any], ...]:
-        if self.lesson is not None:
-            return (self.weighting, self.lesson)
+        if self.loss is not None:
+            return (self.weighting, self.loss)
         single = (self.proximal, self.ratio, self.gate, self.weighting)
         return (*single, *self.emphasis, *self.corrections, *self.regularizers)
 
@@ -265,8 +265,8 @@ def objective_loss(objective: Objective, tokens: Tokens) -> tuple[Tensor, Metric
     the batch; a microbatch without drawn tokens gives a zero that is still connected to the graph, so that every rank
     runs its backward pass.
     """
-    if objective.lesson is not None:
-        return objective.lesson(tokens)
+    if objective.loss is not None:
+        return objective.loss(tokens)
     given, tokens = tokens, _against_proximal(objective, tokens)
     for emphasize in objective.emphasis:
         tokens = dataclasses.replace(tokens, advantages=emphasize(tokens))

@@ -19,7 +19,7 @@ from temper.objectives.advantage.shaping import SHAPINGS
 from temper.objectives.advantage.token_advantages import TOKEN_ADVANTAGES
 from temper.objectives.factor import NEEDS, Factor
 from temper.objectives.losses.pairs import PAIR_CONTROLLERS
-from temper.objectives.losses.table import LESSONS, WEIGHED_LESSONS, stages_for
+from temper.objectives.losses.table import LOSSES, WEIGHED_LOSSES, stages_for
 from temper.objectives.objective import Objective
 from temper.objectives.policy.constrained import CONSTRAINED_STEPS
 from temper.objectives.policy.controllers import CONTROLLERS
@@ -55,7 +55,7 @@ REGISTRY: dict[str, Mapping[str, Builder]] = {
     "controllers": {**CONTROLLERS, **PAIR_CONTROLLERS},
     "reference": REFERENCE_RULES,
     "step": CONSTRAINED_STEPS,
-    "lesson": LESSONS,
+    "loss": LOSSES,
 }
 """Factors by kind, in the order in which they act."""
 
@@ -63,7 +63,7 @@ _ACCEPTED: dict[str, tuple[type, ...]] = {"float": (float, int), "int": (int,), 
 _LIST_OF_PRESETS = 'Run "temper presets" to list all.'
 
 
-OPTIONAL_KINDS = ("critic", "reference", "step", "lesson")
+OPTIONAL_KINDS = ("critic", "reference", "step", "loss")
 """Kinds of which an objective may have none; "none" takes a preset's away."""
 IDLE_KINDS = frozenset(
     {
@@ -71,7 +71,7 @@ IDLE_KINDS = frozenset(
         "regularizers",
     }
 )  # fmt: skip
-"""Kinds that do nothing beside a lesson. Nor does a weighting where a loss of pairs or scores counts each the same."""
+"""Kinds that do nothing beside a direct loss. Nor does a weighting where pairs or scores all count the same."""
 IDLE = "idle"
 
 
@@ -95,16 +95,16 @@ def resolve(preset: str, overrides: Mapping[str, FactorSpec | Sequence[FactorSpe
             owns = [*own, *[None] * len(wanted)]
             changes[kind] = tuple(_build(kind, spec, owns[place]) for place, spec in enumerate(wanted))
     changed = dataclasses.replace(objective, **changes)
-    if changed.lesson is not None and (idle := sorted(changes.keys() & _idle_kinds(changed.lesson.name))):
+    if changed.loss is not None and (idle := sorted(changes.keys() & _idle_kinds(changed.loss.name))):
         raise UserError(
-            f"objective.{idle[0]} would do nothing: {changed.name} has the lesson {changed.lesson.name}, a loss of its "
-            f"own. Leave it out here; a key that several stages share goes to the stages that use it"
+            f"objective.{idle[0]} would do nothing: {changed.name} has the direct loss {changed.loss.name}. "
+            f"Leave it out here; a key that several stages share goes to the stages that use it"
         )
     return changed
 
 
-def _idle_kinds(lesson: str) -> frozenset[str]:
-    return IDLE_KINDS if lesson in WEIGHED_LESSONS else IDLE_KINDS | {"weighting"}
+def _idle_kinds(direct_loss: str) -> frozenset[str]:
+    return IDLE_KINDS if direct_loss in WEIGHED_LOSSES else IDLE_KINDS | {"weighting"}
 
 
 def preset_named(name: str) -> Objective:
@@ -121,8 +121,8 @@ def describe(name: str) -> str:
     texts = {kind: text for kind, text in _factor_texts(objective).items() if getattr(objective, kind)}
     lines += [f"  {kind:<13} {text}" for kind, text in texts.items() if text != IDLE]
     lines += [f"  {'experimental':<13} {reason}" for reason in reasons]
-    if objective.lesson is not None:
-        lines.append(f"  {'stage':<13} {', '.join(stages_for(objective.lesson.name))}")
+    if objective.loss is not None:
+        lines.append(f"  {'stage':<13} {', '.join(stages_for(objective.loss.name))}")
     needs = [f"{need}: {NEEDS[need]}" for need in sorted(objective.needs)]
     lines += [f"  {'needs':<13} {text}" for text in needs or ["nothing beyond the sampled log-probabilities"]]
     lines += [
@@ -147,7 +147,7 @@ def _factor_texts(objective: Objective) -> dict[str, str]:
     texts = {}
     for kind in REGISTRY:
         own = getattr(objective, kind)
-        if objective.lesson is not None and kind in _idle_kinds(objective.lesson.name):
+        if objective.loss is not None and kind in _idle_kinds(objective.loss.name):
             texts[kind] = IDLE
             continue
         texts[kind] = ", ".join(map(str, own)) or "none" if isinstance(own, tuple) else str(own or "none")

@@ -52,7 +52,7 @@ class Scored:
     uniform: Tensor | None = None
     """-mean over the vocabulary of log p, with gradient. None: not asked for; the same below."""
     divergence: Tensor | None = None
-    """From the teacher, as the lesson measures it, with gradient."""
+    """From the teacher, as the loss measures it, with gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Tokens:
     """
 
     policy_logprobs: Tensor
-    """With gradient. What a scalar head says in their place, for lessons that need "scores"."""
+    """With gradient. What a scalar head says in their place, for losses that need "scores"."""
     proximal_logprobs: Tensor
     """By the trainer when the batch started. With one update per batch: the detached policy."""
     behavior_logprobs: Tensor

@@ -212,7 +212,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "Distillation": (
         Metric("loss/distillation", "nats", TOKENS, MEAN, "What a distillation step minimises"),
-        Metric("distillation/divergence", "nats", TOKENS, MEAN, "Distance from the teacher, as the lesson measures it"),
+        Metric("distillation/divergence", "nats", TOKENS, MEAN, "Distance from the teacher, as the loss measures it"),
         Metric("distillation/on_policy", "0 or 1", STEP, MEAN, "1: the step trained on samples, 0: on given texts"),
         Metric("policy/logprob", "nats", TOKENS, MEAN, "Log-probability of the trained tokens"),
     ),

@@ -1,7 +1,7 @@
 """Distillation as a source of batches: the student's own samples, given texts, or now one and now the other.
 
 Owns: which of the two a step trains on, credit without a reward, and which directory teaches which domain.
-Refuses: the loss (objectives/divergence_lessons.py), the teacher's passes (trainer/), rolling and reading examples.
+Refuses: the loss (objectives/losses/divergences.py), the teacher's passes (trainer/), rolling and reading examples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REWARD_METRICS = ("reward/", "data/degenerate", "data/all_", "data/group_std", "
 
 def share_of_samples(objective: Objective) -> float:
     """Probability that a step trains on samples of the student. Losses of drawn tokens have no other text to train."""
-    return 1.0 if objective.lesson is None else float(dict(objective.lesson.arguments).get("lmbda", 1.0) or 0.0)
+    return 1.0 if objective.loss is None else float(dict(objective.loss.arguments).get("lmbda", 1.0) or 0.0)
 
 
 def trains_on_samples(seed: int, step: int, lmbda: float) -> bool:
@@ -127,28 +127,13 @@ def unrewarded(credit: Callable[[Taken], Batch]) -> Callable[[Taken], Batch]:
     return without
 
 
-def parse_teachers(text: str) -> dict[str, str]:
-    """model.teacher by domain: "math=DIRECTORY, code=DIRECTORY". One directory alone teaches everyone, named ""."""
-    if "=" not in text or Path(text).expanduser().is_dir():
-        return {"": text.strip()}
-    teachers: dict[str, str] = {}
-    for part in text.split(","):
-        domain, equals, folder = (piece.strip() for piece in part.partition("="))
-        if not (domain and equals and folder):
-            raise UserError(
-                f'model.teacher = "{text}": "{part.strip()}" is no domain with its directory. Write '
-                f'"math=DIRECTORY, code=DIRECTORY", or one directory for all'
-            )
-        if domain in teachers:
-            raise UserError(f'model.teacher = "{text}" gives domain "{domain}" two teachers. Give it one')
-        teachers[domain] = folder
-    return teachers
-
-
-def teacher_folders(student: Path, text: str) -> dict[str, Path]:
+def teacher_folders(student: Path, teachers: Mapping[str, str]) -> dict[str, Path]:
     """The directory of each domain's teacher. UserError for one that is missing, that Temper computes wrongly, or whose
     tokenizer is another."""
-    folders = {domain: find_checkpoint(path, "model.teacher") for domain, path in parse_teachers(text).items()}
+    folders = {
+        domain: find_checkpoint(path, f"model.teachers.{domain}" if domain else "model.teacher")
+        for domain, path in teachers.items()
+    }
     for folder in folders.values():
         read_shape(folder)  # refuses families that would teach nonsense
         require_same_tokenizer(student, folder)

@@ -1,7 +1,7 @@
 """Preferences as a source of batches: pairs and labelled completions from files, or pairs made from rollouts.
 
 Owns: KTO's baseline, which members of a group are compared, wins over opponents. Refuses: the losses
-(objectives/pair_lessons.py); the loop, the trainer and the roller are those of RL.
+(objectives/losses/pairs.py); the loop, the trainer and the roller are those of RL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from temper.errors import UserError
 from temper.objectives.losses.pairs import implicit_rewards
 from temper.objectives.losses.preferences import Pairs
 from temper.objectives.losses.unpaired import kto_baseline, mismatched_rows
-from temper.objectives.objective import Lesson, Objective
+from temper.objectives.objective import DirectLoss, Objective
 from temper.rollout.buffer import Taken
 from temper.stages.preference_rows import RowRules, labelled_rows, make_row, on_drawn, pair_rows, rows_maker
 from temper.stages.reference_cache import References
@@ -136,13 +136,13 @@ def offline_source(
 ) -> Preferences:
     """The source of a preference objective that reads a data set. `score` is the trainer's. `drops_long`: tasks longer
     than the rules allow are passed over and counted."""
-    assert objective.lesson is not None, "a preference stage trains a lesson"
-    if objective.lesson.name == "nash_md":
+    assert objective.loss is not None, "a preference stage trains a direct loss"
+    if objective.loss.name == "nash_md":
         raise UserError(
             "nash_md compares fresh rollouts of policy and opponent, and the training data brings pairs of its own. "
             "Train on prompts with a [[reward]], or use an objective for pairs, e.g. dpo"
         )
-    is_labelled = objective.lesson.name == "kto"
+    is_labelled = objective.loss.name == "kto"
     # A reference that moves is asked at every step.
     is_cached = "reference" in objective.needs and objective.reference is None
 
@@ -156,12 +156,12 @@ def offline_source(
 
 
 def heldout_rewards(
-    lesson: Lesson, tasks: Sequence[Task], rules: RowRules, references: References, score: ScoreFn
+    direct_loss: DirectLoss, tasks: Sequence[Task], rules: RowRules, references: References, score: ScoreFn
 ) -> tuple[list[float], list[float]]:
     """Implicit rewards of the chosen and of the rejected side of held-out pairs, by the policy of now."""
     rows = [row for task in tasks for row in pair_rows(rules, task)]
     policy = _sums(score(rows, "policy")).view(-1, 2)
-    reference = _sums(_references(references.fill(rows))).view(-1, 2) if "reference" in lesson.needs else None
+    reference = _sums(_references(references.fill(rows))).view(-1, 2) if "reference" in direct_loss.needs else None
     lengths = torch.tensor([row.num_actions for row in rows]).view(-1, 2)
     pairs = Pairs(
         chosen_logprobs=policy[:, 0],
@@ -172,7 +172,7 @@ def heldout_rewards(
         reference_chosen_logprobs=None if reference is None else reference[:, 0],
         reference_rejected_logprobs=None if reference is None else reference[:, 1],
     )
-    chosen, rejected = implicit_rewards(lesson, pairs)
+    chosen, rejected = implicit_rewards(direct_loss, pairs)
     return chosen.tolist(), rejected.tolist()
 
 

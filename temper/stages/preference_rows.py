@@ -97,5 +97,5 @@ def labelled_rows(rules: RowRules, task: Task) -> list[Sample]:
 
 def rows_maker(objective: Objective, rules: RowRules) -> Callable[[Task], Sequence[Sample]]:
     """What makes the rows of one task: labelled completions for KTO, else pairs."""
-    is_labelled = objective.lesson is not None and objective.lesson.name == "kto"
+    is_labelled = objective.loss is not None and objective.loss.name == "kto"
     return partial(labelled_rows if is_labelled else pair_rows, rules)

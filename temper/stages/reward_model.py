@@ -1,7 +1,7 @@
 """Reward models as a source of batches: rows that a scalar head is read on, and the scale that is stored with it.
 
 Owns: rows of pairs and of labelled steps, encoded as rewards/model.py and rewards/process.py encode them; calibration.
-Refuses: the losses (objectives/score_lessons.py), how far scores are to be believed (evals/pairs.py).
+Refuses: the losses (objectives/losses/scores.py), how far scores are to be believed (evals/pairs.py).
 """
 
 from __future__ import annotations

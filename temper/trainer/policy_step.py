@@ -38,7 +38,7 @@ class PolicyStep:
         self._model, self._objective, self._optimizer = model, objective, optimizer
         self._temperature = temperature
         self._is_recomputing = gradient_checkpointing
-        self._trains_all = objective.lesson is not None
+        self._trains_all = objective.loss is not None
         """Whether rows without credit have a gradient too; found out with the first that has one."""
         if gradient_checkpointing:
             enable_checkpointing(model)

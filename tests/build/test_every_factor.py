@@ -27,8 +27,8 @@ from temper.models.load import prepare
 from temper.models.scorer import load_scorer
 from temper.models.tiny import character_tokenizer, make_tiny_model
 from temper.objectives import Objective
-from temper.objectives.losses.pairs import PAIR_LESSONS
-from temper.objectives.losses.scores import SCORE_LESSONS
+from temper.objectives.losses.pairs import PAIR_LOSSES
+from temper.objectives.losses.scores import SCORE_LOSSES
 from temper.objectives.losses.table import stages_for
 from temper.objectives.resolve import REGISTRY
 from temper.trainer.critic import Critic
@@ -117,14 +117,14 @@ def tables(kind: str, name: str) -> tuple[Table, Table]:
     """Objective tables of a recipe with the factor, and of one without it."""
     spec = {"name": name, **OPTIONS.get((kind, name), {})}
     base = BASES.get(f"{kind} {name}", BASES.get(kind, {"preset": "grpo"}))
-    if kind == "lesson":
-        family = PAIR_LESSONS if name in PAIR_LESSONS else SCORE_LESSONS if name in SCORE_LESSONS else {name: None}
+    if kind == "loss":
+        family = PAIR_LOSSES if name in PAIR_LOSSES else SCORE_LOSSES if name in SCORE_LOSSES else {name: None}
         rivals = {"dpo": "ipo", "likelihood": {"name": "likelihood", "smoothing": 0.5}, "gkd": "k2", "k2": "k3"}
-        rival = rivals.get(name) or ("dpo" if family is PAIR_LESSONS else "gkd")
-        preset = "beta_dpo" if name == "beta_dpo" else "dpo" if family is PAIR_LESSONS else "gkd"
-        if family is SCORE_LESSONS:
+        rival = rivals.get(name) or ("dpo" if family is PAIR_LOSSES else "gkd")
+        preset = "beta_dpo" if name == "beta_dpo" else "dpo" if family is PAIR_LOSSES else "gkd"
+        if family is SCORE_LOSSES:
             return {"preset": "reward_model", kind: spec}, {}
-        return {"preset": preset, kind: spec}, {"preset": "dpo" if family is PAIR_LESSONS else preset, kind: rival}
+        return {"preset": preset, kind: spec}, {"preset": "dpo" if family is PAIR_LOSSES else preset, kind: rival}
     if kind in RIVALS:
         first, second = RIVALS[kind]
         rival = second if first == name else first
@@ -137,8 +137,8 @@ def tables(kind: str, name: str) -> tuple[Table, Table]:
 
 
 def config_of(objective: Table) -> RunConfig:
-    lesson = objective.get("lesson", {})
-    name = lesson if isinstance(lesson, str) else lesson.get("name", "")
+    direct_loss = objective.get("loss", {})
+    name = direct_loss if isinstance(direct_loss, str) else direct_loss.get("name", "")
     stage = stages_for(name)[-1] if name else "preference" if objective["preset"] == "beta_dpo" else "rl"
     table = {
         "model": {"new": {}, "teacher": "somewhere"},
@@ -317,7 +317,7 @@ def test_a_factor_changes_the_weights(kind: str, name: str, scorer: Callable[[],
         moved = language_model(0, has_experts=True)
         assert difference(found, dict(moved.named_parameters())) > 1e-6
         return
-    # Lessons of scores have no rival on the same rows: what they do is to train.
+    # Losses of scores have no rival on the same rows: what they do is to train.
     other = weights_of(without or table, scorer, is_trained=bool(without))
     assert difference(found, other) > 1e-7, f"objective.{kind} = {name} trains as if it were not there"
 

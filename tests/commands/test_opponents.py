@@ -130,7 +130,7 @@ WAYS = [
 @pytest.mark.parametrize(("model", "rollout"), WAYS)
 @pytest.mark.parametrize(
     ("objective", "who"),
-    [(XPO, "reference"), ({"lesson": {"name": "nash_md", "mixture": 0.0}}, "policy")],
+    [(XPO, "reference"), ({"loss": {"name": "nash_md", "mixture": 0.0}}, "policy")],
     ids=["xpo", "policy"],
 )
 def test_after_every_publication_the_opponent_is_who_it_should_be(
@@ -150,7 +150,7 @@ def test_after_every_publication_the_opponent_is_who_it_should_be(
 
 @pytest.mark.parametrize(("model", "rollout"), WAYS)
 def test_a_mixture_moves_with_the_policy(model: dict[str, Any], rollout: dict[str, Any], stage_of: Any) -> None:
-    stage = stage_of({"lesson": {"name": "nash_md", "mixture": 0.5}}, model, rollout)
+    stage = stage_of({"loss": {"name": "nash_md", "mixture": 0.5}}, model, rollout)
     before = opponents_rows(stage)
     assert largest_gap(stage, before, "policy") < 1e-4, "at first both halves are one model"
     scramble_and_publish(stage)

@@ -116,12 +116,46 @@ def test_the_message_names_file_line_and_nearest_key(tmp_path: Path) -> None:
         ({"steps": 0}, "greater than or equal to 1"),
         ({"sampling": {"temperature": 0}}, "greater than 0"),
         ({"model": {"new": {"width": 30, "heads": 4}}}, "multiple of heads"),
+        (
+            {"model": {"path": "x", "teacher": "a", "teachers": {"math": "b"}}},
+            "one of model.teacher and model.teachers",
+        ),
+        ({"engine": {"kind": "sglang"}}, "needs its address"),
+        ({"engine": {"address": "http://here:1"}}, "no other has one"),
+        ({"engine": {"kind": "sglang", "address": "here:1"}}, "must begin with http"),
     ],
 )
 def test_each_contradiction_has_its_message(change: dict[str, Any], message: str, tiny_recipe: dict[str, Any]) -> None:
     tiny_recipe.pop("stage")
     with pytest.raises(UserError, match=message):
         resolve_one({**tiny_recipe, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"objective": {"lesson": {"beta": 0.1}}}, '"objective.lesson" is called objective.loss now'),
+        ({"optim": {"adam": [0.9, 0.95, 1e-8]}}, "optim.beta1, optim.beta2 and optim.epsilon"),
+        ({"engine": {"kind": "sglang+http://here:1"}}, r'\{kind = "sglang", address = "http://here:1"\}'),
+        ({"engine": {"steps_per_sync": 0}}, "engine.graphs = false"),
+        ({"engine": {"cuda_graphs": False}}, "is called engine.graphs now"),
+        ({"model": {"path": "x", "teacher": "math=a, code=b"}}, r"model.teachers = \{math ="),
+        ({"model": {"path": "x", "lora": {"dropout": 0.1}}}, "another policy than the trainer's"),
+    ],
+)
+def test_an_old_spelling_is_an_error_that_names_the_new_one(
+    change: dict[str, Any], message: str, tiny_recipe: dict[str, Any]
+) -> None:
+    tiny_recipe.pop("stage")
+    with pytest.raises(UserError, match=message):
+        resolve_one({**tiny_recipe, **change})
+
+
+def test_a_teacher_whose_directory_has_an_equals_sign_is_one_teacher(tiny_recipe: dict[str, Any]) -> None:
+    tiny_recipe["model"] = {"path": "x", "teacher": "runs/lr=1"}
+    assert resolve_one(tiny_recipe)[0].model.taught_by == {"": "runs/lr=1"}
+    tiny_recipe["model"] = {"path": "x", "teachers": {"math": "a", "code": "b"}}
+    assert resolve_one(tiny_recipe)[0].model.taught_by == {"math": "a", "code": "b"}
 
 
 def test_files_that_are_not_recipes_are_named(tmp_path: Path) -> None:
@@ -136,7 +170,9 @@ READ_ELSEWHERE = {
     # Read only where the case arises, each by a test of its own.
     "RunConfig.name",  # the run directory's name: commands/train.choose_folder
     "ModelConfig.path",  # instead of model.new
-    "ModelConfig.teacher", "ModelConfig.offload",  # by objectives that compare with another model
+    "ModelConfig.teacher", "ModelConfig.teachers", "ModelConfig.offload",  # by objectives with another model
+    "LoraConfig.rank", "LoraConfig.alpha", "LoraConfig.targets", "LoraConfig.rslora",  # where there is an adapter
+    "EngineConfig.address",  # by SGLang
     "RolloutConfig.keep",  # by rejection sampling
     "RolloutConfig.transcripts_gb",  # before the first stage: commands/train.train
     "SourceConfig.skip_bad",  # by files

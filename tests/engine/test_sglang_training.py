@@ -42,7 +42,7 @@ def test_a_training_through_sglang_reaches_its_last_step_and_publishes_each(
     recipe["model"] = {"path": str(checkpoint)}
     recipe["stage"] = [{**recipe["stage"][1], "steps": 3, "rollout": {"groups_per_step": 2, "group_size": 4}}]
     with in_another_thread(server):
-        recipe["engine"] = {"kind": f"sglang+{server.address}"}
+        recipe["engine"] = {"kind": "sglang", "address": server.address}
         path = tmp_path / "recipe.toml"
         path.write_text(to_toml(resolve(recipe, [], where="test")))
         run = train(path, run=tmp_path / "run")

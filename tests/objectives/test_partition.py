@@ -1,7 +1,7 @@
 """One optimiser step is a function of the set of samples: no split or order changes gradient, loss or metrics.
 
 Specification 1.7 and bugs 7.1, 7.2, 7.15, 7.16, 7.19, 7.24. The mutations at the end are rejected by the same check.
-Presets with a lesson are packed in other ways; tests/trainer has the same for them, stage by stage.
+Presets with a direct loss are packed in other ways; tests/trainer has the same for them, stage by stage.
 Shapes: _B trajectories of the step, _N their drawn tokens, K most likely tokens.
 """
 

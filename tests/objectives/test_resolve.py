@@ -8,7 +8,7 @@ import pytest
 
 from temper.errors import UserError
 from temper.objectives import FAMILIES, POLICY_GRADIENTS, PRESETS, check_objective, compare, describe, resolve
-from temper.objectives.losses.table import LESSONS, stages_for
+from temper.objectives.losses.table import LOSSES, stages_for
 from temper.objectives.policy.gates import cispo, clip
 from temper.objectives.resolve import IDLE_KINDS, REGISTRY
 
@@ -175,13 +175,13 @@ def test_a_moving_reference_that_nothing_reads_is_refused() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_description_shows_formula_factors_source_and_note(name) -> None:
     text, preset = describe(name), PRESETS[name]
-    used = (preset.gate, preset.advantage) if preset.lesson is None else (preset.lesson,)
+    used = (preset.gate, preset.advantage) if preset.loss is None else (preset.loss,)
     for part in (preset.formula, preset.source, preset.note, *map(str, used)):
         assert part
         assert part in text
 
 
-def test_a_description_with_a_lesson_names_its_stage_and_no_factor_that_does_nothing() -> None:
+def test_a_description_with_a_direct_loss_names_its_stage_and_no_factor_that_does_nothing() -> None:
     text = describe("dpo")
     assert "stage         preference" in text
     assert not [kind for kind in IDLE_KINDS if f"  {kind} " in text]
@@ -192,17 +192,17 @@ def test_a_description_with_a_lesson_names_its_stage_and_no_factor_that_does_not
     ("kind", "value"),
     [("gate", "cispo"), ("regularizers", [{"name": "kl", "coefficient": 0.1}]), ("weighting", "token_mean")],
 )
-def test_a_factor_that_a_lesson_would_leave_idle_is_refused(kind: str, value: Any) -> None:
-    with pytest.raises(UserError, match=f"objective.{kind} would do nothing: dpo has the lesson dpo"):
+def test_a_factor_that_a_direct_loss_would_leave_idle_is_refused(kind: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"objective.{kind} would do nothing: dpo has the direct loss dpo"):
         resolve("dpo", {kind: value})
-    lesson = {"name": "dpo", "beta": 0.3}
+    direct_loss = {"name": "dpo", "beta": 0.3}
     with pytest.raises(UserError, match="would do nothing"):
-        resolve("grpo", {kind: value, "lesson": lesson})
-    assert resolve("dpo", {kind: value, "lesson": "none"}).lesson is None
-    assert resolve("dpo", {"lesson": {"beta": 0.3}}).lesson == resolve("grpo", {"lesson": lesson}).lesson
+        resolve("grpo", {kind: value, "loss": direct_loss})
+    assert resolve("dpo", {kind: value, "loss": "none"}).loss is None
+    assert resolve("dpo", {"loss": {"beta": 0.3}}).loss == resolve("grpo", {"loss": direct_loss}).loss
 
 
-def test_a_weighting_acts_beside_lessons_of_tokens_alone() -> None:
+def test_a_weighting_acts_beside_direct_losses_of_tokens_alone() -> None:
     assert resolve("sft", {"weighting": "sequence_mean"}).weighting.name == "sequence_mean"
     assert resolve("gkd", {"weighting": "sequence_mean"}).weighting.name == "sequence_mean"
     with pytest.raises(UserError, match=r"objective.weighting would do nothing"):
@@ -214,17 +214,17 @@ def test_too_small_a_group_names_who_compares() -> None:
         check_objective(resolve("nash_md"), group_size=1)
 
 
-def test_every_preset_is_in_one_family_and_the_first_alone_has_no_lessons() -> None:
+def test_every_preset_is_in_one_family_and_the_first_alone_has_no_losses() -> None:
     names = [preset.name for family in FAMILIES.values() for preset in family]
     assert sorted(names) == sorted(PRESETS)
     first, *others = FAMILIES.values()
     assert {preset.name for preset in first} == set(POLICY_GRADIENTS)
-    assert all(preset.lesson is not None for family in others for preset in family)
+    assert all(preset.loss is not None for family in others for preset in family)
 
 
-def test_every_lesson_has_a_stage_and_every_preset_with_one_says_which() -> None:
-    assert all(stages_for(lesson) for lesson in LESSONS)
-    stages = {preset.name: stages_for(preset.lesson.name) for preset in PRESETS.values() if preset.lesson is not None}
+def test_every_direct_loss_has_a_stage_and_every_preset_with_one_says_which() -> None:
+    assert all(stages_for(direct_loss) for direct_loss in LOSSES)
+    stages = {preset.name: stages_for(preset.loss.name) for preset in PRESETS.values() if preset.loss is not None}
     assert stages["sft"] == ("sft",)
     assert stages["online_dpo"] == ("preference",)
     assert stages["process_reward_model"] == ("reward_model",)

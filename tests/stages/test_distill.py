@@ -28,7 +28,6 @@ from temper.stages.distill import (
     Mixture,
     NoReward,
     distill_source,
-    parse_teachers,
     share_of_samples,
     teacher_folders,
     trains_on_samples,
@@ -273,8 +272,8 @@ def test_the_source_follows_lmbda() -> None:
     assert isinstance(make(OPD_DIRECT), Roller)
     assert isinstance(make(GKD), Mixture)
     assert share_of_samples(resolve("opd")) == 1.0
-    assert share_of_samples(dataclasses.replace(GKD, lesson=gkd(lmbda=0.2))) == 0.2
-    assert share_of_samples(dataclasses.replace(GKD, lesson=k2())) == 1.0
+    assert share_of_samples(dataclasses.replace(GKD, loss=gkd(lmbda=0.2))) == 0.2
+    assert share_of_samples(dataclasses.replace(GKD, loss=k2())) == 1.0
     with pytest.raises(UserError, match=r"max_staleness=2 with lmbda=0.5"):
         make(GKD, max_staleness=2)
     assert isinstance(make(OPD_DIRECT, max_staleness=2), Roller)
@@ -285,45 +284,19 @@ def test_gkd_weighs_by_tokens_of_the_whole_batch() -> None:
     assert GKD.weighting(extent).tolist() == [0.25, 0.25]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("models/big", {"": "models/big"}),
-        ("math=models/a, code = models/b", {"math": "models/a", "code": "models/b"}),
-        ("math=runs/x=1", {"math": "runs/x=1"}),
-    ],
-)
-def test_teachers_are_read_by_domain(text: str, expected: dict[str, str]) -> None:
-    assert parse_teachers(text) == expected
-
-
-def test_a_directory_with_an_equals_sign_is_one_teacher(tmp_path: Path) -> None:
-    (tmp_path / "lr=1").mkdir()
-    assert parse_teachers(str(tmp_path / "lr=1")) == {"": str(tmp_path / "lr=1")}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("math=a, b", '"b" is no domain'), ("math=a, =b", "no domain"), ("math=a, math=b", "two teachers")],
-)
-def test_a_list_of_teachers_that_makes_no_sense_is_refused(text: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        parse_teachers(text)
-
-
 def test_a_teacher_with_another_tokenizer_is_refused_and_both_are_named(tmp_path: Path) -> None:
     shape = {"layers": 1, "width": 8, "heads": 1, "kv_heads": 1, "mlp_width": 8, "context": 16, "seed": 0}
     folders = {
         name: make_tiny_model(tmp_path / name, alphabet=alphabet, **shape)  # type: ignore[arg-type]
         for name, alphabet in (("student", "abc"), ("same", "abc"), ("other", "acb"))
     }
-    text = f"math={folders['same']}, code={folders['other']}"
+    taught_by = {"math": str(folders["same"]), "code": str(folders["other"])}
     with pytest.raises(UserError, match=r"other cannot teach .*student: their tokenizers differ"):
-        teacher_folders(folders["student"], text)
-    found = teacher_folders(folders["student"], f"math={folders['same']}")
+        teacher_folders(folders["student"], taught_by)
+    found = teacher_folders(folders["student"], {"math": str(folders["same"])})
     assert found == {"math": folders["same"]}
     with pytest.raises(UserError, match="not a directory"):
-        teacher_folders(folders["student"], str(tmp_path / "nowhere"))
+        teacher_folders(folders["student"], {"": str(tmp_path / "nowhere")})
 
 
 @pytest.mark.parametrize(

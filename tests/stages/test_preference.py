@@ -269,7 +269,7 @@ def test_the_reference_is_asked_once_for_every_row_of_a_run() -> None:
     assert [row.reference_logprobs for row in rows] == fresh
 
 
-@pytest.mark.parametrize("changes", [{"lesson": SIMPO.lesson}, {"reference": REFERENCE_RULES["soft_update"]()}])
+@pytest.mark.parametrize("changes", [{"loss": SIMPO.loss}, {"reference": REFERENCE_RULES["soft_update"]()}])
 def test_without_a_frozen_reference_nothing_is_cached(changes: dict[str, Any]) -> None:
     """The mutation: a cache under a moving reference would hold what it said at the start."""
     score = Scorer()
@@ -329,9 +329,9 @@ def test_what_another_reference_said_is_not_believed(tmp_path: Path) -> None:
 def test_held_out_pairs_are_scored_by_policy_and_reference() -> None:
     score = Scorer()
     references = References(score)
-    assert DPO.lesson is not None
-    chosen, rejected = heldout_rewards(DPO.lesson, PAIRS, RULES, references, score)
-    heldout_rewards(DPO.lesson, PAIRS, RULES, references, score)
+    assert DPO.loss is not None
+    chosen, rejected = heldout_rewards(DPO.loss, PAIRS, RULES, references, score)
+    heldout_rewards(DPO.loss, PAIRS, RULES, references, score)
     assert (score.asked("policy"), score.asked("reference")) == (20, 10)
     # The policy is 0.25 above the reference at each token, end included; beta is 0.1.
     assert chosen == pytest.approx([0.1 * 0.25 * (2 + number) for number in range(5)])
@@ -340,12 +340,12 @@ def test_held_out_pairs_are_scored_by_policy_and_reference() -> None:
 
 def test_nash_md_on_a_data_set_is_refused() -> None:
     with pytest.raises(UserError, match="fresh rollouts"):
-        source(Scorer(), lesson=NASH_MD.lesson)
+        source(Scorer(), loss=NASH_MD.loss)
 
 
 def test_kto_asks_a_moving_reference_at_every_step() -> None:
     score = Scorer()
-    given = source(score, lesson=KTO.lesson, reference=REFERENCE_RULES["soft_update"]())
+    given = source(score, loss=KTO.loss, reference=REFERENCE_RULES["soft_update"]())
     for step in range(1, 5):
         take(given, step)
     assert max(Counter(row for row in score.rows if row[0] == "reference").values()) > 1

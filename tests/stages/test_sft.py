@@ -208,10 +208,10 @@ def test_trained_turns_says_which_assistants_are_learned(turns: str | None, text
 
 
 @pytest.mark.parametrize(
-    "lesson", [likelihood(), likelihood(smoothing=0.2), likelihood(noise=5.0), likelihood(0.1, 10.0)], ids=str
+    "loss", [likelihood(), likelihood(smoothing=0.2), likelihood(noise=5.0), likelihood(0.1, 10.0)], ids=str
 )
-def test_the_gradient_does_not_depend_on_packing(tmp_path: Path, lesson: Any) -> None:
-    objective = replace(SFT, lesson=lesson)
+def test_the_gradient_does_not_depend_on_packing(tmp_path: Path, direct_loss: Any) -> None:
+    objective = replace(SFT, loss=direct_loss)
     (rows,) = batch_of((*tasks_of(tmp_path, "messages"), *tasks_of(tmp_path, "history"))).updates
     apart, together = (gradient(prepare(tiny_model()), rows, budget=b, objective=objective) for b in (1, 4096))
     reverse = gradient(prepare(tiny_model()), tuple(reversed(rows)), budget=40, objective=objective)
@@ -226,7 +226,7 @@ def test_noise_from_one_generator_for_all_rows_would_be_seen(tmp_path: Path, mon
         return torch.rand(len(microbatch.token_ids), width, generator=draw)
 
     monkeypatch.setattr("temper.trainer.passes.noise.row_noise", common)
-    objective = replace(SFT, lesson=likelihood(noise=5.0))
+    objective = replace(SFT, loss=likelihood(noise=5.0))
     (rows,) = batch_of(tasks_of(tmp_path, "messages")).updates
     apart, together = (gradient(prepare(tiny_model()), rows, budget=b, objective=objective) for b in (1, 4096))
     assert abs(apart[0] - together[0]) > 1e-6
@@ -281,7 +281,7 @@ def test_state_continues_the_same_examples() -> None:
 
 
 def test_a_resumed_run_trains_the_same_bits_with_the_same_noise(tmp_path: Path) -> None:
-    objective = replace(SFT, lesson=likelihood(smoothing=0.1, noise=5.0))
+    objective = replace(SFT, loss=likelihood(smoothing=0.1, noise=5.0))
     settings = TrainerSettings(optimizer=OptimizerSettings(learning_rate=1e-2), temperature=1.0, total_steps=4, seed=3)
 
     def begin() -> tuple[LocalTrainer, Examples]:

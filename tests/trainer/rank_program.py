@@ -24,7 +24,7 @@ from temper.types import Batch, Sample
 
 def train(model: Any, other: Any, rows: list[Sample], preset: str, budget: int) -> dict[str, Any]:
     objective, optimizer = resolve(preset), OptimizerSettings(learning_rate=0.01)
-    together: Literal["group", "trajectory"] = "trajectory" if objective.lesson is None else "group"
+    together: Literal["group", "trajectory"] = "trajectory" if objective.loss is None else "group"
     critic = Critic(deepcopy(model), optimizer, total_steps=4) if objective.critic is not None else None
     trainer = LocalTrainer(
         model,

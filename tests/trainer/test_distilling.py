@@ -1,4 +1,4 @@
-"""A student trained by each lesson comes nearer to its teachers; training that was saved goes on to the same bits."""
+"""A student trained by each loss comes nearer to its teachers; training that was saved goes on to the same bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from temper.types import Batch, Sample
 
 MakeModel = Callable[..., Any]
 MakeRows = Callable[..., list[Sample]]
-OBJECTIVES = [*PRESETS, replace(GKD, name="opd_top_k", lesson=top_k_teacher(k=5)), replace(GKD, lesson=k3())]
+OBJECTIVES = [*PRESETS, replace(GKD, name="opd_top_k", loss=top_k_teacher(k=5)), replace(GKD, loss=k3())]
 
 
 def make_trainer(model: Any, teachers: dict[str, Any], objective: Objective, budget: int = 40) -> LocalTrainer:
@@ -40,7 +40,7 @@ def batch(rows: list[Sample]) -> Batch:
     return Batch(updates=(tuple(replace(row, teacher=row.group_id) for row in rows),))
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: str(objective.lesson))
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: str(objective.loss))
 def test_a_student_comes_nearer_to_its_teachers(
     make_model: MakeModel, make_rows: MakeRows, objective: Objective
 ) -> None:
@@ -59,7 +59,7 @@ def test_training_that_was_saved_goes_on_to_the_same_bits(
     make_model: MakeModel, make_rows: MakeRows, tmp_path: Path
 ) -> None:
     def trainer() -> LocalTrainer:
-        return make_trainer(make_model(seed=1), {"": make_model(seed=2)}, replace(GKD, lesson=gkd()))
+        return make_trainer(make_model(seed=1), {"": make_model(seed=2)}, replace(GKD, loss=gkd()))
 
     whole = trainer()
     expected = [whole.step(batch(make_rows(seed=seed))).loss for seed in range(4)]
@@ -74,9 +74,9 @@ def test_training_that_was_saved_goes_on_to_the_same_bits(
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in whole.publish().tensors.items())
 
 
-def test_a_lesson_asks_no_policy_of_the_batchs_start(make_rows: MakeRows) -> None:
+def test_a_direct_loss_asks_no_policy_of_the_batchs_start(make_rows: MakeRows) -> None:
     """There is no policy here to ask; a policy gradient of several updates would need one."""
     (microbatch,) = pack(make_rows(), 1000)
     assert Passes({}, GKD, 1.0).with_proximal(microbatch, is_only=False) is microbatch
     with pytest.raises(UserError, match="needs a policy model"):
-        Passes({}, replace(GKD, lesson=None), 1.0).with_proximal(microbatch, is_only=False)
+        Passes({}, replace(GKD, loss=None), 1.0).with_proximal(microbatch, is_only=False)

@@ -1,6 +1,6 @@
 """Every policy gradient through the real trainer: one step is a function of its rows, whatever passes it needs.
 
-Lessons need rows of their own: test_preferences.py, test_scores.py, test_distilling.py, stages/test_sft.py.
+Direct losses need rows of their own: test_preferences.py, test_scores.py, test_distilling.py, stages/test_sft.py.
 """
 
 from __future__ import annotations

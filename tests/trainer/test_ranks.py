@@ -18,9 +18,9 @@ from temper.types import Sample
 PROGRAM = Path(__file__).with_name("rank_program.py")
 UNEVEN, WHOLE = 54, 10_000
 """Token budgets: of several microbatches, and of a single one, which leaves the second rank nothing."""
-LESSONS = ("sft", "dpo", "beta_dpo", "kto", "nash_md", "gkd", "opd_top_k")
+LOSSES = ("sft", "dpo", "beta_dpo", "kto", "nash_md", "gkd", "opd_top_k")
 """One of each way to read a batch; the other rules on pairs differ from dpo within a pair only."""
-NAMES = [*(name for name, preset in POLICY_GRADIENTS.items() if "router" not in preset.needs), *LESSONS]
+NAMES = [*(name for name, preset in POLICY_GRADIENTS.items() if "router" not in preset.needs), *LOSSES]
 """Experts are not multiplied in float64."""
 CASES = [*((name, budget, "none") for name in NAMES for budget in (UNEVEN, WHOLE)), ("grpo", UNEVEN, "average")]
 
@@ -61,7 +61,7 @@ def with_columns(rows: list[Sample]) -> list[Sample]:
 
 
 def as_pairs(rows: list[Sample]) -> list[Sample]:
-    """What lessons read: a chosen and a rejected side, of the policy and of the reference, one baseline for all."""
+    """What losses read: a chosen and a rejected side, of the policy and of the reference, one baseline for all."""
     return [
         replace(
             row,

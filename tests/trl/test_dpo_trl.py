@@ -21,7 +21,7 @@ from temper.batching.pack import pack
 from temper.models.load import load_model, load_tokenizer
 from temper.models.tiny import make_tiny_model
 from temper.objectives import Objective
-from temper.objectives.losses.pairs import PAIR_LESSONS
+from temper.objectives.losses.pairs import PAIR_LOSSES
 from temper.objectives.presets.preferences import DPO, IPO, ROBUST
 from temper.stages.preference import offline_source
 from temper.stages.preference_rows import RowRules
@@ -194,7 +194,7 @@ def test_the_comparison_rejects_what_is_slightly_wrong(model_folder: Path, tmp_p
         place = row.loss_mask.index(1) - 1
         return replace(row, loss_mask=[m or int(i == place) for i, m in enumerate(row.loss_mask)])
 
-    other_beta = replace(DPO, lesson=PAIR_LESSONS["dpo"](beta=0.101))
+    other_beta = replace(DPO, loss=PAIR_LOSSES["dpo"](beta=0.101))
     for name, wrong in {
         "beta": by_temper(model_folder, tasks, other_beta),
         "end": by_temper(model_folder, tasks, DPO, without_end),

@@ -149,7 +149,7 @@ def losses_of_temper(
 ) -> tuple[list[float], float]:
     path = out / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    objective, tokenizer = replace(SFT, lesson=likelihood(smoothing=smoothing)), load_tokenizer(folder)
+    objective, tokenizer = replace(SFT, loss=likelihood(smoothing=smoothing)), load_tokenizer(folder)
     settings = TrainerSettings(
         optimizer=OptimizerSettings(learning_rate=RATE), temperature=1.0, total_steps=STEPS, traces=False
     )

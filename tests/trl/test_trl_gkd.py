@@ -68,7 +68,7 @@ def of_trl(samples: Sequence[Sample], beta: float) -> tuple[float, dict[str, tor
 def test_a_step_has_trls_loss_and_gradient(beta: float, budget: int) -> None:
     expected, slopes = of_trl(rows(), beta)
     student, teacher = model(1, is_plain=False), model(2, is_plain=False)
-    objective = replace(GKD, lesson=gkd(beta=beta, temperature=0.9))
+    objective = replace(GKD, loss=gkd(beta=beta, temperature=0.9))
     facts = StepFacts(num_batch_tokens=10, teachers={"": teacher})
     loss = 0.0
     for microbatch in pack(rows(), budget, dtype=torch.float64):

@@ -92,7 +92,7 @@ def test_loss_and_gradient_are_trl_s(folder: Path, tokens: int) -> None:
     make_rows = PairRows(load_tokenizer(folder), max_length=32)
     rows = [replace(row, weights=[m / len(TASKS) for m in row.loss_mask]) for task in TASKS for row in make_rows(task)]
     model = load_scorer(folder, torch.float64, torch.device("cpu"))
-    objective = replace(REWARD_MODEL, lesson=bradley_terry(centring=CENTRING))
+    objective = replace(REWARD_MODEL, loss=bradley_terry(centring=CENTRING))
     facts = StepFacts(num_batch_tokens=len(rows))
     loss = sum(
         forward_backward(model, m, objective, temperature=1.0, facts=facts)[0].item()

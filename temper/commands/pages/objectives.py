@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from temper.objectives import POLICY_GRADIENTS, PRESETS, Lesson, Objective, Tokens, TopTokens
+from temper.objectives import POLICY_GRADIENTS, PRESETS, DirectLoss, Objective, Tokens, TopTokens
 from temper.objectives.factor import NEEDS, Factor
-from temper.objectives.losses.table import LESSONS, LESSONS_OF, stages_for
+from temper.objectives.losses.table import LOSSES, LOSSES_OF, stages_for
 from temper.objectives.policy.gates import GATES
 from temper.objectives.resolve import REGISTRY
 from temper.runs.report.plot import Line, Panel, chart
@@ -40,8 +40,8 @@ denominator; **regularisers** add terms of their own:
 Any factor of a preset can be replaced in a recipe: `objective.gate = "sapo"`, or
 `objective.gate = {name = "clip", high = 0.28}`; lists compose: `objective.corrections = ["token_tis", "veto"]`.
 
-A **lesson** is a loss of its own in place of all these: of given texts, of pairs, of scores, of the distance from a
-teacher. `objective.lesson = {beta = 0.3}` changes a preset's; each kind of stage takes [its own](#lessons).
+A **direct loss** stands in place of all these: of given texts, of pairs, of scores, of the distance from a
+teacher. `objective.loss = {beta = 0.3}` changes a preset's; each kind of stage takes [its own](#losses).
 """
 
 
@@ -58,9 +58,9 @@ def write_page(folder: Path) -> Path:
 
 def page_text() -> str:
     parts = [INTRO, _gates_section(), _presets_section(), _needs_section()]
-    multiplied = {kind: builders for kind, builders in REGISTRY.items() if kind not in ("gate", "lesson")}
+    multiplied = {kind: builders for kind, builders in REGISTRY.items() if kind not in ("gate", "loss")}
     parts += [_section(kind.capitalize(), builders) for kind, builders in multiplied.items()]
-    return "\n".join([*parts, _lessons_section()])
+    return "\n".join([*parts, _losses_section()])
 
 
 def gate_pictures() -> dict[str, str]:
@@ -152,8 +152,8 @@ def _presets_section() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     lines += [_preset_row(preset) for preset in POLICY_GRADIENTS.values()]
-    lines += ["", "Presets with a lesson:", "", "| preset | stage | lesson | beside that | source |"]
-    lines += ["|---|---|---|---|---|", *(_lesson_row(p, p.lesson) for p in PRESETS.values() if p.lesson is not None)]
+    lines += ["", "Presets with a direct loss:", "", "| preset | stage | loss | beside that | source |"]
+    lines += ["|---|---|---|---|---|", *(_loss_row(p, p.loss) for p in PRESETS.values() if p.loss is not None)]
     reasons = [f"- `{name}`: {'; '.join(p.why_experimental)}" for name, p in PRESETS.items() if p.why_experimental]
     return "\n".join([*lines, "", "Experimental, and why:", "", *reasons, ""])
 
@@ -166,9 +166,9 @@ def _preset_row(preset: Objective) -> str:
     return _row(preset, preset.advantage, preset.ratio, preset.gate, preset.weighting, beside)
 
 
-def _lesson_row(preset: Objective, lesson: Lesson) -> str:
+def _loss_row(preset: Objective, direct_loss: DirectLoss) -> str:
     beside = ", ".join([*map(str, preset.controllers), *sorted(preset.wants)]) or "-"
-    return _row(preset, ", ".join(stages_for(lesson.name)), lesson, beside)
+    return _row(preset, ", ".join(stages_for(direct_loss.name)), direct_loss, beside)
 
 
 def _row(preset: Objective, *cells: object) -> str:
@@ -177,12 +177,12 @@ def _row(preset: Objective, *cells: object) -> str:
     return f"| `{preset.name}`{dagger} | " + " | ".join(texts) + " |"
 
 
-def _lessons_section() -> str:
-    lines = ["## Lessons", "", "Which a stage may train with:", "", "| stage | lessons |", "|---|---|"]
-    for stage, lessons in LESSONS_OF.items():
-        named = ["a policy gradient" if lesson is None else f"`{lesson}`" for lesson in lessons]
+def _losses_section() -> str:
+    lines = ["## Direct losses", "", "Which a stage may train with:", "", "| stage | losses |", "|---|---|"]
+    for stage, losses in LOSSES_OF.items():
+        named = ["a policy gradient" if direct_loss is None else f"`{direct_loss}`" for direct_loss in losses]
         lines.append(f"| {stage} | {'nothing is trained' if stage == 'rejection' else ', '.join(named)} |")
-    return "\n".join([*lines, "", *_entries(LESSONS)])
+    return "\n".join([*lines, "", *_entries(LOSSES)])
 
 
 def _needs_section() -> str:

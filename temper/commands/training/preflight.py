@@ -20,7 +20,7 @@ from temper.config import FIRST, RewardConfig, RunConfig, SourceConfig, load_rec
 from temper.data import StageData, open_data, require_judge
 from temper.errors import UserError
 from temper.evals import contamination
-from temper.models.load import find_checkpoint, read_shape
+from temper.models.load import find_checkpoint
 from temper.objectives import Objective
 from temper.runs.alarms.rules import configure
 from temper.stages.distill import share_of_samples, teacher_folders
@@ -80,8 +80,8 @@ class Later:
         if starts_elsewhere(config, self.stages):
             model = find_checkpoint(readable.model.path)
             awaited["starts from"] = self._in_words(config.model.path)
-        if config.model.teacher:
-            awaited["teacher"] = self._in_words(config.model.teacher)
+        for domain, path in config.model.taught_by.items():
+            awaited[f"teacher of {domain}" if domain else "teacher"] = self._in_words(path)
         self._leave(config, readable, model)
         return Opened(number=self._number, config=config, readable=readable, model=model, awaited=awaited)
 
@@ -143,9 +143,7 @@ def _describe(stage: Opened) -> str:
     data = open_data(stage.readable, stage.model)
     require_turn_credit(config, objective, data.rubric)
     require_judge(config, data)
-    if config.model.teacher:
-        for folder in teacher_folders(stage.model, stage.readable.model.teacher).values():
-            read_shape(folder)
+    teacher_folders(stage.model, stage.readable.model.taught_by)
     shape, first = data.shape, data.probe[0]
     prompt = data.renderer.prompt_ids(data.renderer.prompt_messages(first))
     rows = {
@@ -160,7 +158,7 @@ def _describe(stage: Opened) -> str:
         **calls.run(_batch_rows(stage, objective, data)),
     }
     if config.model.lora is not None:
-        rows["adapter"] = ", ".join(f"{name} {value}" for name, value in config.model.lora.items()) or "as by default"
+        rows["adapter"] = ", ".join(f"{name} {value}" for name, value in config.model.lora.model_dump().items())
     rows |= calls.run(try_environment(config, data))
     readable = stage.readable
     if readable.reward and config.stage != "reward_model":

@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ class AdapterSettings:
     """The product of both factors counts alpha / rank times; with rslora alpha / sqrt(rank) times."""
     targets: tuple[str, ...] = ()
     """Names of linear layers, e.g. ("q_proj", "v_proj"). Empty: every linear layer of attention and feed-forward."""
-    dropout: float = 0.0
     rslora: bool = False
     seed: int = 0
     """Of the first factor; the second starts at zero, so that training starts at the model itself."""
@@ -48,22 +47,6 @@ class AdapterSettings:
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0:
             raise UserError(f"model.lora: rank={self.rank} and alpha={self.alpha} must be positive, e.g. 16 and 32")
-        if self.dropout != 0:
-            raise UserError(
-                f"model.lora: dropout={self.dropout} would make the trainer's policy another one than the sampler's, "
-                f"which has no dropout. Use dropout = 0; weight decay or a smaller rank also restrain an adapter"
-            )
-
-
-def settings_of(table: Mapping[str, Any], seed: int = 0) -> AdapterSettings:
-    """From a recipe's model.lora. UserError for keys it does not have."""
-    known = {field.name for field in fields(AdapterSettings)} - {"seed"}
-    for name in table:
-        if name not in known:
-            raise UserError(
-                f'model.lora has no key "{name}".{did_you_mean(name, known)} It has {", ".join(sorted(known))}'
-            )
-    return AdapterSettings(**{**table, "targets": tuple(table.get("targets", ()))}, seed=seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Lessons from a teacher: the student's distribution, or its tokens, brought nearer to the teacher's.
+"""Losses from a teacher: the student's distribution, or its tokens, brought nearer to the teacher's.
 
-Owns: what each lesson reads from Tokens. Refuses: the mathematics of divergences (distillation.py), distillation by
+Owns: what each loss reads from Tokens. Refuses: the mathematics of divergences (distillation.py), distillation by
 policy gradient (token_advantages.py), and the whole distributions, which only the trainer has (Compared).
 Shapes: _T drawn tokens of one microbatch, _TK the teacher's most likely tokens there, _CV logits of some positions.
 """
@@ -18,19 +18,19 @@ from temper.objectives.factor import factor, require
 from temper.objectives.losses.distillation import distillation_loss, require_gkd, top_k_forward_kl
 from temper.objectives.losses.distillation import gkd as gkd_divergence
 from temper.objectives.metrics import MetricSums, mean_sums
-from temper.objectives.objective import Lesson
+from temper.objectives.objective import DirectLoss
 from temper.objectives.policy.regularizers import Estimator
 from temper.objectives.policy.regularizers import k2 as k2_estimate
 from temper.objectives.policy.regularizers import k3 as k3_estimate
 from temper.objectives.tokens import Tokens, bounded
 
-LessonFn = Callable[[Tokens], tuple[Tensor, MetricSums]]
+LossFn = Callable[[Tokens], tuple[Tensor, MetricSums]]
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A lesson in two parts, for logits of all positions never exist at once: the trainer takes the divergence chunk by
-    chunk, and the lesson weighs it."""
+    """A direct loss in two parts, for logits of all positions never exist at once: the trainer takes the divergence by
+    chunks, and the loss weighs it."""
 
     divergence: Callable[[Tensor, Tensor], Tensor]
     """(student's logits [C, V], teacher's) -> [C], as the head gives them: before any temperature."""
@@ -41,7 +41,7 @@ class Compared:
 
 
 @factor(needs=("divergence",))
-def gkd(beta: float = 0.5, temperature: float = 0.9, lmbda: float = 0.5) -> LessonFn:
+def gkd(beta: float = 0.5, temperature: float = 0.9, lmbda: float = 0.5) -> LossFn:
     """Divergence of student S and teacher Q at every position (distillation.gkd), mean over the batch's tokens.
 
     beta 0: KL(Q || S), covers the teacher. beta 1: KL(S || Q), seeks its modes. Between: the generalised Jensen-Shannon
@@ -54,7 +54,7 @@ def gkd(beta: float = 0.5, temperature: float = 0.9, lmbda: float = 0.5) -> Less
 
 
 @factor(needs=("teacher_top_k",))
-def top_k_teacher(k: int = 64, lmbda: float = 1.0) -> LessonFn:
+def top_k_teacher(k: int = 64, lmbda: float = 1.0) -> LossFn:
     """KL(Q || S) over the teacher's k most likely tokens and one bucket for the rest: a lower bound of the whole one.
 
     Both at the sampler's temperature. lmbda as for gkd. Without the bucket the sum may be negative and public code
@@ -72,7 +72,7 @@ def top_k_teacher(k: int = 64, lmbda: float = 1.0) -> LessonFn:
 
 
 @factor(needs=("teacher",))
-def k2() -> LessonFn:
+def k2() -> LossFn:
     """D^2 / 2 at drawn tokens, D = log S - log Q, through the student: follows KL(S || Q) on the student's own samples.
 
     D is bounded by 20: a token that the teacher rules out must not be an infinite loss. slime, verl. Specification 3.5.
@@ -81,7 +81,7 @@ def k2() -> LessonFn:
 
 
 @factor(needs=("teacher",))
-def k3() -> LessonFn:
+def k3() -> LossFn:
     """exp(-D) - 1 + D at drawn tokens, D = log S - log Q, bounded by 20, through the student.
 
     Its value estimates KL(S || Q), but differentiated on the student's own samples it follows KL(Q || S), which covers
@@ -91,7 +91,7 @@ def k3() -> LessonFn:
 
 
 def _estimated(tokens: Tokens, estimator: Estimator) -> tuple[Tensor, MetricSums]:
-    assert tokens.teacher_logprobs is not None, "this lesson needs the teacher's log-probabilities"
+    assert tokens.teacher_logprobs is not None, "this loss needs the teacher's log-probabilities"
     distance_T = bounded(tokens.policy_logprobs - tokens.teacher_logprobs)
     # The ratio to the policy of the batch's start plays no part: these two do not read it.
     return _weighed(tokens, estimator(distance_T, distance_T.new_zeros(())))
@@ -105,7 +105,7 @@ def _weighed(tokens: Tokens, divergences_T: Tensor) -> tuple[Tensor, MetricSums]
     return loss, metrics.merge(mean_sums(seen))
 
 
-DIVERGENCE_LESSONS: dict[str, Callable[..., Lesson]] = {
+DIVERGENCE_LOSSES: dict[str, Callable[..., DirectLoss]] = {
     "gkd": gkd,
     "top_k_teacher": top_k_teacher,
     "k2": k2,

@@ -1,4 +1,4 @@
-"""The lesson of supervised data: the likelihood of given tokens, if wanted with smoothed labels and noisy inputs.
+"""The loss of supervised data: the likelihood of given tokens, if wanted with smoothed labels and noisy inputs.
 
 Owns: the loss and its preset. Refuses: the uniform cross-entropy and the noise, which the trainer makes when asked to.
 Shapes: _T trained tokens of one microbatch.
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from temper.objectives.factor import Factor, require
 from temper.objectives.metrics import MetricSums, mean_sums
-from temper.objectives.objective import Lesson
+from temper.objectives.objective import DirectLoss
 from temper.objectives.policy.weighting import token_mean
 from temper.objectives.presets.policy_gradient import REINFORCE
 from temper.objectives.tokens import Tokens
 
 
-def likelihood(smoothing: float = 0.0, noise: float = 0.0) -> Lesson:
+def likelihood(smoothing: float = 0.0, noise: float = 0.0) -> DirectLoss:
     """sum_t w_t [(1 - s) * -log p(y_t) + s * -mean_v log p(v)]; embeddings + uniform(-1, 1) * noise / sqrt(L d).
 
     Label smoothing: Szegedy et al. 2016, with the given token among those that share s, as in TRL and transformers.
@@ -38,7 +38,7 @@ def likelihood(smoothing: float = 0.0, noise: float = 0.0) -> Lesson:
         totals = {"loss/likelihood": loss.detach().double()}
         return loss, MetricSums(totals=totals).merge(mean_sums({"sft/nll": surprise_T}))
 
-    # Not by the decorator: what the lesson needs depends on what is asked of it.
+    # Not by the decorator: what the loss needs depends on what is asked of it.
     needs = {"uniform": smoothing > 0, "noise": noise > 0}
     return Factor(
         name="likelihood",
@@ -50,13 +50,13 @@ def likelihood(smoothing: float = 0.0, noise: float = 0.0) -> Lesson:
     )
 
 
-LIKELIHOOD_LESSONS: dict[str, Callable[..., Lesson]] = {"likelihood": likelihood}
+LIKELIHOOD_LOSSES: dict[str, Callable[..., DirectLoss]] = {"likelihood": likelihood}
 
 SFT = replace(
     REINFORCE,
     name="sft",
     weighting=token_mean(),
-    lesson=likelihood(),
+    loss=likelihood(),
     formula="1/N sum_it -log pi(y_it)",
     source="TRL sft_trainer; label smoothing: arXiv 1512.00567; noise: arXiv 2310.05914",
     note="Mean negative log-likelihood per trained token of the batch. smoothing = 0.1 and noise = 5 are usual where "

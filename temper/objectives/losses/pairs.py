@@ -1,4 +1,4 @@
-"""Preference losses as lessons: from the drawn tokens of a microbatch to rules on pairs and labelled completions.
+"""Preference losses as losses: from the drawn tokens of a microbatch to rules on pairs and labelled completions.
 
 Owns: which two trajectories are a pair, sums over their tokens, and what beta-DPO takes from the whole batch. Refuses:
 the rules (preferences.py, unpaired.py, beta_dpo.py) and making rows (stages/preference.py).
@@ -24,12 +24,12 @@ from temper.objectives.losses.beta_dpo import beta_dpo as choose_pairs
 from temper.objectives.losses.preferences import Pairs, Preference, preference_loss, shift_schedule
 from temper.objectives.losses.unpaired import Labelled, LabelledPreference, labelled_loss, nash_md_losses
 from temper.objectives.metrics import MetricSums, mean_sums
-from temper.objectives.objective import Controller, Lesson, Measured, Objective, State
+from temper.objectives.objective import Controller, DirectLoss, Measured, Objective, State
 from temper.objectives.tokens import Tokens
 
 Arguments = ParamSpec("Arguments")
 Taught = tuple[Tensor, MetricSums]
-"""What a lesson returns: a microbatch's part of the loss, and sums for its metrics."""
+"""What a direct loss returns: a microbatch's part of the loss, and sums for its metrics."""
 
 MEAN_KEY, STD_KEY = "beta_dpo.mean", "beta_dpo.std"
 """Under which margin_memory keeps beta-DPO's moving mean and deviation."""
@@ -101,18 +101,18 @@ class Sides:
         )
 
 
-def over_pairs(build: Callable[Arguments, Preference]) -> Callable[Arguments, Lesson]:
-    """The lesson of a rule on pairs: same name, same arguments, same needs."""
+def over_pairs(build: Callable[Arguments, Preference]) -> Callable[Arguments, DirectLoss]:
+    """The loss of a rule on pairs: same name, same arguments, same needs."""
 
     @functools.wraps(build)
-    def built(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Lesson:
+    def built(*args: Arguments.args, **kwargs: Arguments.kwargs) -> DirectLoss:
         rule = build(*args, **kwargs)
-        return _lesson(rule, lambda tokens: _taught(rule, tokens, Sides.of(tokens).pairs(tokens)))
+        return _direct(rule, lambda tokens: _taught(rule, tokens, Sides.of(tokens).pairs(tokens)))
 
     return built
 
 
-def _lesson(rule: Preference | LabelledPreference, run: Callable[[Tokens], Taught]) -> Lesson:
+def _direct(rule: Preference | LabelledPreference, run: Callable[[Tokens], Taught]) -> DirectLoss:
     return Factor(rule.name, rule.arguments, rule.needs, rule.min_group, rule.experimental, run)
 
 
@@ -143,11 +143,11 @@ def dpo_shift(
         f"stage's, or neither",
     )
 
-    def lesson(tokens: Tokens) -> Taught:
+    def direct_loss(tokens: Tokens) -> Taught:
         share = shift_schedule(tokens.version / steps, factor, last) if steps else factor
         return _taught(preferences.dpo_shift(beta, share), tokens, Sides.of(tokens).pairs(tokens))
 
-    return lesson
+    return direct_loss
 
 
 @factor(needs=("reference",))
@@ -160,7 +160,7 @@ def xpo(beta: float = 0.1, alpha: float = 1e-5, loss: str = "dpo") -> Callable[[
     """
     rule = preferences.xpo(beta, alpha, loss)
 
-    def lesson(tokens: Tokens) -> Taught:
+    def direct_loss(tokens: Tokens) -> Taught:
         sides = Sides.of(tokens)
         is_policy_S = sides.rollouts.firsts(tokens.versions) >= 0
         is_chosen_P = is_policy_S[sides.chosen_P]
@@ -172,7 +172,7 @@ def xpo(beta: float = 0.1, alpha: float = 1e-5, loss: str = "dpo") -> Callable[[
             )
         return _taught(rule, tokens, replace(sides.pairs(tokens), is_chosen_from_policy=is_chosen_P))
 
-    return lesson
+    return direct_loss
 
 
 @factor(needs=("reference", "batch"))
@@ -222,7 +222,7 @@ def beta_dpo(beta: float = 0.1, slope: float = 0.6, dropped: float = 0.2, decay:
 
 @factor()
 def margin_memory() -> Callable[[State, State], State]:
-    """Keeps the moving mean and deviation of margins that the lesson beta_dpo goes by. Specification 3.1."""
+    """Keeps the moving mean and deviation of margins that the loss beta_dpo goes by. Specification 3.1."""
 
     def follow(state: State, metrics: State) -> State:
         """Without a measurement, as before the first step, what was there."""
@@ -235,11 +235,11 @@ def margin_memory() -> Callable[[State, State], State]:
 
 
 @functools.wraps(unpaired.kto)
-def kto(*args: float, **kwargs: float) -> Lesson:
+def kto(*args: float, **kwargs: float) -> DirectLoss:
     """Rewards are labels, 1 or 0; advantages hold the baseline z, which is one number for the whole batch."""
     rule = unpaired.kto(*args, **kwargs)
 
-    def lesson(tokens: Tokens) -> Taught:
+    def direct_loss(tokens: Tokens) -> Taught:
         assert tokens.rewards is not None, "labels are rewards, and there are none"
         assert tokens.reference_logprobs is not None, "kto needs the reference's log-probabilities"
         rollouts = Rollouts.of(tokens)
@@ -253,7 +253,7 @@ def kto(*args: float, **kwargs: float) -> Lesson:
         loss, metrics = labelled_loss(rule, labelled)
         return loss, metrics.merge(_entropy(tokens)).merge(mean_sums({"preference/baseline": tokens.advantages[:1]}))
 
-    return _lesson(rule, lesson)
+    return _direct(rule, direct_loss)
 
 
 @factor(needs=("reference",), min_group=2)
@@ -266,7 +266,7 @@ def nash_md(beta: float = 0.1, mixture: float = 0.5) -> Callable[[Tokens], Taugh
     require(beta >= 0, f"nash_md: beta={beta} must not be negative, e.g. 0.1")
     require(0 <= mixture <= 1, f"nash_md: mixture={mixture} must lie between 0 (the policy) and 1 (the reference)")
 
-    def lesson(tokens: Tokens) -> Taught:
+    def direct_loss(tokens: Tokens) -> Taught:
         assert tokens.reference_logprobs is not None, "nash_md needs the reference's log-probabilities"
         rollouts = Rollouts.of(tokens)
         policy_T, reference_T = tokens.over_vocabulary.double(), tokens.reference_logprobs.double()
@@ -278,28 +278,28 @@ def nash_md(beta: float = 0.1, mixture: float = 0.5) -> Callable[[Tokens], Taugh
         watched = {"preference/log_ratio": rollouts.sums(policy_T.detach() - reference_T)}
         return loss, metrics.merge(mean_sums(watched)).merge(_entropy(tokens))
 
-    return lesson
+    return direct_loss
 
 
-def opponent_share(lesson: Lesson | None) -> float | None:
-    """How much of a lesson's opponent is the reference: 1 all of it, 0 nothing but the policy. None: it has none."""
-    if lesson is None or lesson.name not in ("xpo", "nash_md"):
+def opponent_share(direct_loss: DirectLoss | None) -> float | None:
+    """How much of a loss's opponent is the reference: 1 all of it, 0 nothing but the policy. None: it has none."""
+    if direct_loss is None or direct_loss.name not in ("xpo", "nash_md"):
         return None
-    return 1.0 if lesson.name == "xpo" else float(lesson.argument("mixture"))
+    return 1.0 if direct_loss.name == "xpo" else float(direct_loss.argument("mixture"))
 
 
-def implicit_rewards(lesson: Lesson, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """What the lesson compares, of the chosen and of the rejected sides [P]: held-out pairs are judged by it."""
+def implicit_rewards(direct_loss: DirectLoss, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """What the loss compares, of the chosen and of the rejected sides [P]: held-out pairs are judged by it."""
     # Those below are DPO with pairs chosen, weighted or made in another way.
-    is_plain = lesson.name in ("dpo_shift", "xpo", "beta_dpo", "kto", "nash_md")
-    build = preferences.PREFERENCES["dpo" if is_plain else lesson.name]
-    rule = build(beta=lesson.argument("beta")) if is_plain else build(**dict(lesson.arguments))
+    is_plain = direct_loss.name in ("dpo_shift", "xpo", "beta_dpo", "kto", "nash_md")
+    build = preferences.PREFERENCES["dpo" if is_plain else direct_loss.name]
+    rule = build(beta=direct_loss.argument("beta")) if is_plain else build(**dict(direct_loss.arguments))
     with torch.no_grad():
         compared = rule(pairs)
     return compared.chosen_rewards, compared.rejected_rewards
 
 
-PAIR_LESSONS: dict[str, Callable[..., Lesson]] = {
+PAIR_LOSSES: dict[str, Callable[..., DirectLoss]] = {
     name: over_pairs(build) for name, build in preferences.PREFERENCES.items()
 } | {"dpo_shift": dpo_shift, "xpo": xpo, "beta_dpo": beta_dpo, "kto": kto, "nash_md": nash_md}
 PAIR_CONTROLLERS: dict[str, Callable[..., Controller]] = {"margin_memory": margin_memory}

@@ -1,4 +1,4 @@
-"""Lessons for models that score: a preference between two conversations, and a verdict on every step of a solution.
+"""Losses for models that score: a preference between two conversations, and a verdict on every step of a solution.
 
 Owns: how rows become pairs and labels, and the two presets. Refuses: the losses' mathematics (reward_models.py).
 Shapes: _T positions that are read, _P pairs, of one microbatch.
@@ -15,7 +15,7 @@ from torch import Tensor
 from temper.objectives.factor import factor, require
 from temper.objectives.losses.reward_models import process_reward_loss, reward_model_loss
 from temper.objectives.metrics import MetricSums
-from temper.objectives.objective import Lesson
+from temper.objectives.objective import DirectLoss
 from temper.objectives.policy.weighting import token_mean
 from temper.objectives.presets.policy_gradient import REINFORCE
 from temper.objectives.tokens import Tokens
@@ -67,13 +67,13 @@ def _require_pairs(tokens: Tokens) -> None:
     )
 
 
-SCORE_LESSONS: dict[str, Callable[..., Lesson]] = {"bradley_terry": bradley_terry, "steps": steps}
+SCORE_LOSSES: dict[str, Callable[..., DirectLoss]] = {"bradley_terry": bradley_terry, "steps": steps}
 
 REWARD_MODEL = replace(
     REINFORCE,
     name="reward_model",
     weighting=token_mean(),
-    lesson=bradley_terry(),
+    loss=bradley_terry(),
     formula="mean over pairs of -log sigmoid(s(chosen) - s(rejected) - margin) + c (s(chosen) + s(rejected))^2",
     source="Bradley and Terry 1952; TRL reward_trainer, OpenRLHF",
     note="Trains a scalar head on preference pairs. Scores are free up to a constant: centring = 0.01 fixes it. The "
@@ -84,7 +84,7 @@ PROCESS_REWARD_MODEL = replace(
     REINFORCE,
     name="process_reward_model",
     weighting=token_mean(),
-    lesson=steps(),
+    loss=steps(),
     formula="mean over labelled steps of -log sigmoid(+-s at the end of the step's separator)",
     source="arXiv 2305.20050; TRL prm_trainer (layout)",
     note="Trains a scalar head at the end of each step. Labels may come from Monte-Carlo continuations.",

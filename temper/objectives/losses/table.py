@@ -7,33 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from temper.objectives.losses.divergences import DIVERGENCE_LESSONS
-from temper.objectives.losses.likelihood import LIKELIHOOD_LESSONS
-from temper.objectives.losses.pairs import PAIR_LESSONS
-from temper.objectives.losses.scores import SCORE_LESSONS
-from temper.objectives.objective import Lesson
+from temper.objectives.losses.divergences import DIVERGENCE_LOSSES
+from temper.objectives.losses.likelihood import LIKELIHOOD_LOSSES
+from temper.objectives.losses.pairs import PAIR_LOSSES
+from temper.objectives.losses.scores import SCORE_LOSSES
+from temper.objectives.objective import DirectLoss
 
-LESSONS: dict[str, Callable[..., Lesson]] = {
-    **LIKELIHOOD_LESSONS,
-    **PAIR_LESSONS,
-    **SCORE_LESSONS,
-    **DIVERGENCE_LESSONS,
+LOSSES: dict[str, Callable[..., DirectLoss]] = {
+    **LIKELIHOOD_LOSSES,
+    **PAIR_LOSSES,
+    **SCORE_LOSSES,
+    **DIVERGENCE_LOSSES,
 }
 
-WEIGHED_LESSONS = frozenset({*LIKELIHOOD_LESSONS, *DIVERGENCE_LESSONS})
+WEIGHED_LOSSES = frozenset({*LIKELIHOOD_LOSSES, *DIVERGENCE_LOSSES})
 """Those whose tokens the objective's weighting weighs; pairs and scores all count the same."""
 
-LESSONS_OF: Mapping[str, tuple[str | None, ...]] = {
+LOSSES_OF: Mapping[str, tuple[str | None, ...]] = {
     "rl": (None,),
     "rejection": (None,),
-    "sft": tuple(LIKELIHOOD_LESSONS),
-    "preference": tuple(PAIR_LESSONS),
-    "reward_model": tuple(SCORE_LESSONS),
-    "distill": (None, *DIVERGENCE_LESSONS),
+    "sft": tuple(LIKELIHOOD_LOSSES),
+    "preference": tuple(PAIR_LOSSES),
+    "reward_model": tuple(SCORE_LOSSES),
+    "distill": (None, *DIVERGENCE_LOSSES),
 }
 """By kind of stage; None is the policy gradient."""
 
 
-def stages_for(lesson: str) -> tuple[str, ...]:
+def stages_for(direct_loss: str) -> tuple[str, ...]:
     """Kinds of stage that may train with it."""
-    return tuple(stage for stage, lessons in LESSONS_OF.items() if lesson in lessons)
+    return tuple(stage for stage, losses in LOSSES_OF.items() if direct_loss in losses)

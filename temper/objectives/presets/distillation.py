@@ -1,6 +1,6 @@
 """Learning from a teacher's distributions. By policy gradient: opd (critics.py).
 
-Owns: the presets and their constants. Refuses: mathematics (the lessons hold it).
+Owns: the presets and their constants. Refuses: mathematics (the losses hold it).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GKD = replace(
     REINFORCE,
     name="gkd",
     weighting=token_mean(),
-    lesson=gkd(beta=0.5, temperature=0.9, lmbda=0.5),
+    loss=gkd(beta=0.5, temperature=0.9, lmbda=0.5),
     formula="1/N sum_it [b KL(Q || M) + (1-b) KL(S || M)], M = b Q + (1-b) S, b = 0.5, both at temperature 0.9; texts "
     "of the student with probability 0.5, else of the data set",
     source="arXiv 2306.13649; TRL (gkd)",
@@ -26,7 +26,7 @@ GKD = replace(
 OFF_POLICY_DISTILLATION = replace(
     GKD,
     name="off_policy_distillation",
-    lesson=gkd(beta=0.0, temperature=1.0, lmbda=0.0),
+    loss=gkd(beta=0.0, temperature=1.0, lmbda=0.0),
     formula="1/N sum_it KL(Q || S) on texts of the data set",
     source="arXiv 1503.02531, 1606.07947 (word level); TRL (gkd with lmbda = 0)",
     note="Needs no sampling. Best with texts that the teacher wrote; the student meets its own mistakes only later.",
@@ -35,7 +35,7 @@ OFF_POLICY_DISTILLATION = replace(
 OPD_DIRECT = replace(
     GKD,
     name="opd_direct",
-    lesson=k2(),
+    loss=k2(),
     formula="1/N sum_it (log S - log Q)^2 / 2 on tokens that the student drew",
     source="joschu.net/blog/kl-approx (k2); specification 3.5",
     note="opd without a policy gradient: the same direction, KL(S || Q), backpropagated through the student. Only the "
@@ -45,7 +45,7 @@ OPD_DIRECT = replace(
 OPD_TOP_K = replace(
     GKD,
     name="opd_top_k",
-    lesson=top_k_teacher(k=64, lmbda=1.0),
+    loss=top_k_teacher(k=64, lmbda=1.0),
     formula="1/N sum_it [sum_k Q_k log(Q_k/S_k) + Q_rest log(Q_rest/S_rest)] over the teacher's 64 likeliest tokens, "
     "where the student drew",
     source="verl (top-k distillation)",

@@ -16,7 +16,7 @@ FAMILIES: dict[str, tuple[Objective, ...]] = {
     "reward models": scores.PRESETS,
     "distillation": distillation.PRESETS,
 }
-"""What people choose among. All but the first have a lesson."""
+"""What people choose among. All but the first have a direct loss."""
 PRESETS: dict[str, Objective] = {preset.name: preset for family in FAMILIES.values() for preset in family}
-POLICY_GRADIENTS: dict[str, Objective] = {name: preset for name, preset in PRESETS.items() if preset.lesson is None}
+POLICY_GRADIENTS: dict[str, Objective] = {name: preset for name, preset in PRESETS.items() if preset.loss is None}
 """Those whose factors multiply: what holds for ratio, gate and corrections holds for these."""

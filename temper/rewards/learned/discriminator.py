@@ -32,7 +32,7 @@ Row = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """One lesson: what the teacher wrote, and what the student wrote in its place."""
+    """One example: what the teacher wrote, and what the student wrote in its place."""
 
     teacher: Row
     students: list[Row]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from temper.errors import UserError
 from temper.models.states import Head
-from temper.objectives import Lesson
+from temper.objectives import DirectLoss
 from temper.objectives.losses.divergences import Compared
 from temper.trainer.offload import on_device
 from temper.trainer.passes.logprobs import CHUNK_BYTES, add_product
@@ -51,7 +51,8 @@ def classes(teachers: Mapping[str, nn.Module], microbatch: Microbatch) -> Iterat
     if unknown := sorted({name for name, one in zip(names, chosen, strict=True) if one not in teachers}):
         raise UserError(
             f'rows of domain "{unknown[0]}" have no teacher; there are teachers for {", ".join(sorted(teachers))}. '
-            f'Add "{unknown[0]}=DIRECTORY" to model.teacher, or name the domain in the task\'s field "domain"'
+            f'Add it to model.teachers, e.g. {{{unknown[0]} = "DIRECTORY"}}, or name the domain in the task\'s field '
+            f'"domain"'
         )
     if len(set(chosen)) == 1:
         yield Class(teachers[chosen[0]], microbatch, torch.arange(int(microbatch.loss_mask.sum())))
@@ -69,7 +70,7 @@ def divergence(
     teachers: Mapping[str, nn.Module],
     states: DrawnStates,
     microbatch: Microbatch,
-    lesson: Lesson,
+    direct_loss: DirectLoss,
     *,
     chunk_bytes: int | None = None,
 ) -> Tensor:
@@ -77,7 +78,7 @@ def divergence(
 
     Over the tokens that both heads know: vocabularies are padded to different sizes, and the tokenizers are the same.
     """
-    assert isinstance(lesson.run, Compared), f"lesson {lesson.name} does not compare distributions"
+    assert isinstance(direct_loss.run, Compared), f"loss {direct_loss.name} does not compare distributions"
     head, hidden_AD = Head.of(model), states.hidden_AD
     total_A = torch.zeros(len(hidden_AD), dtype=_wide(head), device=hidden_AD.device)
     for part in classes(teachers, microbatch):
@@ -86,7 +87,7 @@ def divergence(
         bytes_held = chunk_bytes or CHUNK_BYTES.get(hidden_AD.device.type, CHUNK_BYTES["cpu"]) // COPIES
         rows = max(1, bytes_held // (size * total_A.element_size()))
         theirs, settings = narrow(theirs, size), (head.softcap, head.is_exact)
-        comparison = _Comparison(lesson.run.divergence, theirs, taught_AD, *settings, rows)
+        comparison = _Comparison(direct_loss.run.divergence, theirs, taught_AD, *settings, rows)
         places_A = part.places_A.to(hidden_AD.device)
         hidden_own_AD = take_rows(hidden_AD, places_A)
         own_A = _Divergence.apply(hidden_own_AD, head.weight, head.bias, comparison)  # type: ignore[no-untyped-call]

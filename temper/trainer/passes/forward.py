@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from temper.errors import UserError
 from temper.models.states import Head
-from temper.objectives import Lesson, MetricSums, Objective, Scored, Tokens, objective_loss
+from temper.objectives import DirectLoss, MetricSums, Objective, Scored, Tokens, objective_loss
 from temper.objectives.policy.ratios import router_deviation
 from temper.trainer.passes.divergence import divergence
 from temper.trainer.passes.logprobs import KeepSets, drawn_logprobs
@@ -42,7 +42,7 @@ class StepFacts:
     seed: int = 0
     scales: Mapping[str, float] = field(default_factory=dict)
     teachers: Mapping[str, nn.Module] = field(default_factory=dict)
-    """By domain; for lessons that compare whole distributions."""
+    """By domain; for losses that compare whole distributions."""
 
     def tokens(self, microbatch: Microbatch, scored: Scored, measured: Mapping[str, Tensor] | None = None) -> Tokens:
         return Tokens.of(
@@ -109,10 +109,10 @@ def forward_backward(
 
     Parts of all microbatches and ranks simply add up. To `seen`, if given, it adds what traces are made of.
     """
-    if objective.lesson is None:
+    if objective.loss is None:
         scored = score_drawn(model, microbatch, temperature)
     else:
-        scored = _scored_for(objective.lesson, model, microbatch, temperature, facts)
+        scored = _scored_for(objective.loss, model, microbatch, temperature, facts)
     if seen is not None:
         seen.append(seen_of(scored.logprobs, scored.entropy))
     if "entropy" not in objective.needs:
@@ -153,26 +153,26 @@ def forward_only(
 
 
 def _scored_for(
-    lesson: Lesson,
+    direct_loss: DirectLoss,
     model: nn.Module,
     microbatch: Microbatch,
     temperature: float,
     facts: StepFacts,
 ) -> Scored:
-    """What a lesson reads: beside log-probabilities, or in their place, what it says it needs."""
-    if "scores" in lesson.needs:
+    """What a direct loss reads: beside log-probabilities, or in their place, what it says it needs."""
+    if "scores" in direct_loss.needs:
         return read_scores(model, microbatch)
     noise: AbstractContextManager[None] = nullcontext()
-    if "noise" in lesson.needs:
-        noise = noisy_embeddings(model, microbatch, alpha=lesson.argument("noise"), seed=facts.seed)
+    if "noise" in direct_loss.needs:
+        noise = noisy_embeddings(model, microbatch, alpha=direct_loss.argument("noise"), seed=facts.seed)
     with noise:
         # Rows with a common prompt have noise of their own on it.
-        states = drawn_states(model, microbatch, shares=False if "noise" in lesson.needs else None)
+        states = drawn_states(model, microbatch, shares=False if "noise" in direct_loss.needs else None)
     scored = _scored(model, states, microbatch, temperature)
-    if "uniform" in lesson.needs:
+    if "uniform" in direct_loss.needs:
         scored = replace(scored, uniform=_uniform(model, states, scored.logprobs, temperature))
-    if "divergence" in lesson.needs:
-        scored = replace(scored, divergence=divergence(model, facts.teachers, states, microbatch, lesson))
+    if "divergence" in direct_loss.needs:
+        scored = replace(scored, divergence=divergence(model, facts.teachers, states, microbatch, direct_loss))
     return scored
 
 

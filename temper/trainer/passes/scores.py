@@ -1,6 +1,6 @@
 """What a scalar head says: the score at each position that a row asks to be read at.
 
-Owns: which hidden state the head reads. Refuses: losses (objectives/score_lessons.py), and what the numbers mean.
+Owns: which hidden state the head reads. Refuses: losses (objectives/losses/scores.py), and what the numbers mean.
 Shapes: _T packed tokens, _A positions that are read, _D width.
 """
 

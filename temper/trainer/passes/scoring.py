@@ -131,8 +131,8 @@ class Passes:
         the ratio is exactly 1, to the bit.
         """
         needs = self._objective.needs
-        if self._objective.lesson is not None and not needs & {"policy_top_k", "router"}:
-            return microbatch  # a lesson compares with no earlier policy
+        if self._objective.loss is not None and not needs & {"policy_top_k", "router"}:
+            return microbatch  # a direct loss compares with no earlier policy
         wants_logprobs = self._objective.proximal.name == "trainer" and not is_only
         if is_only:
             microbatch = replace(microbatch, proximal_logprobs=None)

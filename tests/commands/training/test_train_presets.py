@@ -1,6 +1,6 @@
 """Every policy gradient trains a small model end to end: rollouts, credit, passes, critic, publication.
 
-Presets with a lesson have stages of their own: test_pipeline.py.
+Presets with a direct loss have stages of their own: test_pipeline.py.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from temper.models.lora.adapters import (
     load_adapted,
     load_merged,
     save_adapter,
-    settings_of,
     with_own_weights,
     without_adapter,
 )
@@ -301,18 +300,18 @@ def test_a_moved_or_changed_model_is_refused(folders: dict[str, Path], tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("table", "reason"),
+    ("settings", "reason"),
     [
-        ({"dropout": 0.1}, r"dropout=0.1 would make the trainer's policy another"),
-        ({"rank": 0}, r"rank=0 and alpha=32.0 must be positive"),
-        ({"rnak": 8}, r'no key "rnak". Did you mean "rank"'),
-        ({"targets": ["q_prj"]}, r'targets has "q_prj".*Did you mean "q_proj"'),
-        ({"targets": ["lm_head"]}, r'targets has "lm_head"'),
+        (lambda: AdapterSettings(rank=0), r"rank=0 and alpha=32.0 must be positive"),
+        (lambda: AdapterSettings(targets=("q_prj",)), r'targets has "q_prj".*Did you mean "q_proj"'),
+        (lambda: AdapterSettings(targets=("lm_head",)), r'targets has "lm_head"'),
     ],
 )
-def test_what_cannot_be_done_is_refused(folders: dict[str, Path], table: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_done_is_refused(
+    folders: dict[str, Path], settings: Callable[[], AdapterSettings], reason: str
+) -> None:
     with pytest.raises(UserError, match=reason):
-        add_adapter(load_model(folders["qwen2"], torch.float32, CPU), settings_of(table), folders["qwen2"])
+        add_adapter(load_model(folders["qwen2"], torch.float32, CPU), settings(), folders["qwen2"])
 
 
 def test_without_peft_the_error_says_what_to_install(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

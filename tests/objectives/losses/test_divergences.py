@@ -1,4 +1,4 @@
-"""Lessons from a teacher through Tokens: the numbers of specification 3.5 on F4, weights, gradients, refusals."""
+"""Direct losses from a teacher through Tokens: the numbers of specification 3.5 on F4, weights, gradients, refusals."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from temper.errors import UserError
 from temper.objectives import MetricSums, Objective, Tokens, TopTokens, objective_loss
-from temper.objectives.losses.divergences import DIVERGENCE_LESSONS, Compared, gkd, k2, k3, top_k_teacher
-from temper.objectives.objective import Lesson
+from temper.objectives.losses.divergences import DIVERGENCE_LOSSES, Compared, gkd, k2, k3, top_k_teacher
+from temper.objectives.objective import DirectLoss
 from temper.objectives.presets.distillation import PRESETS
 
 STUDENT, TEACHER = (0.5, 0.3, 0.2), (0.2, 0.5, 0.3)
@@ -44,13 +44,13 @@ def drawn(policy: Tensor, **fields: object) -> Tokens:
 
 @pytest.mark.parametrize(("beta", "expected"), [(beta, loss) for (beta,), loss in LOSSES.items()])
 def test_gkd_is_the_weighted_sum_of_the_divergences_of_the_specification(beta: float, expected: float) -> None:
-    lesson = gkd(beta=beta, temperature=1.0)
-    assert isinstance(lesson.run, Compared)
-    divergence = lesson.run.divergence(logs(*STUDENT)[None], logs(*TEACHER)[None])
-    loss, metrics = lesson(drawn(logs(0.5), divergence=divergence))
+    direct_loss = gkd(beta=beta, temperature=1.0)
+    assert isinstance(direct_loss.run, Compared)
+    divergence = direct_loss.run.divergence(logs(*STUDENT)[None], logs(*TEACHER)[None])
+    loss, metrics = direct_loss(drawn(logs(0.5), divergence=divergence))
     assert loss.item() == pytest.approx(expected, abs=1e-6)
     assert metrics.finish()["distillation/divergence"] == pytest.approx(expected, abs=1e-6)
-    swapped = lesson.run.divergence(logs(*TEACHER)[None], logs(*STUDENT)[None])  # the planted fault
+    swapped = direct_loss.run.divergence(logs(*TEACHER)[None], logs(*STUDENT)[None])  # the planted fault
     assert beta == 0.5 or abs(swapped.item() - expected) > 1e-4
 
 
@@ -65,26 +65,26 @@ def test_the_teachers_top_tokens_with_a_bucket_give_the_whole_divergence_when_on
         top_k_teacher(k=1)(drawn(logs(0.3), top=top))
 
 
-@pytest.mark.parametrize("lesson", [k2(), k3()])
-def test_direct_losses_are_the_estimators_at_drawn_tokens(lesson: Lesson) -> None:
+@pytest.mark.parametrize("loss", [k2(), k3()])
+def test_direct_losses_are_the_estimators_at_drawn_tokens(direct_loss: DirectLoss) -> None:
     policy, teacher = logs(*STUDENT).requires_grad_(), logs(*TEACHER)
-    loss, _ = lesson(drawn(policy, teacher_logprobs=teacher))
+    loss, _ = direct_loss(drawn(policy, teacher_logprobs=teacher))
     distance = [math.log(s / q) for s, q in zip(STUDENT, TEACHER, strict=True)]
-    expected = [d * d / 2 if lesson.name == "k2" else math.exp(-d) - 1 + d for d in distance]
-    slopes = [d if lesson.name == "k2" else 1 - math.exp(-d) for d in distance]
+    expected = [d * d / 2 if direct_loss.name == "k2" else math.exp(-d) - 1 + d for d in distance]
+    slopes = [d if direct_loss.name == "k2" else 1 - math.exp(-d) for d in distance]
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss.item() == pytest.approx(sum(expected) / 3)
     assert policy.grad is not None
     assert policy.grad.tolist() == pytest.approx([slope / 3 for slope in slopes])
 
 
-@pytest.mark.parametrize(("lesson", "follows"), [(k2(), 1.0), (k3(), 0.0)])
-def test_what_each_estimator_follows_on_the_students_own_samples(lesson: Lesson, follows: float) -> None:
+@pytest.mark.parametrize(("loss", "follows"), [(k2(), 1.0), (k3(), 0.0)])
+def test_what_each_estimator_follows_on_the_students_own_samples(direct_loss: DirectLoss, follows: float) -> None:
     """Expected gradient over what the student draws: k2 that of KL(S || Q), k3 that of KL(Q || S)."""
     logits = logs(*STUDENT).requires_grad_()
     policy = logits.log_softmax(0)
     tokens = drawn(policy, teacher_logprobs=logs(*TEACHER), weights=policy.detach().exp())
-    found = torch.autograd.grad(lesson(tokens)[0], logits, retain_graph=True)[0]
+    found = torch.autograd.grad(direct_loss(tokens)[0], logits, retain_graph=True)[0]
 
     def slope(beta: float) -> Tensor:
         compared = gkd(beta=beta, temperature=1.0).run
@@ -96,29 +96,29 @@ def test_what_each_estimator_follows_on_the_students_own_samples(lesson: Lesson,
 
 
 def test_a_token_that_the_teacher_rules_out_stays_finite() -> None:
-    for lesson in (k2(), k3()):
+    for direct_loss in (k2(), k3()):
         policy = logs(0.5).requires_grad_()
-        loss, _ = lesson(drawn(policy, teacher_logprobs=torch.tensor([-float("inf")], dtype=torch.float64)))
+        loss, _ = direct_loss(drawn(policy, teacher_logprobs=torch.tensor([-float("inf")], dtype=torch.float64)))
         loss.backward()  # type: ignore[no-untyped-call]
         assert loss.isfinite()
         assert policy.grad is not None
         assert policy.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", list(DIVERGENCE_LESSONS))
+@pytest.mark.parametrize("name", list(DIVERGENCE_LOSSES))
 def test_no_split_of_the_tokens_changes_loss_or_gradient(name: str) -> None:
     draw = torch.Generator().manual_seed(1)
     column = torch.randn(7, 2, generator=draw, dtype=torch.float64)
     policy = (-column[:, 0].abs() - 0.1).requires_grad_()
     teacher, anchor = -column[:, 1].abs() - 0.1, column.log_softmax(1) - 0.5
-    lesson = DIVERGENCE_LESSONS[name](**({"k": 2} if name == "top_k_teacher" else {}))
+    direct_loss = DIVERGENCE_LOSSES[name](**({"k": 2} if name == "top_k_teacher" else {}))
 
     def part(rows: list[int]) -> tuple[Tensor, MetricSums]:
         own = policy[rows]
         top = TopTokens(ids=torch.zeros(len(rows), 2), anchor_logprobs=anchor[rows],
                         policy_logprobs=torch.stack([own - 1, own - 2], 1))  # fmt: skip
         tokens = drawn(own, teacher_logprobs=teacher[rows], divergence=own.square(), top=top)
-        return lesson(replace(tokens, weights=torch.full((len(rows),), 1 / 7, dtype=torch.float64)))
+        return direct_loss(replace(tokens, weights=torch.full((len(rows),), 1 / 7, dtype=torch.float64)))
 
     whole, metrics = part(list(range(7)))
     pieces = [part(rows) for rows in ([6, 0], [1, 2, 3], [5, 4])]
@@ -129,8 +129,8 @@ def test_no_split_of_the_tokens_changes_loss_or_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
-def test_presets_say_what_they_need_and_train_by_their_lesson(preset: Objective) -> None:
-    assert preset.lesson is not None
+def test_presets_say_what_they_need_and_train_by_their_loss(preset: Objective) -> None:
+    assert preset.loss is not None
     assert all((preset.formula, preset.source, preset.note))
     assert preset.needs in ({"divergence"}, {"teacher"}, {"teacher_top_k"})
     assert preset.min_group == 1
@@ -143,6 +143,6 @@ def test_presets_say_what_they_need_and_train_by_their_lesson(preset: Objective)
     ("make", "wrong"),
     [(gkd, {"beta": 1.5}), (gkd, {"temperature": 0.0}), (gkd, {"lmbda": -0.1}), (top_k_teacher, {"k": 0})],
 )
-def test_settings_outside_their_range_are_refused(make: Callable[..., Lesson], wrong: dict[str, float]) -> None:
+def test_settings_outside_their_range_are_refused(make: Callable[..., DirectLoss], wrong: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):
         make(**wrong)

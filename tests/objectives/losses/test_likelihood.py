@@ -9,7 +9,7 @@ import torch
 
 from temper.errors import UserError
 from temper.objectives import Tokens, objective_loss
-from temper.objectives.losses.likelihood import LIKELIHOOD_LESSONS, SFT, likelihood
+from temper.objectives.losses.likelihood import LIKELIHOOD_LOSSES, SFT, likelihood
 
 
 def tokens(uniform: torch.Tensor | None = None) -> Tokens:
@@ -19,7 +19,7 @@ def tokens(uniform: torch.Tensor | None = None) -> Tokens:
         policy_logprobs=logprobs,
         proximal_logprobs=zeros,
         behavior_logprobs=zeros,
-        advantages=zeros,  # no credit: the lesson learns what is given
+        advantages=zeros,  # no credit: the loss learns what is given
         weights=torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64),
         trajectory_ids=torch.tensor([0, 0, 1]),
         num_trajectories=2,
@@ -67,9 +67,9 @@ def test_only_what_is_asked_for_is_needed() -> None:
     assert likelihood(smoothing=0.1).needs == {"uniform"}
     assert likelihood(noise=5).needs == {"noise"}
     assert likelihood(smoothing=0.1, noise=5).needs == {"uniform", "noise"}
-    assert str(LIKELIHOOD_LESSONS["likelihood"](noise=5.0)) == "likelihood(smoothing=0.0, noise=5.0)"
-    assert likelihood() == SFT.lesson
-    assert likelihood(0.1) != SFT.lesson
+    assert str(LIKELIHOOD_LOSSES["likelihood"](noise=5.0)) == "likelihood(smoothing=0.0, noise=5.0)"
+    assert likelihood() == SFT.loss
+    assert likelihood(0.1) != SFT.loss
 
 
 @pytest.mark.parametrize("arguments", [{"smoothing": -0.1}, {"smoothing": 1.0}, {"noise": -1.0}])

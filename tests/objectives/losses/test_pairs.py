@@ -1,4 +1,4 @@
-"""Lessons read pairs off tokens: numbers of specification 3.1 on F3, and no partition of the pairs changes anything."""
+"""Losses read pairs off tokens: numbers of specification 3.1 on F3, and no partition of the pairs changes anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from temper.errors import UserError
 from temper.objectives import MetricSums, Objective, Tokens, join, measure_batch, objective_loss, resolve
 from temper.objectives.losses.pairs import (
-    PAIR_LESSONS,
+    PAIR_LOSSES,
     Rollouts,
     Sides,
     implicit_rewards,
@@ -24,7 +24,7 @@ from temper.objectives.losses.pairs import (
     opponent_share,
 )
 from temper.objectives.losses.preferences import correlated
-from temper.objectives.objective import Lesson, control
+from temper.objectives.objective import DirectLoss, control
 from temper.objectives.presets.preferences import BETA_DPO, PRESETS
 
 
@@ -68,8 +68,8 @@ def tokens_of(rows: Sequence[Row], weight: float = 1.0, *, first: int = 0, **fie
     )
 
 
-def taught(lesson: Lesson, tokens: Tokens) -> float:
-    return lesson(tokens)[0].item()
+def taught(direct_loss: DirectLoss, tokens: Tokens) -> float:
+    return direct_loss(tokens)[0].item()
 
 
 @pytest.mark.parametrize(
@@ -87,23 +87,23 @@ def taught(lesson: Lesson, tokens: Tokens) -> float:
 def test_numbers_on_f3(name: str, arguments: dict[str, Any], expected: float, is_turned: bool) -> None:
     """Here the reference said what was chosen, whose log-probability is -10."""
     rows = rows_f3()[::-1] if is_turned else rows_f3()
-    assert taught(PAIR_LESSONS[name](**arguments), tokens_of(rows)) == pytest.approx(expected, abs=1e-6)
+    assert taught(PAIR_LOSSES[name](**arguments), tokens_of(rows)) == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_gradient_of_dpo_is_that_of_the_specification_at_every_token() -> None:
     tokens = tokens_of(rows_f3())
-    PAIR_LESSONS["dpo"]()(tokens)[0].backward()
+    PAIR_LOSSES["dpo"]()(tokens)[0].backward()
     gradient = tokens.policy_logprobs.grad
     assert gradient is not None
     assert gradient.tolist() == pytest.approx([-0.045017] * 5 + [0.045017] * 4, abs=1e-6)
 
 
 def test_kto_on_f3_with_a_baseline_of_point_4() -> None:
-    lesson = PAIR_LESSONS["kto"]()
+    direct_loss = PAIR_LOSSES["kto"]()
     for row, expected in zip(rows_f3(), (0.485004, 0.465057), strict=True):
         tokens = tokens_of([dataclasses.replace(row, advantage=0.4)])
-        assert taught(lesson, tokens) == pytest.approx(expected, abs=1e-6)
-    metrics = lesson(tokens_of([dataclasses.replace(row, advantage=0.4) for row in rows_f3()], 0.5))[1].finish()
+        assert taught(direct_loss, tokens) == pytest.approx(expected, abs=1e-6)
+    metrics = direct_loss(tokens_of([dataclasses.replace(row, advantage=0.4) for row in rows_f3()], 0.5))[1].finish()
     assert metrics["preference/baseline"] == pytest.approx(0.4)
     assert metrics["preference/desirable_reward"] == pytest.approx(0.1)
 
@@ -113,32 +113,32 @@ def test_nash_md_by_hand() -> None:
     # winner: -0.5 * -10 + 0.1 * (5 * 0.2 * -2); loser: 0.5 * -14 + 0.1 * (4 * -0.25 * -3.5)
     expected = 0.5 * ((5.0 - 0.2) + (-7.0 + 0.35))
     tokens = tokens_of(rows, 0.5)
-    assert taught(PAIR_LESSONS["nash_md"](beta=0.1), tokens) == pytest.approx(expected)
+    assert taught(PAIR_LOSSES["nash_md"](beta=0.1), tokens) == pytest.approx(expected)
 
 
-def test_the_opponent_of_a_lesson_is_the_reference_a_mixture_or_nobody() -> None:
-    assert opponent_share(PAIR_LESSONS["xpo"]()) == 1.0
-    assert opponent_share(PAIR_LESSONS["nash_md"]()) == 0.5
-    assert opponent_share(PAIR_LESSONS["nash_md"](mixture=0.125)) == 0.125
-    assert all(opponent_share(PAIR_LESSONS[name]()) is None for name in PAIR_LESSONS.keys() - {"xpo", "nash_md"})
+def test_the_opponent_of_a_direct_loss_is_the_reference_a_mixture_or_nobody() -> None:
+    assert opponent_share(PAIR_LOSSES["xpo"]()) == 1.0
+    assert opponent_share(PAIR_LOSSES["nash_md"]()) == 0.5
+    assert opponent_share(PAIR_LOSSES["nash_md"](mixture=0.125)) == 0.125
+    assert all(opponent_share(PAIR_LOSSES[name]()) is None for name in PAIR_LOSSES.keys() - {"xpo", "nash_md"})
     assert opponent_share(None) is None
     for mixture in (-0.1, 1.5):
         with pytest.raises(UserError, match=f"mixture={mixture} must lie between 0"):
-            PAIR_LESSONS["nash_md"](mixture=mixture)
+            PAIR_LOSSES["nash_md"](mixture=mixture)
 
 
 def test_the_schedule_of_dpo_shift_follows_the_version() -> None:
-    lesson = PAIR_LESSONS["dpo_shift"](factor=0.5, until=1.0, steps=10)
+    direct_loss = PAIR_LOSSES["dpo_shift"](factor=0.5, until=1.0, steps=10)
     for version, factor in ((0, 0.5), (5, 0.75), (10, 1.0), (20, 1.0)):
-        fixed = PAIR_LESSONS["dpo_shift"](factor=factor)
-        assert taught(lesson, tokens_of(rows_f3(), version=version)) == taught(fixed, tokens_of(rows_f3()))
+        fixed = PAIR_LOSSES["dpo_shift"](factor=factor)
+        assert taught(direct_loss, tokens_of(rows_f3(), version=version)) == taught(fixed, tokens_of(rows_f3()))
     for wrong in ({"until": 1.0}, {"steps": 3}, {"factor": 0.0}, {"until": 1.5, "steps": 3}):
         with pytest.raises(UserError, match="dpo_shift"):
-            PAIR_LESSONS["dpo_shift"](**wrong)
+            PAIR_LOSSES["dpo_shift"](**wrong)
 
 
 def test_beta_dpo_takes_the_beta_of_the_batch_and_remembers_margins() -> None:
-    objective = dataclasses.replace(BETA_DPO, lesson=PAIR_LESSONS["beta_dpo"](dropped=0.0, decay=0.5))
+    objective = dataclasses.replace(BETA_DPO, loss=PAIR_LOSSES["beta_dpo"](dropped=0.0, decay=0.5))
     scales = {"beta_dpo.mean": 0.4, "beta_dpo.std": 1.0}
     tokens = tokens_of(rows_f3(), 0.125, scales=scales)  # delta 2: M = 0.5 * 0.4 + 0.5 * 2 = 1.2
     measured = measure_batch(objective, join([tokens]))
@@ -161,7 +161,7 @@ def test_beta_dpo_without_a_memory_is_refused() -> None:
 def test_xpo_refuses_pairs_of_one_side() -> None:
     rows = [dataclasses.replace(row, version=3) for row in rows_f3()]
     with pytest.raises(UserError, match="is_chosen_from_policy"):
-        PAIR_LESSONS["xpo"]()(tokens_of(rows))
+        PAIR_LOSSES["xpo"]()(tokens_of(rows))
 
 
 # --- partitions ---
@@ -186,9 +186,9 @@ def random_groups(count: int = 9, seed: int = 0) -> list[list[Row]]:
 SPLITS: tuple[tuple[int, ...], ...] = ((9,), (1,) * 9, (2, 3, 4), (8, 1))
 
 
-def objective_of(name: str, lesson: Lesson) -> Objective:
+def objective_of(name: str, direct_loss: DirectLoss) -> Objective:
     given = {preset.name: preset for preset in PRESETS}[name]
-    return dataclasses.replace(given, lesson=lesson)
+    return dataclasses.replace(given, loss=direct_loss)
 
 
 def whole_step(objective: Objective, groups: list[list[Row]], split: Sequence[int], weight: float) -> tuple[Any, ...]:
@@ -215,9 +215,9 @@ def assert_same_step(left: tuple[Any, ...], right: tuple[Any, ...]) -> None:
     assert left[2] == pytest.approx(right[2], abs=1e-12)
 
 
-@pytest.mark.parametrize("name", PAIR_LESSONS)
+@pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_no_partition_of_the_pairs_changes_loss_gradient_or_metrics(name: str) -> None:
-    objective, groups = objective_of(name, PAIR_LESSONS[name]()), random_groups()
+    objective, groups = objective_of(name, PAIR_LOSSES[name]()), random_groups()
     expected = whole_step(objective, groups, SPLITS[0], 1 / 9)
     assert expected[1].abs().max() > 1e-6
     for split in SPLITS[1:]:
@@ -234,7 +234,7 @@ def test_the_check_rejects_a_choice_made_per_microbatch() -> None:
 
 
 def test_an_empty_microbatch_is_a_zero_that_is_connected_to_the_graph() -> None:
-    for name, build in PAIR_LESSONS.items():
+    for name, build in PAIR_LOSSES.items():
         tokens = tokens_of([])
         measured = {"beta_dpo": torch.zeros(0, 4, dtype=torch.float64)} if name == "beta_dpo" else {}
         loss, metrics = build()(dataclasses.replace(tokens, measured=measured))
@@ -245,8 +245,8 @@ def test_an_empty_microbatch_is_a_zero_that_is_connected_to_the_graph() -> None:
 
 def test_trajectory_numbers_may_have_gaps_and_rows_of_one_trajectory_add_up() -> None:
     plain, shifted = tokens_of(rows_f3()), tokens_of(rows_f3(), first=3)
-    lesson = PAIR_LESSONS["dpo"]()
-    assert taught(lesson, plain) == taught(lesson, shifted)
+    direct_loss = PAIR_LOSSES["dpo"]()
+    assert taught(direct_loss, plain) == taught(direct_loss, shifted)
     assert Rollouts.of(plain).sums(plain.policy_logprobs).tolist() == [-10.0, -14.0]
 
 
@@ -271,29 +271,29 @@ def test_sums_over_long_answers_keep_what_float32_loses() -> None:
 # --- presets and what is watched ---
 
 
-def test_every_lesson_has_a_preset_that_says_what_it_is() -> None:
-    assert {preset.lesson.name for preset in PRESETS if preset.lesson} == set(PAIR_LESSONS)
+def test_every_direct_loss_has_a_preset_that_says_what_it_is() -> None:
+    assert {preset.loss.name for preset in PRESETS if preset.loss} == set(PAIR_LOSSES)
     assert len({preset.name for preset in PRESETS}) == len(PRESETS)
     for preset in PRESETS:
         assert preset.formula
         assert preset.source
         assert preset.note
-        assert preset.lesson is not None
-        assert preset.lesson.needs <= preset.needs
+        assert preset.loss is not None
+        assert preset.loss.needs <= preset.needs
     assert "reference" not in resolve("reinforce").needs
 
 
-def test_lessons_keep_names_arguments_and_refusals_of_their_rules() -> None:
-    assert str(PAIR_LESSONS["dpo"](beta=0.2)) == "dpo(beta=0.2)"
-    assert PAIR_LESSONS["dpo"]() == PAIR_LESSONS["dpo"](beta=0.1)
-    assert PAIR_LESSONS["simpo"]().needs == frozenset()
+def test_direct_losses_keep_names_arguments_and_refusals_of_their_rules() -> None:
+    assert str(PAIR_LOSSES["dpo"](beta=0.2)) == "dpo(beta=0.2)"
+    assert PAIR_LOSSES["dpo"]() == PAIR_LOSSES["dpo"](beta=0.1)
+    assert PAIR_LOSSES["simpo"]().needs == frozenset()
     for name in ("dpo", "kto", "beta_dpo", "ipo"):
         with pytest.raises(UserError, match="beta"):
-            PAIR_LESSONS[name](beta=-1.0)
+            PAIR_LOSSES[name](beta=-1.0)
 
 
 def test_the_correlation_of_reward_and_length_is_that_of_all_completions() -> None:
-    objective, groups = objective_of("dpo", PAIR_LESSONS["dpo"]()), random_groups()
+    objective, groups = objective_of("dpo", PAIR_LOSSES["dpo"]()), random_groups()
     finished = correlated(whole_step(objective, groups, (2, 3, 4), 1 / 9)[2])
     rows = [row for group in groups for row in group]
     rewards = torch.tensor([0.1 * (sum(row.policy) - sum(row.reference)) for row in rows])
@@ -304,16 +304,16 @@ def test_the_correlation_of_reward_and_length_is_that_of_all_completions() -> No
     assert correlated({"loss/policy": 1.0}) == {"loss/policy": 1.0}
 
 
-@pytest.mark.parametrize("name", sorted(set(PAIR_LESSONS) - {"ipo", "orpo", "simpo", "cpo", "length_normalized"}))
-def test_held_out_pairs_are_judged_by_what_the_lesson_compares(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(set(PAIR_LOSSES) - {"ipo", "orpo", "simpo", "cpo", "length_normalized"}))
+def test_held_out_pairs_are_judged_by_what_the_direct_loss_compares(name: str) -> None:
     tokens = tokens_of(rows_f3())
-    chosen, rejected = implicit_rewards(PAIR_LESSONS[name](), Sides.of(tokens).pairs(tokens))
+    chosen, rejected = implicit_rewards(PAIR_LOSSES[name](), Sides.of(tokens).pairs(tokens))
     assert (chosen.item(), rejected.item()) == pytest.approx((0.1, -0.1))
 
 
 def test_held_out_pairs_of_simpo_are_judged_per_token() -> None:
     tokens = tokens_of(rows_f3())
-    chosen, rejected = implicit_rewards(PAIR_LESSONS["simpo"](), Sides.of(tokens).pairs(tokens))
+    chosen, rejected = implicit_rewards(PAIR_LOSSES["simpo"](), Sides.of(tokens).pairs(tokens))
     assert (chosen.item(), rejected.item()) == pytest.approx((-4.0, -7.0))
 
 

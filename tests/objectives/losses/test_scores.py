@@ -1,4 +1,4 @@
-"""Lessons of scores: which rows are a pair, whose margin counts, what is reported. (Real models: trainer.)"""
+"""Direct losses of scores: which rows are a pair, whose margin counts, what is reported. (Real models: trainer.)"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from temper.objectives.losses.scores import (
     PRESETS,
     PROCESS_REWARD_MODEL,
     REWARD_MODEL,
-    SCORE_LESSONS,
+    SCORE_LOSSES,
     bradley_terry,
     steps,
 )
@@ -97,9 +97,9 @@ def test_labelled_steps_are_averaged_and_their_probabilities_judged() -> None:
 
 
 def test_a_microbatch_without_rows_gives_a_zero_that_is_connected() -> None:
-    for lesson in (bradley_terry(), steps()):
+    for direct_loss in (bradley_terry(), steps()):
         given = tokens([])
-        loss, _ = lesson(given)
+        loss, _ = direct_loss(given)
         loss.backward()
         assert loss.item() == 0.0
 
@@ -114,10 +114,10 @@ def test_centring_must_not_be_negative() -> None:
         bradley_terry(centring=-1)
 
 
-def test_lessons_and_presets_are_known_by_name_and_ask_for_scores() -> None:
-    assert set(SCORE_LESSONS) == {"bradley_terry", "steps"}
+def test_direct_losses_and_presets_are_known_by_name_and_ask_for_scores() -> None:
+    assert set(SCORE_LOSSES) == {"bradley_terry", "steps"}
     assert [preset.name for preset in PRESETS] == ["reward_model", "process_reward_model"]
     for preset in (REWARD_MODEL, PROCESS_REWARD_MODEL):
-        assert preset.lesson is not None
+        assert preset.loss is not None
         assert "scores" in preset.needs
-        assert SCORE_LESSONS[preset.lesson.name]() == preset.lesson
+        assert SCORE_LOSSES[preset.loss.name]() == preset.loss

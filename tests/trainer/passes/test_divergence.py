@@ -65,9 +65,9 @@ def test_chunks_give_the_dense_values_and_gradients(
     (whole * coefficients).sum().backward()  # type: ignore[no-untyped-call]
     expected = gradients(model)
     states = drawn_states(model, microbatch)
-    lesson = gkd(beta=beta, temperature=0.9)
+    direct_loss = gkd(beta=beta, temperature=0.9)
     teachers = {EVERYONE: teacher}
-    found = divergence(model, teachers, states, microbatch, lesson, chunk_bytes=chunk * VOCABULARY * 8)
+    found = divergence(model, teachers, states, microbatch, direct_loss, chunk_bytes=chunk * VOCABULARY * 8)
     (found * coefficients).sum().backward()  # type: ignore[no-untyped-call]
     assert torch.allclose(found, whole, rtol=0, atol=1e-12)
     slopes = gradients(model)
@@ -127,10 +127,10 @@ def test_only_one_chunk_of_logits_exists_at_a_time(make_model: MakeModel, make_r
 
     model, teacher = make_model(seed=1), make_model(seed=2)
     (microbatch,) = packed(make_rows())
-    lesson = gkd()
-    lesson = replace(lesson, run=replace(lesson.run, divergence=watched))  # type: ignore[type-var]
+    direct_loss = gkd()
+    direct_loss = replace(direct_loss, run=replace(direct_loss.run, divergence=watched))  # type: ignore[type-var]
     states = drawn_states(model, microbatch)
-    divergence(model, {EVERYONE: teacher}, states, microbatch, lesson, chunk_bytes=3 * 320).sum().backward()  # type: ignore[no-untyped-call]
+    divergence(model, {EVERYONE: teacher}, states, microbatch, direct_loss, chunk_bytes=3 * 320).sum().backward()  # type: ignore[no-untyped-call]
     drawn = int(microbatch.loss_mask.sum())
     assert max(sizes) == (3, 3)
     assert len(sizes) == 2 * -(-drawn // 3)  # forward, and once more backward
@@ -183,7 +183,7 @@ def trained(
 
 
 def small(preset: Objective) -> Objective:
-    return replace(preset, lesson=top_k_teacher(k=5)) if preset.needs == {"teacher_top_k"} else preset
+    return replace(preset, loss=top_k_teacher(k=5)) if preset.needs == {"teacher_top_k"} else preset
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
@@ -223,7 +223,7 @@ def test_log_probabilities_come_back_in_place_from_each_rows_teacher(
 ) -> None:
     teachers = {"a": make_model(seed=2), "b": make_model(seed=3)}
     rows = [replace(row, teacher="ab"[place % 2]) for place, row in enumerate(make_rows())]
-    objective = replace(GKD, lesson=k2())
+    objective = replace(GKD, loss=k2())
     (microbatch,) = packed(rows)
     found = Passes({}, objective, 0.9, teachers=teachers).score(microbatch, "teacher")
     assert set(microbatch.teachers) == {"a", "b"}
@@ -236,9 +236,9 @@ def test_log_probabilities_come_back_in_place_from_each_rows_teacher(
 
 
 def test_the_top_tokens_are_the_teachers_own(make_model: MakeModel, make_rows: MakeRows) -> None:
-    """With as many as the vocabulary has, the lesson is the whole KL(Q || S)."""
+    """With as many as the vocabulary has, the direct_loss is the whole KL(Q || S)."""
     model, teacher = make_model(seed=1), make_model(seed=2)
-    objective = replace(GKD, lesson=top_k_teacher(k=64))  # more than there are
+    objective = replace(GKD, loss=top_k_teacher(k=64))  # more than there are
     (microbatch,) = packed(make_rows())
     (filled,) = Passes({"policy": model}, objective, 0.9, teachers={EVERYONE: teacher}).with_frozen([microbatch])
     logits_AV = Head.of(teacher).logits(drawn_states(teacher, microbatch).hidden_AD)
@@ -249,7 +249,7 @@ def test_the_top_tokens_are_the_teachers_own(make_model: MakeModel, make_rows: M
     assert torch.equal(filled.top_ids[drawn], expected.indices)
     assert torch.allclose(filled.top_logprobs[drawn], expected.values, rtol=0, atol=1e-12)
     loss, slopes = trained(model, {EVERYONE: teacher}, make_rows(), objective)
-    whole, dense_slopes = trained(model, {EVERYONE: teacher}, make_rows(), replace(GKD, lesson=gkd(0.0, 0.9)))
+    whole, dense_slopes = trained(model, {EVERYONE: teacher}, make_rows(), replace(GKD, loss=gkd(0.0, 0.9)))
     assert loss == pytest.approx(whole, abs=1e-9)
     assert apart(slopes, dense_slopes) < 1e-8
 
@@ -301,6 +301,6 @@ def test_f4_through_a_real_model(make_model: MakeModel, make_rows: MakeRows) -> 
     (microbatch,) = packed(make_rows())
     states = drawn_states(models[0], microbatch)
     for beta, expected in ((0.0, 0.193794), (1.0, 0.223805), (0.5, 0.050875), (0.1, 0.017563)):
-        lesson = gkd(beta=beta, temperature=1.0)
-        found = divergence(models[0], {EVERYONE: models[1]}, states, microbatch, lesson)
+        direct_loss = gkd(beta=beta, temperature=1.0)
+        found = divergence(models[0], {EVERYONE: models[1]}, states, microbatch, direct_loss)
         assert torch.allclose(found, torch.full_like(found, expected), rtol=0, atol=1e-6)

@@ -112,7 +112,7 @@ def backward(model: Any, rows: Sequence[Sample], tokens: int, objective: Any) ->
 @pytest.mark.parametrize("kind", ["pairs", "steps"])
 def test_loss_and_gradient_are_the_same_for_every_size_of_microbatch(scorer: Any, kind: str) -> None:
     if kind == "pairs":
-        objective = replace(REWARD_MODEL, lesson=bradley_terry(margin=0.2, centring=0.01))
+        objective = replace(REWARD_MODEL, loss=bradley_terry(margin=0.2, centring=0.01))
         rows = pair_rows((0.0, 0.5, 1.0))
     else:
         objective = PROCESS_REWARD_MODEL
@@ -154,7 +154,7 @@ def test_the_numbers_of_specification_3_2_come_out_of_a_real_model(
     chosen, rejected = PAIRS[0]
     rows = [row(chosen, {3: pair_margin}, index=0), row(rejected, {2: 0.0}, index=1)]
     set_scores(scorer, rows, [1.2, 0.5])
-    objective = replace(REWARD_MODEL, lesson=bradley_terry(margin=margin, centring=centring))
+    objective = replace(REWARD_MODEL, loss=bradley_terry(margin=margin, centring=centring))
     loss, _ = backward(scorer, rows, 1000, objective)
     assert loss == pytest.approx(expected, abs=1e-6)
 

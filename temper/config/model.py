@@ -1,0 +1,87 @@
+"""What a recipe says of its models: where they come from, adapters, teachers, precision, memory.
+
+Owns: these tables. Refuses: opening a directory (build/). The text under each field is its help.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from temper.config.section import Section
+
+_SEVERAL_TEACHERS = re.compile(r"\s*\w+\s*=[^,]+(,\s*\w+\s*=[^,]+)+")
+
+
+class NewModelConfig(Section):
+    """A small random Llama model with a character tokenizer, made when the run starts."""
+
+    layers: int = Field(4, ge=1)
+    width: int = Field(128, ge=8)
+    heads: int = Field(4, ge=1)
+    kv_heads: int = Field(2, ge=1)
+    """Heads that hold keys and values; divides `heads`."""
+    mlp_width: int = Field(384, ge=8)
+    context: int = Field(256, ge=8)
+    """Longest sequence, in tokens."""
+    alphabet: str = "abcdefghijklmnopqrstuvwxyz0123456789+-*/=?.,:;!'() "
+    """Characters of the tokenizer; anything else in a prompt is an error."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> NewModelConfig:
+        if self.width % self.heads or self.heads % self.kv_heads:
+            raise ValueError(
+                f"width={self.width} must be a multiple of heads={self.heads}, and heads of kv_heads={self.kv_heads}"
+            )
+        return self
+
+
+class LoraConfig(Section):
+    """Adapters of low rank, trained in place of the weights."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    """The product of both factors counts alpha / rank times; with rslora alpha / sqrt(rank) times."""
+    targets: list[str] = []
+    """Names of linear layers, e.g. ["q_proj", "v_proj"]. Empty: every linear layer of attention and feed-forward."""
+    rslora: bool = False
+
+
+class ModelConfig(Section):
+    path: str = ""
+    """Hugging Face checkpoint directory to start from. A later stage starts from the one before it, unless it names
+    another directory than the first stage, or "stage:KIND": what the last stage of that kind left."""
+    new: NewModelConfig | None = None
+    """Make a small model instead of reading `path`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and forward pass; auto: bfloat16 on a GPU, float32 on a CPU. Master weights, moments, head and
+    log-probabilities are always float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    teacher: str = ""
+    """Checkpoint directory of the teacher, for objectives that distil from one. Same tokenizer as the model."""
+    teachers: dict[str, str] = {}
+    """Several teachers, by the domain of a task: {math = "DIRECTORY", code = "DIRECTORY"}. In place of `teacher`."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights, e.g. {rank = 16}."""
+    offload: bool = False
+    """Reference and teacher wait on the CPU between their passes: less memory on the GPU, more time."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    @property
+    def taught_by(self) -> dict[str, str]:
+        """Directories of the teachers by domain; one that teaches everyone is named "". Empty: there is none."""
+        return {"": self.teacher} if self.teacher else self.teachers
+
+    @model_validator(mode="after")
+    def _one_way_to_name_teachers(self) -> ModelConfig:
+        if self.teacher and self.teachers:
+            raise ValueError("give one of model.teacher and model.teachers")
+        if _SEVERAL_TEACHERS.fullmatch(self.teacher):
+            raise ValueError(
+                f'teacher = "{self.teacher}": several teachers are a table now, e.g. '
+                'model.teachers = {math = "DIRECTORY", code = "DIRECTORY"}'
+            )
+        return self
