@@ -29,10 +29,12 @@ KILLED_IN_A_WRITE = """
 import os, signal, sys
 from temper.trainer import checkpoint
 from temper.cli import main
-setattr(checkpoint, sys.argv.pop(1), lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+name = sys.argv.pop(1)
+assert hasattr(checkpoint, name), f"checkpoint.py has no {name}: nothing would be killed"
+setattr(checkpoint, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 main()
 """
-INSTANTS_OF_A_WRITE = ("_write_manifest", "_sync", "_move_into_place")
+INSTANTS_OF_A_WRITE = ("write_manifest", "_sync", "_move_into_place")
 """Parts are there and no manifest; the manifest is there; everything is on the disk and not yet in its place."""
 
 
