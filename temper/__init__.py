@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from temper.commands.python import Policy, Run, evaluate, load, train
     from temper.errors import TemperError, UserError
     from temper.objectives import Objective
-    from temper.protocols import Env, EnvOpening, EnvReply, RewardFn
+    from temper.protocols import Env, EnvOpening, EnvReply, Reward
     from temper.runs.reader import RunReader
     from temper.types import Message, Score, Task, Trajectory
 
@@ -34,7 +34,7 @@ _PLACES = {
     "Env": "temper.protocols",
     "EnvOpening": "temper.protocols",
     "EnvReply": "temper.protocols",
-    "RewardFn": "temper.protocols",
+    "Reward": "temper.protocols",
     "Message": "temper.types",
     "Score": "temper.types",
     "Task": "temper.types",
@@ -51,7 +51,7 @@ __all__ = [
     "Message",
     "Objective",
     "Policy",
-    "RewardFn",
+    "Reward",
     "Run",
     "RunReader",
     "Score",

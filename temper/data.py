@@ -28,8 +28,8 @@ from temper.envs.library.shop import shop
 from temper.errors import UserError
 from temper.models.load import ModelShape, end_ids, load_tokenizer, read_shape
 from temper.models.lora.materialize import whole
+from temper.rewards.composite import CompositeReward, Part
 from temper.rewards.registry import REWARDS, RewardFactory, make_reward
-from temper.rewards.rubric import Part, Rubric
 from temper.rewards.workers.pool import WorkerPool
 from temper.tasks.dataset import MAX_NAMED, FileSource, Stream, TaskSource, fingerprint, read_file, take_all
 from temper.tasks.generators import GENERATORS, Generator, make_source
@@ -68,8 +68,8 @@ class StageData:
     shape: ModelShape
     tokenizer: Any
     renderer: Renderer
-    rubric: Rubric
-    verifier: Rubric
+    rubric: CompositeReward
+    verifier: CompositeReward
     """Judges held-out tasks; the rubric itself unless the recipe names another."""
     verifier_name: str
     """Of what it is made of; equal for verifiers whose scores can be compared."""
@@ -234,8 +234,8 @@ def _has_pairs(tasks: Sequence[Task]) -> bool:
     return any(name in tasks[0].extra for name in PREFERENCE_COLUMNS)
 
 
-def _rubric(parts: Sequence[RewardConfig], rewards: dict[str, RewardFactory]) -> Rubric:
-    return Rubric(
+def _rubric(parts: Sequence[RewardConfig], rewards: dict[str, RewardFactory]) -> CompositeReward:
+    return CompositeReward(
         [
             Part(make_reward(part.kind, _options(part), rewards), part.weight, part.gate, part.clip, part.optional)
             for part in parts
@@ -251,7 +251,7 @@ def _options(part: RewardConfig) -> dict[str, Scalar | list[Scalar]]:
     return {**part.options, "path": str(whole(folder))}
 
 
-def _verifier_name(parts: Sequence[RewardConfig], verifier: Rubric) -> str:
+def _verifier_name(parts: Sequence[RewardConfig], verifier: CompositeReward) -> str:
     """Its kinds, and a hash of everything that decides its scores: options, weights, what judges are asked."""
     content = ([part.model_dump() for part in parts], verifier.state()["fingerprints"])
     digest = hashlib.sha256(repr(content).encode()).hexdigest()

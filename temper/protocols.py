@@ -161,15 +161,6 @@ class Env(Protocol):
     async def close(self) -> None: ...
 
 
-@runtime_checkable
-class PreparedReward(Protocol):
-    """A reward that has something to prove before it is trained on, e.g. that its judge agrees with people."""
-
-    async def start(self) -> Mapping[str, float]:
-        """What it measured. Raises UserError when it is not fit to be trained on."""
-        ...
-
-
 class LabelledCases(Protocol):
     async def measure(self) -> Mapping[str, float]:
         """How far the reward agrees with people now, and by how much less than when the run began. {}: nothing was
@@ -183,14 +174,6 @@ class LabelledCases(Protocol):
     def load_state(self, state: Mapping[str, Scalar]) -> None: ...
 
 
-@runtime_checkable
-class LabelledReward(Protocol):
-    """A reward whose agreement with people is measured before the run and again during it."""
-
-    @property
-    def labels(self) -> LabelledCases: ...
-
-
 class VerdictLog(Protocol):
     def take(self) -> list[dict[str, Scalar]]:
         """One record per verdict since the last call."""
@@ -201,70 +184,59 @@ class VerdictLog(Protocol):
         ...
 
 
-@runtime_checkable
-class LoggedReward(Protocol):
-    """A reward that keeps a record of every verdict."""
+class Reward:
+    """Scores finished trajectories. A reward has a name and score(); it overrides what else it has, and the rest does
+    nothing.
 
-    @property
-    def log(self) -> VerdictLog: ...
-
-
-@runtime_checkable
-class FrozenReward(Protocol):
-    """A reward whose question must not change within a run."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the prompt, the model asked and how it is asked."""
-        ...
-
-
-@runtime_checkable
-class LearningReward(Protocol):
-    """A reward that changes with what it sees. Groups come in draw order, never from evaluation."""
-
-    async def evolve(self, group: Group) -> object: ...
-
-    def state(self) -> dict[str, Scalar | list[Scalar]]: ...
-
-    def load_state(self, state: Mapping[str, Scalar | list[Scalar]]) -> None: ...
-
-
-@runtime_checkable
-class SavedReward(Protocol):
-    """A learning reward whose state is too large for state(): weights of a model."""
-
-    def save(self, folder: Path) -> None:
-        """Writes all of it into an existing, empty folder."""
-        ...
-
-    def load(self, folder: Path) -> None: ...
-
-
-@runtime_checkable
-class TurnReward(Protocol):
-    """A reward that can pay the turns of an episode beside scoring the whole of it."""
-
-    @property
-    def pays_turns(self) -> bool:
-        """True: its weight scales what it pays the turns, and it adds nothing to the score of the trajectory."""
-        ...
-
-    async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, Sequence[float | None]]:
-        """The score, for the record, and what each turn is paid, None for nothing. Asked in place of score(), never
-        beside it: a judge costs money. Without a score nothing is paid."""
-        ...
-
-
-class RewardFn(Protocol):
-    """Scores a finished trajectory. Failures are Score.error(reason), never a number."""
+    Failures are Score.error(reason), never a number.
+    """
 
     name: str
+    pays_turns: bool = False
+    """True: its weight scales what score_turns() pays the turns, and it adds nothing to the score of the trajectory."""
+    learns: bool = False
+    """Whether the same answer may be worth something else later: evolve(), state() and load_state() are then called."""
+    fingerprint: str = ""
+    """Identifies a question that must not change within a run: its prompt, the model asked and how it is asked. Empty:
+    there is no such question."""
+    labels: LabelledCases | None = None
+    """Cases that people judged, for measuring agreement before the run and again during it."""
+    log: VerdictLog | None = None
+    """Where every verdict is kept."""
 
-    async def score(self, task: Task, trajectory: Trajectory) -> Score: ...
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        raise NotImplementedError(f"{type(self).__name__} has no score()")
+
+    async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, Sequence[float | None]]:
+        """The score, for the record, and what each turn is paid, None for nothing. Asked in place of score() where
+        pays_turns is true, never beside it: a judge costs money. Without a score nothing is paid."""
+        raise NotImplementedError(f"{type(self).__name__} pays no turns")
 
     def check(self, task: Task) -> str | None:
         """Why this task can never be scored (an unparsable gold answer), or None. Called when data is loaded."""
-        ...
+        return None
 
-    async def close(self) -> None: ...
+    async def start(self) -> Mapping[str, float]:
+        """What was measured before training. Raises UserError for a reward that is not fit to be trained on."""
+        return {}
+
+    async def evolve(self, group: Group) -> object:
+        """Learns from a trained group. Groups come in draw order, never from evaluation. What is returned is for tests
+        and logs."""
+        return None
+
+    def state(self) -> dict[str, Scalar | list[Scalar]]:
+        """What was learned, for a checkpoint."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Scalar | list[Scalar]]) -> None:
+        pass
+
+    def save(self, folder: Path) -> None:
+        """Writes what is too large for state(), the weights of a model, into the folder, which it makes."""
+
+    def load(self, folder: Path) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass

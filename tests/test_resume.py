@@ -17,7 +17,7 @@ import pytest
 
 from temper.commands.training import train as training
 from temper.config import resolve, to_toml
-from temper.rewards.rubric import Rubric
+from temper.rewards.composite import CompositeReward
 from temper.runs.reader import RunReader
 from temper.types import Batch, EvaluationResult, StepReport
 
@@ -191,7 +191,7 @@ def test_a_resume_that_forgets_what_a_reward_has_learned_is_seen(
     recipe, run = write_recipe(tmp_path, table), tmp_path / "run"
     expected = identity(training.train(recipe, run=run))
     run.rename(tmp_path / "alone")
-    monkeypatch.setattr(Rubric, "load", lambda self, folder: None)
+    monkeypatch.setattr(CompositeReward, "load", lambda self, folder: None)
     interrupted(recipe, run, Interrupter(1, 3), monkeypatch)
     assert identity(training.train(recipe, run=run, resume=True))["files"] != expected["files"]
 

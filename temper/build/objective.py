@@ -13,7 +13,7 @@ from temper.objectives.advantage.critics import pretraining_steps
 from temper.objectives.combinations import SAMPLER_WEIGHTS, corrects_staleness
 from temper.objectives.losses.table import LOSSES_OF
 from temper.objectives.resolve import REGISTRY
-from temper.rewards.rubric import Rubric
+from temper.rewards.composite import CompositeReward
 
 PRESETS = {
     "rl": "grpo",
@@ -66,7 +66,7 @@ def doubts_about(config: RunConfig, objective: Objective) -> list[str]:
     ]
 
 
-def require_turn_credit(config: RunConfig, objective: Objective, rubric: Rubric) -> None:
+def require_turn_credit(config: RunConfig, objective: Objective, rubric: CompositeReward) -> None:
     """Refuses payments by turn that no credit would see."""
     if config.stage == "rl" and rubric.pays_turns and "turns" not in objective.credit_needs:
         raise UserError(

@@ -23,7 +23,7 @@ from temper.parity.check import Canary, Sides, canary_prompts, open_gate, requir
 from temper.parity.diagnosis import Agreement
 from temper.parity.isolation import check_isolation
 from temper.protocols import SharesDevice
-from temper.rewards.rubric import Rubric
+from temper.rewards.composite import CompositeReward
 from temper.rollout.group import Extras
 from temper.rollout.roller import Roller
 from temper.runs.alarms.rules import configure
@@ -182,7 +182,7 @@ def _measure_system(stage: Stage, size: ModelSize, batch: Batch, seconds: Mappin
     return system
 
 
-def _judging(stage: Stage) -> dict[str, Rubric]:
+def _judging(stage: Stage) -> dict[str, CompositeReward]:
     """What may ask judges: the reward, and the held-out verifier where it is another; by prefix of their parts."""
     data = stage.data
     return {"": data.rubric} if data.verifier is data.rubric else {"": data.rubric, "heldout/": data.verifier}

@@ -5,10 +5,11 @@ Owns: kind "env". Refuses: judging; the environment has looked at its own state.
 
 from __future__ import annotations
 
+from temper.protocols import Reward
 from temper.types import Score, Task, Trajectory
 
 
-class EnvReward:
+class EnvReward(Reward):
     """The sum of what the environment paid over the turns. Unscorable when an episode that ended was paid nothing."""
 
     name = "env"
@@ -18,9 +19,3 @@ class EnvReward:
         if not paid and trajectory.is_truncated:
             return Score.of(0.0)  # cut before the environment could judge: the goal was not reached
         return Score.of(sum(paid)) if paid else Score.unscorable("the environment gave no reward")
-
-    def check(self, task: Task) -> str | None:
-        return None
-
-    async def close(self) -> None:
-        pass

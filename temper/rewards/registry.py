@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from temper.errors import UserError, did_you_mean
 from temper.named import require_options
-from temper.protocols import RewardFn
+from temper.protocols import Reward
 from temper.rewards.code.code import CodeReward
 from temper.rewards.env import EnvReward
 from temper.rewards.form.format import FormatReward, JsonSchemaReward, TagsReward
@@ -29,7 +29,7 @@ from temper.rewards.mathematics.math import MathReward
 from temper.rewards.user import UserReward
 from temper.types import Scalar
 
-RewardFactory = Callable[..., RewardFn]
+RewardFactory = Callable[..., Reward]
 """Takes the options as keyword arguments."""
 
 REWARDS: dict[str, RewardFactory] = {
@@ -56,7 +56,7 @@ REWARDS: dict[str, RewardFactory] = {
 
 def make_reward(
     kind: str, options: Mapping[str, Scalar | list[Scalar]], rewards: Mapping[str, RewardFactory] = REWARDS
-) -> RewardFn:
+) -> Reward:
     """The reward of that kind; "package.module:function" is one of the user's own."""
     where = f'reward "{kind}"'
     if ":" in kind:

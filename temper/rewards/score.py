@@ -1,7 +1,7 @@
 """How several verdicts become one without a failure turning into a number.
 
 Owns: the rules of the tri-state, of weights, gates and bounds, and what turns are paid. Refuses: running rewards
-(rubric.py).
+(composite.py).
 """
 
 from __future__ import annotations

@@ -14,12 +14,13 @@ from typing import Any
 
 from temper.errors import UserError
 from temper.named import given_function, load_function
+from temper.protocols import Reward
 from temper.rewards.workers.live import Calls, LiveCalls
 from temper.rewards.workers.pool import WorkerFailed, WorkerPool
 from temper.types import Score, Task, Trajectory
 
 
-class UserReward:
+class UserReward(Reward):
     """Calls the function with the last user message, the response and the gold answer. None is unscorable.
 
     by_turn: it is shown all turns in place of the response (shown_turns) and pays each of them, None for nothing.
@@ -50,7 +51,7 @@ class UserReward:
         return Score.of(value)
 
     async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, Sequence[float | None]]:
-        """As of protocols.TurnReward. The score is the sum of the payments; rubric.py checks their number."""
+        """As of protocols.Reward. The score is the sum of the payments; composite.py checks their number."""
         paid = await self._ask(task, shown_turns(trajectory))
         if isinstance(paid, Score):
             return paid, []
@@ -72,9 +73,6 @@ class UserReward:
             reason = str(error)  # an exception names its own line; a time-out and a dead process do not
             return Score.error(reason if ", line " in reason else f"{reason}{self._where}")
         return Score.unscorable(f"the function returned None{self._where}") if value is None else value
-
-    def check(self, task: Task) -> str | None:
-        return None
 
     async def close(self) -> None:
         self._pool.close()

@@ -53,7 +53,7 @@ class Renderer(Protocol):
 
 
 class Scorer(Protocol):
-    """The reward; rewards/rubric.py implements it."""
+    """The reward; rewards/composite.py implements it."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]: ...
     def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]: ...
@@ -62,7 +62,7 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class TurnScorer(Protocol):
-    """A scorer that can also say what each turn earned; rewards/rubric.py implements it."""
+    """A scorer that can also say what each turn earned; rewards/composite.py implements it."""
 
     async def score_turns(
         self, task: Task, trajectory: Trajectory

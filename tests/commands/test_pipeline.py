@@ -197,7 +197,6 @@ def test_what_no_earlier_stage_leaves_is_refused_when_the_recipe_is_read(
     [
         ({"kind": "rl", "objective": {"preset": "dpo"}}, "a stage of kind rl cannot train with objective dpo"),
         ({"kind": "rejection", "rollout": {"keep": "bets"}}, 'Did you mean "best"'),
-        ({"kind": "rl", "model": {"lora": {"ranks": 4}}}, 'Did you mean "rank"'),
         ({"kind": "distill"}, "needs a teacher"),
     ],
 )

@@ -19,7 +19,7 @@ from temper.build import build_stage, first_model, make_plan
 from temper.commands.training.preflight import dry_run
 from temper.config import RunConfig, resolve, to_toml
 from temper.errors import BackendError, UserError
-from temper.rewards.rubric import Rubric
+from temper.rewards.composite import CompositeReward
 from temper.types import Batch, EvaluationResult, Group, Score, StepReport, Task, Trajectory
 
 WEIGHT = 0.8
@@ -168,13 +168,13 @@ def test_turns_are_credited_by_what_their_steps_earned_and_the_outcome_once(
 def test_credit_without_the_payments_is_not_credit_by_turn(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = Rubric.score_turns
+    honest = CompositeReward.score_turns
 
-    async def unpaid(self: Rubric, task: Task, trajectory: Trajectory) -> Any:
+    async def unpaid(self: CompositeReward, task: Task, trajectory: Trajectory) -> Any:
         total, parts, _ = await honest(self, task, trajectory)
         return total, parts, []
 
-    monkeypatch.setattr(Rubric, "score_turns", unpaid)
+    monkeypatch.setattr(CompositeReward, "score_turns", unpaid)
     with pytest.raises(AssertionError):
         sum(map(require_credit_by_turn, train(config, tmp_path / "run")))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from temper.errors import UserError
+from temper.rewards.composite import CompositeReward
 from temper.rewards.form.text import TextReward
-from temper.rewards.rubric import Rubric
 from temper.rewards.user import UserReward
 from temper.types import Message, Score, ScoreKind, Task, Trajectory
 
@@ -70,7 +70,7 @@ def paid_by(function: str, folder: Path, say: Say) -> tuple[Score, Score, list[f
     name = f"paying_{abs(hash(function))}"
     (folder / f"{name}.py").write_text(f"def pay(prompt, turns, answer): {function}")
     reward = UserReward(f"{name}:pay", by_turn=True, workers=1)
-    rubric = Rubric([(TextReward("exact"), 1.0), (reward, 0.5)])
+    rubric = CompositeReward([(TextReward("exact"), 1.0), (reward, 0.5)])
 
     async def go() -> tuple[Score, Score, list[float]]:
         total, parts, earned = await rubric.score_turns(TASK, two_turns(say))
@@ -127,7 +127,7 @@ def test_payments_that_overflow_with_the_outcome_are_an_error(say: Say) -> None:
         async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, list[float]]:
             return Score.of(0.0), [0.0]
 
-    rubric = Rubric([(TextReward("exact"), 1.0), (Paying("edit"), 1.0)])
+    rubric = CompositeReward([(TextReward("exact"), 1.0), (Paying("edit"), 1.0)])
     total, _, earned = asyncio.run(rubric.score_turns(TASK, dataclasses.replace(say(""), turns=(turn,))))
     assert (total.kind, earned) == (ScoreKind.ERROR, [])
     assert "not all of it is a finite number" in str(total.reason)

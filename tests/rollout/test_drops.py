@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from temper.errors import BackendError
-from temper.rewards.rubric import Rubric
+from temper.protocols import Reward
+from temper.rewards.composite import CompositeReward
 from temper.rollout.buffer import Buffer
 from temper.rollout.drops import explain_drops
 from temper.rollout.group import reason_to_drop
@@ -87,25 +88,19 @@ def test_a_run_without_a_step_ends_with_the_reward_that_failed() -> None:
         asyncio.run(run())
 
 
-class Hanging:
+class Hanging(Reward):
     name = "judge"
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         await asyncio.sleep(60)
         raise AssertionError
 
-    def check(self, task: Task) -> str | None:
-        return None
-
-    async def close(self) -> None:
-        pass
-
 
 def test_a_run_that_stands_still_in_a_reward_names_it() -> None:
     async def run() -> None:
         buffer = Buffer(groups_per_step=1, max_staleness=0, max_rounds=2)
         await buffer.start(0)
-        scoring = asyncio.ensure_future(Rubric([(Hanging(), 1.0)]).score(TASK, member(Score.of(0.0))))
+        scoring = asyncio.ensure_future(CompositeReward([(Hanging(), 1.0)]).score(TASK, member(Score.of(0.0))))
         await asyncio.sleep(0)
         try:
             await buffer.take(0.05)

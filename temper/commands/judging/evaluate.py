@@ -41,8 +41,8 @@ from temper.integrity import sha256_of
 from temper.models.decoder import FAMILIES
 from temper.named import load_function
 from temper.protocols import Env
+from temper.rewards.composite import CompositeReward, Part
 from temper.rewards.registry import REWARDS, RewardFactory, make_reward
-from temper.rewards.rubric import Part, Rubric
 from temper.rewards.workers.pool import WorkerPool
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.openings import try_openings
@@ -210,14 +210,14 @@ async def _evaluate(
         await rubric.close()
 
 
-def open_rubric(suite: Suite) -> Rubric:
+def open_rubric(suite: Suite) -> CompositeReward:
     rewards: dict[str, RewardFactory] = {
         **REWARDS,
         "countdown": CountdownReward,
         "reasoning_gym": partial(ReasoningGymReward, WorkerPool),
         "verifiers": VerifiersReward,
     }
-    return Rubric(
+    return CompositeReward(
         [
             Part(make_reward(part.kind, part.options, rewards), part.weight, part.gate, part.clip, part.optional)
             for part in suite.reward
@@ -226,7 +226,7 @@ def open_rubric(suite: Suite) -> Rubric:
 
 
 def open_setup(
-    suite: Suite, tasks: Sequence[Task], asked: Asked, folder: Path, rubric: Rubric, note: Note
+    suite: Suite, tasks: Sequence[Task], asked: Asked, folder: Path, rubric: CompositeReward, note: Note
 ) -> tuple[EpisodeSetup, int]:
     """The episodes of a suite, and how many run together."""
     policy, decoding = describe_policy(folder), suite.decoding

@@ -24,7 +24,7 @@ from temper.evals.comparison.curves import Point, best_of, majority, panel, sing
 from temper.evals.comparison.page import write_png
 from temper.evals.scaling import CHECK, Attempt, Budget, ScalingSetup, draw_samples, force_budget, refine
 from temper.evals.suites import Suite, answer_of, load_suite, read_tasks
-from temper.rewards.rubric import Rubric
+from temper.rewards.composite import CompositeReward
 from temper.runs.report.plot import chart
 from temper.tasks.generators import GENERATORS
 from temper.tasks.render import Renderer
@@ -198,7 +198,7 @@ async def _run(suite: Suite, tasks: Sequence[Task], asked: Asked, ways: Ways, fo
 
 
 def _open(
-    suite: Suite, tasks: Sequence[Task], asked: Asked, ways: Ways, folder: Path, rubric: Rubric, note: Note
+    suite: Suite, tasks: Sequence[Task], asked: Asked, ways: Ways, folder: Path, rubric: CompositeReward, note: Note
 ) -> ScalingSetup:
     """The suite's model with room for the longest sequence that a mode can make."""
     policy = describe_policy(folder)

@@ -15,12 +15,12 @@ from pathlib import Path
 from temper import calls
 from temper.errors import UserError
 from temper.evals.verdicts import Rate, error_rates
+from temper.rewards.composite import CompositeReward
 from temper.rewards.golden.rows import GoldenRow, load_attacks, load_golden
 from temper.rewards.mathematics.answers import find_answers, gold_answer
 from temper.rewards.mathematics.forms import is_refused
 from temper.rewards.mathematics.second_opinion import second_opinion
 from temper.rewards.registry import REWARDS, RewardFactory, make_reward
-from temper.rewards.rubric import Rubric
 from temper.rewards.workers.pool import WorkerFailed, WorkerPool
 from temper.types import Scalar, Score, ScoreKind
 
@@ -112,7 +112,7 @@ async def _score_all(
     """One reward per set of options, all closed in the end."""
     chosen = [{**row.options, **options} for row in rows]
     keys = [json.dumps(each, sort_keys=True) for each in chosen]
-    rubrics: dict[str, Rubric] = {}
+    rubrics: dict[str, CompositeReward] = {}
     limit = asyncio.Semaphore(AT_ONCE)
 
     async def score(row: GoldenRow, key: str) -> Score:
@@ -125,7 +125,7 @@ async def _score_all(
     try:
         for key, each in zip(keys, chosen, strict=True):
             if key not in rubrics:
-                rubrics[key] = Rubric([(make_reward(kind, each, rewards), 1.0)])
+                rubrics[key] = CompositeReward([(make_reward(kind, each, rewards), 1.0)])
         return list(await asyncio.gather(*(score(row, key) for row, key in zip(rows, keys, strict=True))))
     finally:
         await asyncio.gather(*(rubric.close() for rubric in rubrics.values()))

@@ -16,7 +16,7 @@ from temper.config import RewardConfig, RunConfig
 from temper.data import StageData
 from temper.errors import UserError
 from temper.protocols import Env
-from temper.rewards.rubric import Rubric
+from temper.rewards.composite import CompositeReward
 from temper.rollout.openings import try_openings
 from temper.types import Message, Score, ScoreKind, Status, Task, Trajectory
 
@@ -45,7 +45,7 @@ async def try_environment(config: RunConfig, data: StageData) -> dict[str, str]:
 
 
 async def try_reward(
-    config: RunConfig, data: StageData, rubric: Rubric, parts: Sequence[RewardConfig], name: str
+    config: RunConfig, data: StageData, rubric: CompositeReward, parts: Sequence[RewardConfig], name: str
 ) -> dict[str, str]:
     """The reward of gold and empty answers: a verifier that rejects its own gold answers cannot teach anything.
 

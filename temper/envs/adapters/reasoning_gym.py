@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from temper.errors import TaskError, UserError, did_you_mean
+from temper.protocols import Reward
 from temper.types import Message, Scalar, Score, Task, Trajectory
 
 HASH_DEPENDENT = frozenset(
@@ -155,7 +156,7 @@ class Pool(Protocol):
     def close(self) -> None: ...
 
 
-class ReasoningGymReward:
+class ReasoningGymReward(Reward):
     """The family's own score, from 0 to 1, some with partial credit.
 
     strict: the whole response is the answer. Otherwise it is what the last <answer></answer> holds, or the last line.

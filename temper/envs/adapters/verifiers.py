@@ -18,7 +18,7 @@ from temper.envs.tool_calls import find_parser, parse
 from temper.envs.tool_env import Presentation
 from temper.errors import TaskError, TemperError, UserError
 from temper.named import load_function
-from temper.protocols import EnvOpening, EnvReply
+from temper.protocols import EnvOpening, EnvReply, Reward
 from temper.types import Event, EventKind, Message, Scalar, Score, Task, Trajectory
 
 _LOADING = threading.Lock()
@@ -140,7 +140,7 @@ class VerifiersEnv:
         await self._thread.close(None if rollout is None else rollout.close)
 
 
-class VerifiersReward:
+class VerifiersReward(Reward):
     """The rubric's verdict on the conversation alone: for single-turn environments, cut answers included.
 
     Rubrics that read what a multi-turn environment wrote into its state need the reward "env" instead.
@@ -162,9 +162,6 @@ class VerifiersReward:
 
     def check(self, task: Task) -> str | None:
         return _missing(task)
-
-    async def close(self) -> None:
-        pass
 
 
 def _judged(task: Task, trajectory: Trajectory) -> float:

@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from temper.envs.adapters.reasoning_gym import final_answer
 from temper.errors import UserError
+from temper.protocols import Reward
 from temper.types import Message, Score, Task, Trajectory
 
 SIGNS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
@@ -151,7 +152,7 @@ def _atom(tokens: list[str]) -> Fraction:
     return value
 
 
-class CountdownReward:
+class CountdownReward(Reward):
     """1 when the last line, or what the last <answer></answer> holds, is an expression that equals the target.
 
     An ending "= target" is allowed. legal_credit is the score of a legal expression with another value.
@@ -187,6 +188,3 @@ class CountdownReward:
         if not is_whole or type(target) is not int:
             return f"numbers {numbers!r:.60} and target {target!r:.20} must be whole numbers"
         return None
-
-    async def close(self) -> None:
-        pass

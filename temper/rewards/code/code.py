@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from temper.protocols import Reward
 from temper.rewards.code.tests import BadTests, FunctionTest, StreamTest, read_tests
 from temper.sandbox import Limits, Outcome, Program, Sandbox, SandboxFailed, require_sandbox
 from temper.types import Score, Task, Trajectory
@@ -34,7 +35,7 @@ Questions = list[list[Any]]
 """For each test, what it asks the solution."""
 
 
-class CodeReward:
+class CodeReward(Reward):
     """The weighted share of tests passed; with all_or_nothing 1 when all are, else 0.
 
     What the response causes is a number: one without a program, or one that crashes, hangs, or answers so that the

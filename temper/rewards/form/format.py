@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from temper.errors import UserError
+from temper.protocols import Reward
 from temper.rewards.form.json_schema import Schema, find_json
 from temper.rewards.form.visible import num_visible, visible
 from temper.rewards.workers.pool import WorkerFailed, WorkerPool, blame
@@ -16,7 +17,7 @@ from temper.types import Score, Task, Trajectory
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
 
 
-class FormatReward:
+class FormatReward(Reward):
     """1 when the whole response matches the regular expression ("." also matches line ends), else 0.
 
     It must match as written and without what nobody sees: a thought of zero-width spaces is none.
@@ -36,9 +37,6 @@ class FormatReward:
             return Score.of(float(await self._pool.call(self._pattern, [trajectory.text, visible(trajectory.text)])))
         except WorkerFailed as error:
             return blame(error)
-
-    def check(self, task: Task) -> str | None:
-        return None
 
     async def close(self) -> None:
         self._pool.close()
@@ -71,7 +69,7 @@ def has_tags(text: str, names: tuple[str, ...], *, min_characters: int = 1) -> b
     return not text[place:].strip()
 
 
-class TagsReward:
+class TagsReward(Reward):
     """1 when the response is the named tags in order, e.g. tags = "think answer"; else 0. See has_tags."""
 
     name = "tags"
@@ -88,14 +86,8 @@ class TagsReward:
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         return Score.of(float(has_tags(trajectory.text, self._names, min_characters=self._min_characters)))
 
-    def check(self, task: Task) -> str | None:
-        return None
 
-    async def close(self) -> None:
-        pass
-
-
-class JsonSchemaReward:
+class JsonSchemaReward(Reward):
     """1 when the response is JSON that fits the schema, alone or in one ```json fence; else 0."""
 
     name = "json_schema"
@@ -114,9 +106,6 @@ class JsonSchemaReward:
             return Score.of(float(await self._pool.call(searches)))
         except WorkerFailed as error:
             return blame(error)
-
-    def check(self, task: Task) -> str | None:
-        return None
 
     async def close(self) -> None:
         self._pool.close()

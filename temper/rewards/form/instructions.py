@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from temper.errors import UserError, did_you_mean
+from temper.protocols import Reward
 from temper.rewards.form.instruction_checks import CHECKS, CHOICES, loose_variants
 from temper.rewards.form.visible import num_visible, visible
 from temper.types import Score, Task, Trajectory
@@ -35,7 +36,7 @@ class Instruction:
         return any(num_visible(variant) and CHECKS[self.id](variant, **self.arguments) for variant in variants)
 
 
-class InstructionReward:
+class InstructionReward(Reward):
     """The share of the task's instructions that the response follows; with all_or_nothing 1 when all are, else 0.
 
     Loose mode forgives a first line, a last line and asterisks around what was asked for.
@@ -63,9 +64,6 @@ class InstructionReward:
         except BadInstructions as error:
             return str(error)
         return None
-
-    async def close(self) -> None:
-        pass
 
 
 def read_instructions(task: Task) -> list[Instruction]:

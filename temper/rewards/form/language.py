@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from temper.errors import UserError, did_you_mean
+from temper.protocols import Reward
 from temper.types import Score, Task, Trajectory
 
 SCRIPTS: dict[str, tuple[str, ...]] = {
@@ -121,7 +122,7 @@ def consistency(text: str, language: str) -> float:
     return share
 
 
-class LanguageReward:
+class LanguageReward(Reward):
     """How much of the response is in the language asked for, from 0 to 1; without one, in the language of the prompt.
 
     A prompt whose language cannot be told is unscorable. A response without words is 0: none of it is in any language.
@@ -144,12 +145,6 @@ class LanguageReward:
         if not count_scripts(trajectory.text):
             return Score.of(0.0, "the response has no words")
         return Score.of(consistency(trajectory.text, language))
-
-    def check(self, task: Task) -> str | None:
-        return None
-
-    async def close(self) -> None:
-        pass
 
 
 def _prompt(task: Task) -> str:

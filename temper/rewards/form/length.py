@@ -6,6 +6,7 @@ Owns: kind "length". Refuses: penalties that need the group or the sampling limi
 from __future__ import annotations
 
 from temper.errors import UserError
+from temper.protocols import Reward
 from temper.types import Score, Task, Trajectory
 
 
@@ -17,7 +18,7 @@ def within(count: int, low: int, high: int, margin: int) -> float:
     return max(0.0, 1.0 - distance / margin) if margin else 0.0
 
 
-class LengthReward:
+class LengthReward(Reward):
     """Whether the model drew between low and high tokens, over all turns; margin is how soon it is worth nothing."""
 
     name = "length"
@@ -32,9 +33,3 @@ class LengthReward:
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         return Score.of(within(trajectory.num_tokens, self._low, self._high, self._margin))
-
-    def check(self, task: Task) -> str | None:
-        return None
-
-    async def close(self) -> None:
-        pass

@@ -9,6 +9,7 @@ import unicodedata
 from itertools import pairwise
 
 from temper.errors import UserError
+from temper.protocols import Reward
 from temper.rewards.form.visible import num_visible
 from temper.types import Score, Task, Trajectory
 
@@ -38,7 +39,7 @@ def _kind(character: str) -> str:
     return "letter" if category[0] in "LM" and category != "Lo" else ""
 
 
-class RepetitionReward:
+class RepetitionReward(Reward):
     """-share of repeated n-grams (0: nothing repeated); with is_positive 1 - share. A response that shows nothing has
     the worst score: leaving a penalty by saying nothing must not pay."""
 
@@ -55,9 +56,3 @@ class RepetitionReward:
         if not num_visible(text):
             return Score.of(self._offset - 1.0, "the response is empty")
         return Score.of(self._offset - repeated_share(text, self._n))
-
-    def check(self, task: Task) -> str | None:
-        return None
-
-    async def close(self) -> None:
-        pass

@@ -9,6 +9,7 @@ import string
 from collections import Counter
 from collections.abc import Callable
 
+from temper.protocols import Reward
 from temper.types import Score, Task, Trajectory
 
 
@@ -60,7 +61,7 @@ COMPARISONS: dict[str, Callable[[str, str], float]] = {
 }
 
 
-class TextReward:
+class TextReward(Reward):
     """Compares the response with the gold answer; space around either does not count."""
 
     def __init__(self, name: str, *, ignore_case: bool = False) -> None:
@@ -79,9 +80,6 @@ class TextReward:
     def check(self, task: Task) -> str | None:
         # An empty answer is contained in every response.
         return None if task.answer and task.answer.strip() else "it has no gold answer"
-
-    async def close(self) -> None:
-        pass
 
 
 def edit_distance(left: str, right: str) -> int:

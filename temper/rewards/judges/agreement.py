@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from temper.errors import BackendError, UserError
-from temper.protocols import RewardFn
+from temper.protocols import Reward
 from temper.types import Completion, Finish, Message, Scalar, Score, ScoreKind, Status, Task, Trajectory, Turn
 
 LABELLED = "labelled"
@@ -55,7 +55,7 @@ class LabelledSet:
     Cases are read once per process: a file that is edited under a run changes no measurement of it.
     """
 
-    def __init__(self, judge: RewardFn, *, path: str, floor: float, model: str) -> None:
+    def __init__(self, judge: Reward, *, path: str, floor: float, model: str) -> None:
         self._judge = judge
         self._path = path
         self._floor = floor
@@ -128,7 +128,7 @@ def cohens_kappa(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, fl
     return observed, kappa, low, high
 
 
-async def measure_agreement(judge: RewardFn, labelled: Sequence[Labelled]) -> Agreement:
+async def measure_agreement(judge: Reward, labelled: Sequence[Labelled]) -> Agreement:
     """The judge's scores, each taken to the nearest label in use, against the labels. Raises BackendError when it fails
     on a case."""
     if not labelled:
@@ -151,11 +151,11 @@ def agreement_of(labelled: Sequence[Labelled], answered: Sequence[tuple[Labelled
     )  # fmt: skip
 
 
-async def _ask(judge: RewardFn, labelled: Sequence[Labelled]) -> list[Score]:
+async def _ask(judge: Reward, labelled: Sequence[Labelled]) -> list[Score]:
     return await asyncio.gather(*(_guarded(judge, case, place) for place, case in enumerate(labelled)))
 
 
-async def _guarded(judge: RewardFn, case: Labelled, place: int) -> Score:
+async def _guarded(judge: Reward, case: Labelled, place: int) -> Score:
     try:
         return await judge.score(case.task, _said(case, place))
     except Exception as error:  # the rim: a measurement must not end the run that it watches

@@ -1,6 +1,6 @@
 """Rubrics: weighted criteria, each judged by itself.
 
-Owns: kind "rubric", reading criteria, their weighted mean. Refuses: adding up different rewards (rubric.py); changing
+Owns: kind "rubric", reading criteria, their weighted mean. Refuses: adding up rewards (composite.py); changing
 criteria during a run (evolving.py).
 """
 
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from temper.errors import UserError
+from temper.protocols import Reward
+from temper.rewards.judges.agreement import LabelledSet
 from temper.rewards.judges.endpoint import Endpoint
 from temper.rewards.judges.judge import (
     Judge,
@@ -128,10 +130,12 @@ class ItemJudge:
         return self._log.add(trajectory, total, fingerprint=self.fingerprint, **detail), scores
 
 
-class RubricReward:
+class RubricReward(Reward):
     """The weighted mean of criteria; from -1 to 1 with negative weights, else from 0."""
 
     name = "rubric"
+    log: RecordLog
+    labels: LabelledSet
 
     def __init__(self, *, items: Sequence[Scalar] = (), weights: Sequence[Scalar] = (), **judge: Option) -> None:
         self.options = read_judge_options(self.name, judge)
@@ -140,10 +144,7 @@ class RubricReward:
         self._endpoint = Endpoint(self.options)
         self._judge = ItemJudge(self.options, self._endpoint, self.log)
         self.labels = labelled_set(self, self.options)
-
-    @property
-    def fingerprint(self) -> str:
-        return self._judge.fingerprint
+        self.fingerprint = self._judge.fingerprint
 
     async def start(self) -> dict[str, float]:
         """As of JudgeReward."""

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from temper.errors import BackendError, UserError
-from temper.rewards.judges.agreement import LABELLED
+from temper.protocols import Reward
+from temper.rewards.judges.agreement import LABELLED, LabelledSet
 from temper.rewards.judges.criteria import Item, ItemJudge, RubricSource
 from temper.rewards.judges.endpoint import Endpoint, EndpointFailed
 from temper.rewards.judges.judge import Judge, Option, RecordLog, labelled_set, read_judge_options
@@ -112,10 +113,13 @@ class _OpenGroup:
     """By member, then parallel to items."""
 
 
-class EvolvingRubricReward:
+class EvolvingRubricReward(Reward):
     """As "rubric", with criteria added where rollouts of a task differ in ways its rubric does not see."""
 
     name = "evolving_rubric"
+    log: RecordLog
+    labels: LabelledSet
+    learns = True
 
     def __init__(
         self,
@@ -144,12 +148,9 @@ class EvolvingRubricReward:
         self._judge = ItemJudge(self.options, self._endpoint, self.log)
         self.labels = labelled_set(self, self.options)
         self._proposer = Judge(proposal_prompt(max_proposals), self.options, self._endpoint, self.log)
+        self.fingerprint = f"{self._judge.fingerprint}-{self._proposer.fingerprint}"
         self._rubrics: dict[str, TaskRubric] = {}
         self._open: OrderedDict[str, _OpenGroup] = OrderedDict()
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self._judge.fingerprint}-{self._proposer.fingerprint}"
 
     def rubric(self, task_id: str) -> TaskRubric:
         return self._rubrics.get(task_id, TaskRubric())

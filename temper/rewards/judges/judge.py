@@ -18,7 +18,7 @@ from typing import Any
 
 from temper.errors import UserError
 from temper.named import require_options
-from temper.protocols import RewardFn
+from temper.protocols import Reward
 from temper.rewards.form.visible import visible
 from temper.rewards.judges.agreement import LabelledSet
 from temper.rewards.judges.endpoint import Endpoint, EndpointFailed, EndpointOptions
@@ -30,7 +30,7 @@ MAX_RECORDS = 100_000
 ROLE = re.compile(r"\[\s*(?:system|user|assistant|tool)\s*\]", re.IGNORECASE)
 
 Option = Scalar | list[Scalar]
-Record = Mapping[str, Scalar]
+Record = dict[str, Scalar]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class Judge:
         return reply.text
 
 
-def labelled_set(judge: RewardFn, options: JudgeOptions) -> LabelledSet:
+def labelled_set(judge: Reward, options: JudgeOptions) -> LabelledSet:
     return LabelledSet(judge, path=options.labelled, floor=options.kappa_floor, model=options.model)
 
 
@@ -197,10 +197,12 @@ def control_length(score: Score, text: str, options: JudgeOptions) -> Score:
     return Score.of(score.value - options.length_slope * (len(text) - options.length_reference))
 
 
-class JudgeReward:
+class JudgeReward(Reward):
     """The judge's score of the response, in [0, 1]."""
 
     name = "judge"
+    log: RecordLog
+    labels: LabelledSet
 
     def __init__(self, **options: Option) -> None:
         self.options = read_judge_options(self.name, options)
@@ -229,13 +231,15 @@ class JudgeReward:
         await self._endpoint.close()
 
 
-class PairwiseReward:
+class PairwiseReward(Reward):
     """How the response fares against a reference, asked in both orders: 1 it won both, 0 it lost both.
 
     The reference is the task's extra field "reference", else its answer.
     """
 
     name = "pairwise"
+    log: RecordLog
+    labels: LabelledSet
 
     def __init__(self, **options: Option) -> None:
         self.options = read_judge_options(self.name, options, unused=("scale",))

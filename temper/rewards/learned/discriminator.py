@@ -20,6 +20,7 @@ from torch.nn.functional import logsigmoid
 
 from temper.errors import BackendError, TaskError, UserError
 from temper.integrity import verify
+from temper.protocols import Reward
 from temper.rewards.learned.model import Batcher, TooLong, conversation_of, encode_chat, require_room
 from temper.types import Group, Message, Scalar, Score, Task, Trajectory
 
@@ -48,7 +49,7 @@ class Learned:
     gradient of use: it cannot see which of its bad texts is better."""
 
 
-class DiscriminatorReward:
+class DiscriminatorReward(Reward):
     """D of the whole conversation, at its last token.
 
     All work is done one conversation at a time on one thread: a score does not depend on what else was asked, and an
@@ -56,6 +57,7 @@ class DiscriminatorReward:
     """
 
     name = "discriminator"
+    learns = True
 
     def __init__(
         self,
@@ -160,7 +162,8 @@ class DiscriminatorReward:
         self._groups_seen = int(cast(int, state["groups_seen"]))
 
     def save(self, folder: Path) -> None:
-        """Weights and moments, into an existing folder."""
+        """Weights and moments."""
+        folder.mkdir(parents=True, exist_ok=True)
         named = {name: p.detach().cpu().contiguous() for name, p in self._model.named_parameters()}
         save_file(named, folder / WEIGHTS)
         save_file(self._moments(), folder / MOMENTS)

@@ -23,6 +23,7 @@ from torch import Tensor
 from temper.errors import UserError
 from temper.integrity import verify
 from temper.markers import markers_of
+from temper.protocols import Reward
 from temper.types import Message, Score, Task, Trajectory
 
 SCALE_FILE = "temper_scale.json"
@@ -209,7 +210,7 @@ def read_scale(folder: Path, mean: float, std: float, *, where: str) -> Scale:
     return Scale(mean=found["mean"], std=found["std"])
 
 
-class RewardModelReward:
+class RewardModelReward(Reward):
     """The classifier's one output for the whole conversation, standardised."""
 
     name = "reward_model"
@@ -250,9 +251,6 @@ class RewardModelReward:
         if not math.isfinite(raw):
             return Score.error(f"the reward model says {raw}")
         return Score.of(self.scale.apply(raw))
-
-    def check(self, task: Task) -> str | None:
-        return None
 
     async def close(self) -> None:
         self._batcher.close()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from temper.errors import UserError, did_you_mean
+from temper.protocols import Reward
 from temper.rewards.judges.endpoint import Endpoint
 from temper.rewards.judges.judge import Judge, Option, RecordLog, identity_of, read_judge_options, settle
 from temper.rewards.judges.prompts import STEP, score_prompt
@@ -194,13 +195,14 @@ class ModelSteps:
         return [[float(value)] for value in good]
 
 
-class ProcessReward:
+class ProcessReward(Reward):
     """What the steps of a response come to. A response without steps has done nothing right: 0.
 
     by_turn: it pays each turn for its steps instead, at most MAX_TOTAL together, and adds nothing to the outcome.
     """
 
     name = "process"
+    log: RecordLog
 
     def __init__(
         self,
@@ -255,15 +257,12 @@ class ProcessReward:
         )
 
     async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, list[float | None]]:
-        """As of protocols.TurnReward."""
+        """As of protocols.Reward."""
         judged, total = await self.score_steps(task, trajectory)
         if not total.is_value:
             return total, []
         steps, values = [step for step, _ in judged], [score.value or 0.0 for _, score in judged]
         return total, turn_rewards(steps, values, len(trajectory.turns))
-
-    def check(self, task: Task) -> str | None:
-        return None
 
     async def close(self) -> None:
         await self._scorer.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 
 from temper.errors import UserError
+from temper.protocols import Reward
 from temper.rewards.mathematics.answers import count_words, find_answers, gold_answer
 from temper.rewards.mathematics.forms import decide, form, is_refused, plain_number
 from temper.rewards.mathematics.second_opinion import second_opinion as ask_second
@@ -20,7 +21,7 @@ MEMORY_BYTES = 4 * 2**30
 """Of a worker's address space; with sympy loaded it takes less than a quarter of this."""
 
 
-class MathReward:
+class MathReward(Reward):
     r"""1 when the final answer equals the gold answer, else 0. The rules of writing are in docs/rewards.md.
 
     Plain numbers are compared here, everything else in a worker (checking.py). A response that states no answer, or

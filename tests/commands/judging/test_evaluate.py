@@ -21,7 +21,7 @@ from temper.commands.judging.evaluate import (
 from temper.errors import UserError
 from temper.evals.suites import answer_of, load_suite, read_tasks
 from temper.models.tiny import make_tiny_model
-from temper.rewards.rubric import Rubric
+from temper.rewards.composite import CompositeReward
 from temper.runs.results import SampleResult, SuiteResult, load
 from temper.types import Trajectory
 
@@ -128,7 +128,7 @@ def test_noise_and_cut_reasoning_are_no_answers_but_the_stated_form_is(name: str
         f"S`^;{task.answer}": 0.0,
     }
 
-    async def verdicts(rubric: Rubric) -> list[float | None]:
+    async def verdicts(rubric: CompositeReward) -> list[float | None]:
         try:
             return [(await rubric.score(task, Trajectory.saying(task.id, text)))[0].value for text in said]
         finally:

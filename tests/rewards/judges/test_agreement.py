@@ -16,10 +16,10 @@ import pytest
 
 from temper.commands.training.train import train
 from temper.config import resolve, to_toml
+from temper.rewards.composite import CompositeReward
 from temper.rewards.judges.agreement import Agreement, Labelled, LabelledSet, agreement_of, kappa_fall
 from temper.rewards.judges.evolving import EvolvingRubricReward
 from temper.rewards.judges.judge import JudgeReward
-from temper.rewards.rubric import Rubric
 from temper.runs.reader import RunReader
 from temper.types import Score, Task
 
@@ -142,10 +142,10 @@ def test_a_judge_that_raises_does_not_end_the_run_it_is_measured_in(labels: Path
 
 
 def test_a_resumed_run_is_compared_with_the_start_of_the_first(server: Any, labels: Path) -> None:
-    def rubric() -> Rubric:
-        return Rubric([(JudgeReward(**server.options(labelled=str(labels))), 1.0)])
+    def rubric() -> CompositeReward:
+        return CompositeReward([(JudgeReward(**server.options(labelled=str(labels))), 1.0)])
 
-    def fall(resumed: Rubric) -> float:
+    def fall(resumed: CompositeReward) -> float:
         async def go() -> float:
             await resumed.start()
             await resumed.measure_again()
@@ -176,7 +176,7 @@ def test_a_resumed_run_is_compared_with_the_start_of_the_first(server: Any, labe
 def test_what_was_measured_is_told_once_and_by_part(server: Any, labels: Path) -> None:
     server.answer = honest
     options = server.options(labelled=str(labels))
-    rubric = Rubric(
+    rubric = CompositeReward(
         [(JudgeReward(**options), 1.0), (JudgeReward(**options), 1.0), (JudgeReward(**server.options()), 1)]
     )
 

@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from temper.errors import UserError
-from temper.protocols import TurnReward
 from temper.rewards.learned.process import AGGREGATES, ProcessReward, Step, split_steps, turn_rewards
 from temper.types import Message, Score, ScoreKind, Task, Trajectory
 
@@ -128,7 +127,6 @@ def test_turn_rewards_are_sums_of_steps_below_the_outcome() -> None:
 def test_by_turn_each_step_is_asked_about_once_and_pays_its_turn(server: Any, say: Say) -> None:
     server.answer = lambda texts: {"score": {"a": 2, "b": 1, "c": 0, "d": 1}[texts["step"]]}
     reward = ProcessReward(**server.options(by_turn=True))
-    assert isinstance(reward, TurnReward)
     assert reward.pays_turns
     assert not ProcessReward(**server.options()).pays_turns
     total, paid = score_turns(reward, many_turns(say, "a\n\nb", " ", "c\n\nd"))

@@ -15,9 +15,10 @@ import pytest
 from temper.config import RewardConfig
 from temper.data import _rubric
 from temper.errors import UserError
+from temper.protocols import Reward
+from temper.rewards.composite import CompositeReward, Part
 from temper.rewards.form.text import TextReward
 from temper.rewards.registry import REWARDS
-from temper.rewards.rubric import Part, Rubric
 from temper.rewards.user import UserReward
 from temper.types import Group, Message, Score, ScoreKind, Task, Trajectory
 
@@ -26,7 +27,7 @@ Say = Callable[[str], Trajectory]
 WELL = Score.of(0.9)
 
 
-class Broken:
+class Broken(Reward):
     """A reward whose own code is wrong, and whose number is none."""
 
     name = "broken"
@@ -39,13 +40,10 @@ class Broken:
     def check(self, task: Task) -> str | None:
         return "it is broken"
 
-    async def close(self) -> None:
-        pass
-
 
 def test_every_failure_is_excluded_counted_by_reason_and_leaves_no_process(misbehaving: str, say: Say) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    rubric = Rubric([(UserReward(f"{misbehaving}:reward", workers=2, deadline_seconds=1.0), 1.0)])
+    rubric = CompositeReward([(UserReward(f"{misbehaving}:reward", workers=2, deadline_seconds=1.0), 1.0)])
     poisons = ["raise", "sleep", "spin", "bomb", "tower", "crash", "text", "nan"]
 
     async def go() -> list[Score]:
@@ -72,7 +70,7 @@ def test_every_failure_is_excluded_counted_by_reason_and_leaves_no_process(misbe
 
 
 def test_a_reward_whose_own_code_raises_is_an_error(say: Say) -> None:
-    rubric = Rubric([(TextReward("exact"), 1.0), (Broken(), 1.0)])
+    rubric = CompositeReward([(TextReward("exact"), 1.0), (Broken(), 1.0)])
     for text, reason in (("right", "broken: KeyError: 'missing column'"), ("nan", "broken: the reward is nan")):
         total, parts = asyncio.run(rubric.score(TASK, say(text)))
         assert total == Score.error(reason)
@@ -80,20 +78,22 @@ def test_a_reward_whose_own_code_raises_is_an_error(say: Say) -> None:
 
 
 def test_parts_are_kept_before_weighting_and_told_apart(say: Say) -> None:
-    rubric = Rubric([(TextReward("exact"), 2.0), (TextReward("exact", ignore_case=True), 0.5)])
+    rubric = CompositeReward([(TextReward("exact"), 2.0), (TextReward("exact", ignore_case=True), 0.5)])
     total, parts = asyncio.run(rubric.score(TASK, say("RIGHT")))
     assert total == Score.of(0.5)
     assert parts == {"exact": Score.of(0.0), "exact_2": Score.of(1.0)}
 
 
 def test_check_names_the_reward_and_the_task() -> None:
-    assert Rubric([(TextReward("exact"), 1.0)]).check(TASK) is None
-    reason = Rubric([(Broken(), 1.0)]).check(TASK)
+    assert CompositeReward([(TextReward("exact"), 1.0)]).check(TASK) is None
+    reason = CompositeReward([(Broken(), 1.0)]).check(TASK)
     assert reason == 'reward "broken" cannot score task train.jsonl:3: it is broken'
 
 
 def test_a_gate_is_applied_and_every_part_is_still_logged_before_and_after(say: Say) -> None:
-    gated = Rubric([Part(TextReward("exact"), is_gate=True), (TextReward("contains"), 2.0), (TextReward("edit"), 0.5)])
+    gated = CompositeReward(
+        [Part(TextReward("exact"), is_gate=True), (TextReward("contains"), 2.0), (TextReward("edit"), 0.5)]
+    )
     assert gated.weights == {"exact": 0.0, "contains": 2.0, "edit": 0.5}
     total, parts = asyncio.run(gated.score(TASK, say("right!!!!!")))
     assert total == Score.of(0.0)
@@ -105,7 +105,7 @@ def test_a_gate_is_applied_and_every_part_is_still_logged_before_and_after(say: 
 
 
 def test_bounds_are_applied_before_the_weight(say: Say) -> None:
-    bounded = Rubric([Part(TextReward("exact"), 10.0, clip=(0.0, 0.25))])
+    bounded = CompositeReward([Part(TextReward("exact"), 10.0, clip=(0.0, 0.25))])
     total, parts = asyncio.run(bounded.score(TASK, say("right")))
     assert (total, parts) == (Score.of(2.5), {"exact": Score.of(1.0)})
 
@@ -121,13 +121,14 @@ def test_bounds_are_applied_before_the_weight(say: Say) -> None:
 )
 def test_rules_that_do_not_fit_are_the_users_mistake(part: Part, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Rubric([part])
+        CompositeReward([part])
 
 
-class Remembering:
+class Remembering(Reward):
     """A judge of fixed wording that learns and keeps a log."""
 
     name = "remembering"
+    learns = True
 
     def __init__(self, fingerprint: str = "abc") -> None:
         self.fingerprint = fingerprint
@@ -135,12 +136,6 @@ class Remembering:
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         return Score.of(1.0)
-
-    def check(self, task: Task) -> str | None:
-        return None
-
-    async def close(self) -> None:
-        pass
 
     async def start(self) -> dict[str, float]:
         return {"kappa": 0.8}
@@ -157,23 +152,23 @@ class Remembering:
 
 def test_parts_that_learn_are_shown_groups_and_come_back_as_they_were() -> None:
     part = Remembering()
-    rubric = Rubric([(part, 1.0)])
+    rubric = CompositeReward([(part, 1.0)])
     groups = [Group(id=name, draw=0, task=Task(id="t", messages=()), trajectories=()) for name in "ab"]
     asyncio.run(rubric.evolve(groups))
     assert part.seen == ["a", "b"]
     other = Remembering()
-    Rubric([(other, 1.0)]).load_state(rubric.state())
+    CompositeReward([(other, 1.0)]).load_state(rubric.state())
     assert other.seen == ["a", "b"]
     assert asyncio.run(rubric.start()) == {"remembering/kappa": 0.8}
 
 
 def test_a_judge_that_is_asked_otherwise_after_a_resume_is_refused() -> None:
-    state = Rubric([(Remembering("abc"), 1.0)]).state()
+    state = CompositeReward([(Remembering("abc"), 1.0)]).state()
     with pytest.raises(UserError, match='reward "remembering" was abc when this run began and is xyz now'):
-        Rubric([(Remembering("xyz"), 1.0)]).load_state(state)
+        CompositeReward([(Remembering("xyz"), 1.0)]).load_state(state)
 
 
-class Paying:
+class Paying(Reward):
     """Pays turns what it is told; counts how often it is asked."""
 
     name = "paying"
@@ -191,16 +186,10 @@ class Paying:
         self.asked += 1
         return self.verdict, self.turns
 
-    def check(self, task: Task) -> str | None:
-        return None
-
-    async def close(self) -> None:
-        pass
-
 
 def test_a_part_that_pays_turns_is_asked_once_and_its_weight_scales_what_it_pays(say: Say) -> None:
     part = Paying([0.4])
-    rubric = Rubric([(TextReward("exact"), 1.0), (part, 0.5)])
+    rubric = CompositeReward([(TextReward("exact"), 1.0), (part, 0.5)])
     assert rubric.pays_turns
     assert rubric.weights == {"exact": 1.0, "paying": 0.0}
     total, parts, turns = asyncio.run(rubric.score_turns(TASK, say("right")))
@@ -222,13 +211,13 @@ def test_a_part_that_pays_turns_is_asked_once_and_its_weight_scales_what_it_pays
 def test_payments_that_failed_or_do_not_fit_are_never_numbers(
     turns: list[float], score: Score, kind: ScoreKind, say: Say
 ) -> None:
-    rubric = Rubric([(TextReward("exact"), 1.0), (Paying(turns, score), 0.5)])
+    rubric = CompositeReward([(TextReward("exact"), 1.0), (Paying(turns, score), 0.5)])
     total, _, paid = asyncio.run(rubric.score_turns(TASK, say("right")))
     assert (total.kind, paid) == (kind, [])
 
 
 def test_a_rubric_that_pays_no_turns_says_so(say: Say) -> None:
-    rubric = Rubric([(TextReward("exact"), 1.0)])
+    rubric = CompositeReward([(TextReward("exact"), 1.0)])
     assert not rubric.pays_turns
     assert asyncio.run(rubric.score_turns(TASK, say("right")))[2] == []
 
@@ -244,12 +233,12 @@ def test_a_rubric_that_pays_no_turns_says_so(say: Say) -> None:
 )
 def test_payments_beside_no_outcome_or_above_it_are_the_users_mistake(parts: list[Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Rubric(parts)
+        CompositeReward(parts)
 
 
 def test_only_a_part_that_adds_can_be_optional() -> None:
     with pytest.raises(UserError, match="only a part that adds"):
-        Rubric([Part(TextReward("exact"), is_gate=True, is_optional=True), (TextReward("f1"), 1.0)])
+        CompositeReward([Part(TextReward("exact"), is_gate=True, is_optional=True), (TextReward("f1"), 1.0)])
 
 
 def test_a_recipe_says_whether_a_part_is_optional(say: Say) -> None:

@@ -13,16 +13,7 @@ from typing import Any, NamedTuple
 
 from temper.calls import describe_error, is_end_of_task, waiting_for
 from temper.errors import UserError
-from temper.protocols import (
-    FrozenReward,
-    LabelledReward,
-    LearningReward,
-    LoggedReward,
-    PreparedReward,
-    RewardFn,
-    SavedReward,
-    TurnReward,
-)
+from temper.protocols import Reward
 from temper.rewards.score import Rule, combine, finite, pay_turns, weigh, wrong_payment
 from temper.types import Group, Scalar, Score, Task, Trajectory
 
@@ -30,7 +21,7 @@ from temper.types import Group, Scalar, Score, Task, Trajectory
 class Part(NamedTuple):
     """A reward and what it means for the whole; a plain (reward, weight) does as well. Fields as in score.Rule."""
 
-    reward: RewardFn
+    reward: Reward
     weight: float = 1.0
     is_gate: bool = False
     clip: tuple[float, float] | None = None
@@ -41,11 +32,11 @@ FILES = "rewards"
 """Below a checkpoint: other tools take every *.safetensors file beside the weights for weights."""
 
 
-class Rubric:
+class CompositeReward:
     """Parts that make one reward. A part that appears twice is told apart by a number: "format", "format_2"."""
 
-    def __init__(self, parts: Sequence[Part | tuple[RewardFn, float]]) -> None:
-        self._parts: dict[str, RewardFn] = {}
+    def __init__(self, parts: Sequence[Part | tuple[Reward, float]]) -> None:
+        self._parts: dict[str, Reward] = {}
         self._rules: dict[str, Rule] = {}
         self._agreement: dict[str, Mapping[str, float]] = {}
         for part in parts:
@@ -54,7 +45,7 @@ class Rubric:
             name = f"{reward.name}_{copies + 1}" if copies else reward.name
             self._parts[name] = reward
             self._rules[name] = Rule(
-                weight=weight, is_gate=is_gate, clip=clip, is_optional=is_optional, pays_turns=_pays_turns(reward)
+                weight=weight, is_gate=is_gate, clip=clip, is_optional=is_optional, pays_turns=reward.pays_turns
             )
         _require_rules(self._rules)
 
@@ -96,23 +87,21 @@ class Rubric:
         """What the parts measured before training, by name. Raises UserError when one is not fit to be trained on."""
         measured: dict[str, float] = {}
         for name, part in self._parts.items():
-            if isinstance(part, PreparedReward):
-                measured |= {f"{name}/{key}": value for key, value in (await part.start()).items()}
+            measured |= {f"{name}/{key}": value for key, value in (await part.start()).items()}
         return measured
 
     async def measure_again(self) -> None:
         """Asks the judges that start() measured for their labelled sets once more; metrics() then tells what was found.
         An endpoint may serve another model under the same name."""
         for name, part in self._parts.items():
-            if isinstance(part, LabelledReward):
+            if part.labels is not None:
                 self._agreement[name] = await part.labels.measure()
 
     async def evolve(self, groups: Sequence[Group]) -> None:
         """Lets the parts that learn see trained groups, in draw order."""
         for part in self._parts.values():
-            if isinstance(part, LearningReward):
-                for group in groups:
-                    await part.evolve(group)
+            for group in groups if part.learns else ():
+                await part.evolve(group)
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Verdicts by outcome since the start, of the parts that keep a log; how often a judge contradicted itself; and
@@ -122,24 +111,24 @@ class Rubric:
             f"judge/{what}/{prefix}{name}": value for name, values in measured.items() for what, value in values.items()
         }
         for name, part in self._parts.items():
-            if isinstance(part, LoggedReward):
+            if part.log is not None:
                 found |= {f"judge/{prefix}{name}_{what}": times for what, times in part.log.metrics().items()}
         return found
 
     def records(self) -> dict[str, list[dict[str, Scalar]]]:
         """What the parts judged since the last call, by name: who was asked, what was said."""
-        return {name: part.log.take() for name, part in self._parts.items() if isinstance(part, LoggedReward)}
+        return {name: part.log.take() for name, part in self._parts.items() if part.log is not None}
 
     @property
     def learns(self) -> bool:
         """Whether the same answer may be worth something else later."""
-        return any(isinstance(part, LearningReward) for part in self._parts.values())
+        return any(part.learns for part in self._parts.values())
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs: what parts have learned, which question each judge is asked, and how far it agreed
         with people when the run began."""
-        learned = {name: part.state() for name, part in self._parts.items() if isinstance(part, LearningReward)}
-        agreed = {name: part.labels.state() for name, part in self._parts.items() if isinstance(part, LabelledReward)}
+        learned = {name: part.state() for name, part in self._parts.items() if part.learns}
+        agreed = {name: part.labels.state() for name, part in self._parts.items() if part.labels is not None}
         return {"learned": learned, "fingerprints": self._fingerprints(), "agreement": agreed}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -152,25 +141,22 @@ class Rubric:
                     f"model or decoding changed. Restore it, or start a new run from the checkpoint with model.path"
                 )
         for name, part in self._parts.items():
-            if isinstance(part, LearningReward):
+            if part.learns:
                 part.load_state(state["learned"][name])
-            if isinstance(part, LabelledReward):
+            if part.labels is not None:
                 part.labels.load_state(state.get("agreement", {}).get(name, {}))  # older checkpoints have none
 
     def save(self, folder: Path) -> None:
         """Files of the parts that keep some, below rewards/NAME."""
         for name, part in self._parts.items():
-            if isinstance(part, SavedReward):
-                (own := folder / FILES / name).mkdir(parents=True)
-                part.save(own)
+            part.save(folder / FILES / name)
 
     def load(self, folder: Path) -> None:
         for name, part in self._parts.items():
-            if isinstance(part, SavedReward):
-                part.load(folder / FILES / name)
+            part.load(folder / FILES / name)
 
     def _fingerprints(self) -> dict[str, str]:
-        return {name: part.fingerprint for name, part in self._parts.items() if isinstance(part, FrozenReward)}
+        return {name: part.fingerprint for name, part in self._parts.items() if part.fingerprint}
 
     def check(self, task: Task) -> str | None:
         """Why some part can never score this task, or None."""
@@ -215,17 +201,13 @@ def _require_rules(rules: Mapping[str, Rule]) -> None:
         )
 
 
-def _pays_turns(reward: RewardFn) -> bool:
-    return isinstance(reward, TurnReward) and reward.pays_turns
-
-
 async def _guarded(
-    name: str, part: RewardFn, task: Task, trajectory: Trajectory
+    name: str, part: Reward, task: Task, trajectory: Trajectory
 ) -> tuple[Score, Sequence[float | None] | None]:
     """The score, and what turns are paid if the part pays them: the rim where a reward's own fault becomes an error."""
     try:
         with waiting_for(f'reward "{name}"'):
-            if not (isinstance(part, TurnReward) and part.pays_turns):
+            if not part.pays_turns:
                 return finite(await part.score(task, trajectory)), None
             score, turns = await part.score_turns(task, trajectory)
         if not score.is_value:
