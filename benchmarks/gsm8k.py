@@ -150,8 +150,8 @@ def recipe_of(options: argparse.Namespace, seed: int, train_file: Path) -> dict[
 async def train(options: argparse.Namespace, seed: int, train_file: Path) -> Clock:
     (config,) = resolve(recipe_of(options, seed, train_file), [*options.set], where="benchmark")
     stage = build_stage(config, 0, Path(options.model))
-    assert stage.held is not None, "the local engine holds the weights it draws with"
-    clock, average = Clock(options.seconds), MovingAverage(stage.held, options.average)
+    assert stage.sampler_model is not None, "the local engine holds the weights it draws with"
+    clock, average = Clock(options.seconds), MovingAverage(stage.sampler_model, options.average)
     recorders = (average, clock) if options.average else (clock,)
     plan = make_plan(stage, first_step=1, recorders=recorders, checkpoint=lambda step: None)
     try:

@@ -74,7 +74,7 @@ class Plan:
     watch: Watch | None = None
     runs_ahead: bool = False
     """The sampler draws for later steps as well, and begins with them as soon as it has new weights."""
-    resting: Callable[[], AbstractContextManager[None]] = nullcontext
+    paused: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around a trainer's step: a sampler on the trainer's device draws nothing inside."""
 
 
@@ -139,7 +139,7 @@ async def _run(plan: Plan) -> None:
             taken = time.monotonic()
             await canary.passed()
             cleared = time.monotonic()
-            with plan.resting():
+            with plan.paused():
                 result = await asyncio.to_thread(plan.trainer.step, batch)
             plan.verify(step, result)
             trained = time.monotonic()

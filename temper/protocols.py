@@ -72,7 +72,7 @@ class Sampler(Protocol):
 class SharesDevice(Protocol):
     """A sampler that computes where the trainer does."""
 
-    def resting(self) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Inside it draws nothing; requests wait."""
         ...
 
@@ -96,6 +96,28 @@ class Trainer(Protocol):
         ...
 
     def publish(self) -> Publication: ...
+
+    @property
+    def scales(self) -> Mapping[str, float]:
+        """Coefficients that credit is computed with, as controllers have set them."""
+        ...
+
+    def prepack(self, updates: tuple[tuple[Sample, ...], ...]) -> None:
+        """May lay the rows of a batch that is trained next end to end, while a sampler draws. May do nothing."""
+        ...
+
+    def observe(self, score: float) -> None:
+        """The held-out mean of the training reward: references that wait for progress go by it."""
+        ...
+
+    def peak_memory_bytes(self) -> int:
+        """Most that was held at once since the last call, of the device or of the process."""
+        ...
+
+    @property
+    def peak_is_since_start(self) -> bool:
+        """Whether the system cannot start its count anew: the peak is then that of the whole process."""
+        ...
 
     def save(self, folder: Path) -> None:
         """Writes all of its state into an existing, empty folder."""

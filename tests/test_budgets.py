@@ -136,7 +136,7 @@ def unbounded_waits(source: str) -> list[int]:
 DONE_ALREADY = {
     # Reads of finished asyncio tasks and futures: they return at once or raise.
     ("rollout/group.py", "member.result()"),
-    ("rollout/roller.py", "taking.result()"),
+    ("rollout/source.py", "taking.result()"),
     ("evals/evaluate.py", "member.result()"),
     ("engine/local/engine.py", "future.result()"),
     ("engine/local/engine.py", "self._may_step.wait()"),  # under a deadline, like the next

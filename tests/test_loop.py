@@ -20,7 +20,7 @@ from temper.engine.local.engine import LocalEngine
 from temper.engine.local.step import Flight, Stepper
 from temper.errors import BackendError
 from temper.parity.check import Canary
-from temper.rollout.roller import Roller
+from temper.rollout.source import RolloutSource
 from temper.runs.records import AuditRecord
 from temper.trainer.local import LocalTrainer
 from temper.types import Batch, EvaluationResult, StepReport, TrainResult
@@ -130,18 +130,18 @@ def test_new_weights_are_drawn_with_at_once_unless_steps_wait_for_each_other(
     staleness: int, first: str, tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, str]] = []
-    real_check, real_release = Canary.check, Roller.release
+    real_check, real_release = Canary.check, RolloutSource.release
 
     async def check(self: Canary, version: int) -> Any:
         seen.append((version, "checked"))
         return await real_check(self, version)
 
-    async def release(self: Roller, version: int) -> None:
+    async def release(self: RolloutSource, version: int) -> None:
         seen.append((version, "released"))
         await real_release(self, version)
 
     monkeypatch.setattr(Canary, "check", check)
-    monkeypatch.setattr(Roller, "release", release)
+    monkeypatch.setattr(RolloutSource, "release", release)
     rollout = {"groups_per_step": 2, "group_size": 4, "max_staleness": staleness}
     run(rl_config(tiny_recipe, steps=3, rollout=rollout), tmp_path)
     assert [next(what for version, what in seen if version == step) for step in (1, 2, 3)] == [first] * 3

@@ -33,7 +33,7 @@ from temper.objectives import Objective
 from temper.parity.isolation import check_isolation
 from temper.stages.distill import teacher_folders
 from temper.trainer.critic import Critic
-from temper.trainer.local import OtherModels
+from temper.trainer.local import AuxiliaryModels
 from temper.trainer.offload import offload
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.weights import ModelFiles
@@ -78,7 +78,7 @@ class Models:
     """What a stage trains, and how its checkpoints hold it."""
 
     policy: torch.nn.Module
-    others: OtherModels
+    others: AuxiliaryModels
     files: ModelFiles
 
 
@@ -115,7 +115,7 @@ def _name_of_loss(objective: Objective) -> str | None:
 
 def _other_models(
     config: RunConfig, objective: Objective, folder: Path, policy: torch.nn.Module, load: Load
-) -> OtherModels:
+) -> AuxiliaryModels:
     """Reference and critic start where the stage starts; teachers are given."""
     device = next(policy.parameters()).device
     critic = None
@@ -135,7 +135,9 @@ def _other_models(
     teachers = {}
     if objective.needs & {"teacher", "teacher_top_k", "divergence"}:
         teachers = {name: frozen(load(path)) for name, path in teacher_folders(folder, config.model.taught_by).items()}
-    return OtherModels(reference=_reference(objective, folder, policy, load, frozen), teachers=teachers, critic=critic)
+    return AuxiliaryModels(
+        reference=_reference(objective, folder, policy, load, frozen), teachers=teachers, critic=critic
+    )
 
 
 def _reference(

@@ -25,7 +25,7 @@ from temper.parity.isolation import check_isolation
 from temper.protocols import SharesDevice
 from temper.rewards.composite import CompositeReward
 from temper.rollout.group import Extras
-from temper.rollout.roller import Roller
+from temper.rollout.source import RolloutSource
 from temper.runs.alarms.rules import configure
 from temper.runs.ledger import TRAINING, ModelSize, active_parameters, mfu, peak_flops, time_metrics
 from temper.stages.rejection import Rejection
@@ -63,7 +63,7 @@ def make_plan(
         measure_system=partial(_measure_system, stage, _model_size(stage)),
         watch=watch,
         runs_ahead=config.rollout.max_staleness > 0,
-        resting=stage.sampler.resting if isinstance(stage.sampler, SharesDevice) else nullcontext,
+        paused=stage.sampler.paused if isinstance(stage.sampler, SharesDevice) else nullcontext,
     )
 
 
@@ -76,15 +76,15 @@ def _budget(stage: Stage) -> Budget:
 
 
 def _sides(stage: Stage) -> Sides:
-    held = None if stage.held is None else Weights(stage.held)
+    drawing = None if stage.sampler_model is None else Weights(stage.sampler_model)
     return Sides(
         sampler=stage.sampler,
         recompute=stage.trainer.score,
         params=stage.setup.params,
         budget=_budget(stage),
         find_stale=None
-        if held is None
-        else lambda: stale_tensors(stage.trainer.publish().tensors, held.publication(0).tensors),
+        if drawing is None
+        else lambda: stale_tensors(stage.trainer.publish().tensors, drawing.publication(0).tensors),
         bos_id=stage.data.tokenizer.bos_token_id,
         seconds=stage.config.rollout.step_seconds,
     )
@@ -173,7 +173,7 @@ def _measure_system(stage: Stage, size: ModelSize, batch: Batch, seconds: Mappin
         **mfu(size, lengths, training_seconds, _peak(stage)),
         **_judge_metrics(stage),
     }
-    if isinstance(stage.source, Roller | Rejection):
+    if isinstance(stage.source, RolloutSource | Rejection):
         system["sys/queue_groups"] = float(stage.source.num_queued)
     if "rollout" in seconds:
         # Who runs ahead draws all the time; the trainer waits for the rest of it alone.

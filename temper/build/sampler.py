@@ -49,16 +49,16 @@ def make_sampler(
         return SglangEngine(settings), None
     if kind == "vllm":
         return _vllm(config, data, model, model_folder), None
-    held = _held(config, model)
-    lay_end_to_end(held)
+    sampler_model = _sampler_model(config, model)
+    lay_end_to_end(sampler_model)
     decode = data.renderer.decode if config.sampling.stop else None
-    return LocalEngine(held, _engine_settings(config, data), decode=decode), held
+    return LocalEngine(sampler_model, _engine_settings(config, data), decode=decode), sampler_model
 
 
 def make_opponent(
-    config: RunConfig, objective: Objective, data: StageData, reference: torch.nn.Module | None, held: Any
+    config: RunConfig, objective: Objective, data: StageData, reference: torch.nn.Module | None, sampler_model: Any
 ) -> Opponent | None:
-    """Whom a stage that samples compares its policy with; None: nobody. `held`: the weights of the policy's sampler."""
+    """Whom a stage that samples compares its policy with; None: nobody. sampler_model: what its sampler draws with."""
     share = opponent_share(objective.loss)
     if share is None:
         return None
@@ -68,10 +68,10 @@ def make_opponent(
     is_shared = config.rollout.max_staleness == 0 and not config.model.offload
     own = reference
     if not is_shared:
-        own = copy.deepcopy(reference).to(next(held.parameters()).device)
+        own = copy.deepcopy(reference).to(next(sampler_model.parameters()).device)
         lay_end_to_end(own)
     return Opponent(
-        held,
+        sampler_model,
         own,
         _engine_settings(config, data),
         share=share,
@@ -97,7 +97,7 @@ def require_opponent(config: RunConfig, objective: Objective) -> None:
         )
 
 
-def _held(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
+def _sampler_model(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
     """One copy of the weights when nothing is under way while they change; otherwise the engine has its own. So it has
     for a model with an adapter: it draws from merged weights."""
     if has_adapter(model):

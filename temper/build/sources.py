@@ -19,12 +19,12 @@ from temper.errors import UserError
 from temper.evals.suites import ANSWERS
 from temper.objectives import Objective
 from temper.objectives.losses.pairs import opponent_share
-from temper.protocols import BatchSource, Sampler
-from temper.rollout.buffer import Buffer, Taken
+from temper.protocols import BatchSource, Sampler, Trainer
+from temper.rollout.buffer import Buffer, StepGroups
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.group import Extras
-from temper.rollout.roller import Roller, RollSettings
 from temper.rollout.selection import Selection, read_selection
+from temper.rollout.source import RolloutSettings, RolloutSource
 from temper.rollout.steps import StepSplit
 from temper.stages.distill import NoReward, distill_source, share_of_samples, unrewarded
 from temper.stages.preference import Choose, offline_source, pairs_of, wins_of
@@ -33,10 +33,9 @@ from temper.stages.reference_cache import References
 from temper.stages.rejection import KeepRules, Ledger, Rejection, keep_of
 from temper.stages.reward_model import PairRows, RowMaker, ScoredExamples, StepRows
 from temper.stages.sft import Examples
-from temper.trainer.local import LocalTrainer
 from temper.types import Batch
 
-Credit = Callable[[Taken], Batch]
+Credit = Callable[[StepGroups], Batch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,7 @@ class Parts:
     """Of the stage."""
     objective: Objective
     data: StageData
-    trainer: LocalTrainer
+    trainer: Trainer
     setup: EpisodeSetup
     opponent: Sampler | None = None
     """Who plays one half of every group; None: the policy plays all."""
@@ -104,17 +103,17 @@ def _examples(parts: Parts) -> BatchSource:
     return examples_of(parts.config, parts.objective, parts.data)
 
 
-def _rolled(parts: Parts) -> Roller:
+def _rolled(parts: Parts) -> RolloutSource:
     rules = _credit_rules(parts.config, parts.objective, parts.data)
     return _roller(parts, lambda taken: _credited(parts, rules, taken))
 
 
-def _credited(parts: Parts, rules: CreditRules, taken: Taken) -> Batch:
+def _credited(parts: Parts, rules: CreditRules, taken: StepGroups) -> Batch:
     trainer = parts.trainer
     batch = make_batch(
         taken.groups, rules, score=trainer.score, version=trainer.version, dropped=taken.dropped, scales=trainer.scales
     )
-    trainer.get_ready(batch.updates)
+    trainer.prepack(batch.updates)
     return batch
 
 
@@ -179,7 +178,7 @@ def _distill(parts: Parts) -> BatchSource:
     # The recipe's reward judges held-out answers; what it says of a sample must not decide whether that is distilled.
     unjudged = replace(parts, setup=replace(parts.setup, scorer=NoReward()))
 
-    def credit(taken: Taken) -> Batch:
+    def credit(taken: StepGroups) -> Batch:
         return _credited(parts, rules, taken)
 
     return distill_source(
@@ -191,7 +190,7 @@ def _distill(parts: Parts) -> BatchSource:
     )
 
 
-def _roller(parts: Parts, credit: Credit) -> Roller:
+def _roller(parts: Parts, credit: Credit) -> RolloutSource:
     rollout, objective = parts.config.rollout, parts.objective
     buffer = Buffer(
         groups_per_step=rollout.groups_per_step,
@@ -201,7 +200,7 @@ def _roller(parts: Parts, credit: Credit) -> Roller:
     )
     drop = rollout.drop_degenerate
     compares = parts.config.stage not in ("rejection", "distill")
-    settings = RollSettings(
+    settings = RolloutSettings(
         group_size=rollout.group_size,
         min_members=objective.min_group if compares else 1,
         drop_degenerate=compares and ("dynamic_sampling" in objective.wants if drop is None else drop),
@@ -215,7 +214,7 @@ def _roller(parts: Parts, credit: Credit) -> Roller:
             opponent=None if parts.opponent is None else replace(parts.setup, sampler=parts.opponent),
         ),
     )
-    return Roller(parts.setup, parts.data.stream, buffer, settings, credit)
+    return RolloutSource(parts.setup, parts.data.stream, buffer, settings, credit)
 
 
 def _step_split(objective: Objective) -> StepSplit:

@@ -27,7 +27,7 @@ from temper.engine.local.mixture import WithOpponent
 from temper.envs.env import find_env
 from temper.objectives import Objective
 from temper.parity.check import Canary
-from temper.protocols import BatchSource, Env, Sampler
+from temper.protocols import BatchSource, Env, Sampler, Trainer
 from temper.rollout.episode import EpisodeSetup, Scorer
 from temper.stages.distill import NoReward
 from temper.stages.rejection import Rejection
@@ -46,9 +46,9 @@ class Stage:
     objective: Objective
     data: StageData
     model: torch.nn.Module
-    trainer: LocalTrainer
+    trainer: Trainer
     sampler: Sampler
-    held: torch.nn.Module | None
+    sampler_model: torch.nn.Module | None
     """The sampler's weights: the model, or a copy when it samples while the model is trained. None: elsewhere."""
     source: BatchSource
     setup: EpisodeSetup
@@ -116,8 +116,8 @@ def build_stage(
     trainer = _trainer(config, objective, data, models, temperature=config.sampling.temperature if rolls else 1.0)
     if checkpoint is not None:
         trainer.load(checkpoint)
-    sampler, held = make_sampler(config, objective, data, models.policy, model_folder)
-    opponent = make_opponent(config, objective, data, models.others.reference, held) if rolls else None
+    sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder)
+    opponent = make_opponent(config, objective, data, models.others.reference, sampler_model) if rolls else None
     setup = _episode_setup(config, objective, data, sampler)
     parts = Parts(
         config=config,
@@ -144,7 +144,7 @@ def build_stage(
         model=models.policy,
         trainer=trainer,
         sampler=sampler if opponent is None else WithOpponent(sampler, opponent),
-        held=held,
+        sampler_model=sampler_model,
         source=source,
         setup=setup,
         measure=make_measure(parts),
@@ -155,7 +155,7 @@ def build_stage(
 
 def _trainer(
     config: RunConfig, objective: Objective, data: StageData, models: Models, *, temperature: float
-) -> LocalTrainer:
+) -> Trainer:
     settings = TrainerSettings(
         optimizer=optimizer_settings(config, config.optim.learning_rate),
         temperature=temperature,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from temper.commands.launchers import require_one_process
 from temper.errors import UserError
-from temper.named import loading_file, name_function
+from temper.plugins import loading_file, name_function
 
 if TYPE_CHECKING:
     from temper.build.policy import OpenPolicy

@@ -21,7 +21,7 @@ from temper.envs.library.search import SearchEnv
 from temper.envs.library.shop import ShopEnv
 from temper.envs.single_turn import SingleTurn
 from temper.errors import UserError, did_you_mean
-from temper.named import load_function, require_options
+from temper.plugins import load_function, require_options
 from temper.protocols import Env
 from temper.types import Scalar
 

@@ -25,7 +25,7 @@ from temper.config.sections import EnvConfig, PromptConfig, RewardConfig, Source
 from temper.envs.library.problems import READERS, read_problems, read_rows
 from temper.errors import UserError, did_you_mean
 from temper.evals.scores import CORRECT_AT
-from temper.named import load_function
+from temper.plugins import load_function
 from temper.rewards.mathematics.answers import find_answers
 from temper.rewards.mathematics.forms import form, plain_number
 from temper.tasks.dataset import read_file

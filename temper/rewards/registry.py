@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Mapping
 
 from temper.errors import UserError, did_you_mean
-from temper.named import require_options
+from temper.plugins import require_options
 from temper.protocols import Reward
 from temper.rewards.code.code import CodeReward
 from temper.rewards.env import EnvReward

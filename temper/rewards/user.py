@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from temper.errors import UserError
-from temper.named import given_function, load_function
+from temper.plugins import given_function, load_function
 from temper.protocols import Reward
 from temper.rewards.workers.live import Calls, LiveCalls
 from temper.rewards.workers.pool import WorkerFailed, WorkerPool

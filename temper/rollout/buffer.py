@@ -34,7 +34,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class StepGroups:
     """What one step consumes: a prefix of the draws."""
 
     groups: tuple[Group, ...]
@@ -113,7 +113,7 @@ class Buffer:
                 self._settled.append(self._open.popleft())
             self._changed.notify_all()
 
-    async def take(self, seconds: float) -> Taken:
+    async def take(self, seconds: float) -> StepGroups:
         """The next groups_per_step trainable groups in draw order, once every earlier draw is settled."""
         async with self._changed:
             await self._wait(lambda: self.is_ready or self._is_hopeless, seconds)
@@ -133,7 +133,7 @@ class Buffer:
             self.num_finished -= len(groups)
             self._num_dropped -= len(dropped)
             self._check_age(groups)
-            return Taken(groups=groups, dropped=dropped)
+            return StepGroups(groups=groups, dropped=dropped)
 
     def settled(self) -> list[tuple[Group, str]]:
         """Groups that are done and not taken, in draw order, with what became of them."""

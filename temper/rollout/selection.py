@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from temper.errors import UserError, did_you_mean
-from temper.named import require_options
+from temper.plugins import require_options
 from temper.types import Group, Scalar, Status, Trajectory
 
 ROUNDING = 1e-9

@@ -15,7 +15,7 @@ from temper.errors import UserError
 from temper.models.load import find_checkpoint, read_shape, require_same_tokenizer
 from temper.objectives import Objective
 from temper.protocols import BatchSource
-from temper.rollout.buffer import Taken
+from temper.rollout.buffer import StepGroups
 from temper.types import Batch, Group, Scalar, Score, Task, Trajectory
 
 REWARD_METRICS = ("reward/", "data/degenerate", "data/all_", "data/group_std", "data/p_hist", "gen/len_correct",
@@ -116,10 +116,10 @@ class NoReward:
         """Nothing learns."""
 
 
-def unrewarded(credit: Callable[[Taken], Batch]) -> Callable[[Taken], Batch]:
+def unrewarded(credit: Callable[[StepGroups], Batch]) -> Callable[[StepGroups], Batch]:
     """The credit without metrics of a reward that nobody gave."""
 
-    def without(taken: Taken) -> Batch:
+    def without(taken: StepGroups) -> Batch:
         batch = credit(taken)
         metrics = {name: value for name, value in batch.metrics.items() if not name.startswith(REWARD_METRICS)}
         return dataclasses.replace(batch, metrics=metrics)

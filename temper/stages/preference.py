@@ -23,7 +23,7 @@ from temper.objectives.losses.pairs import implicit_rewards
 from temper.objectives.losses.preferences import Pairs
 from temper.objectives.losses.unpaired import kto_baseline, mismatched_rows
 from temper.objectives.objective import DirectLoss, Objective
-from temper.rollout.buffer import Taken
+from temper.rollout.buffer import StepGroups
 from temper.stages.preference_rows import RowRules, labelled_rows, make_row, on_drawn, pair_rows, rows_maker
 from temper.stages.reference_cache import References
 from temper.stages.sft import MAX_SKIPS, TooLong
@@ -180,9 +180,9 @@ Choose = Literal["extremes", "random", "sides"]
 Scored = tuple[Trajectory, float]
 
 
-def pairs_of(taken: Taken, *, version: int, updates: int = 1, choose: Choose = "extremes", seed: int = 0) -> Batch:
-    """Credit for a Roller: of each group the best and the worst member, or two drawn at random, as one pair; or, from
-    both sides of groups with opponents, the two whose rewards differ most.
+def pairs_of(taken: StepGroups, *, version: int, updates: int = 1, choose: Choose = "extremes", seed: int = 0) -> Batch:
+    """Credit of a step: of each group the best and the worst member, or two drawn at random, as one pair; or, from both
+    sides of groups with opponents, the two whose rewards differ most.
 
     Groups without a pair, because all rewards or both texts are equal, are dropped with the reason. `version` is that
     of the weights that will be trained.
@@ -199,8 +199,8 @@ def pairs_of(taken: Taken, *, version: int, updates: int = 1, choose: Choose = "
     return _rolled(kept, dropped, version, _updates([(rows, 1) for _, rows in kept], updates))
 
 
-def wins_of(taken: Taken, *, version: int, updates: int = 1) -> Batch:
-    """Credit for a Roller under nash_md: the policy's members, each with the share of its opponents that it beats, ties
+def wins_of(taken: StepGroups, *, version: int, updates: int = 1) -> Batch:
+    """Credit of a step under nash_md: the policy's members, each with the share of its opponents that it beats, ties
     half. Opponents are not trained: a policy gradient on what another distribution drew would be biased."""
     kept, shares, dropped = [], [], list(taken.dropped)
     for group in sorted(taken.groups, key=lambda group: group.draw):

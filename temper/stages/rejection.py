@@ -16,9 +16,9 @@ from typing import Any, cast
 
 from temper.batching.measure import measure_groups
 from temper.errors import UserError
-from temper.rollout.buffer import Taken
-from temper.rollout.roller import Roller
+from temper.rollout.buffer import StepGroups
 from temper.rollout.selection import Attempt, Selection, choose, eligible, normalised
+from temper.rollout.source import RolloutSource
 from temper.tasks.dataset import fingerprint
 from temper.types import Batch, Group, Message, Scalar, Task, Trajectory
 
@@ -149,8 +149,8 @@ class KeepRules:
     seed: int
 
 
-def keep_of(taken: Taken, rules: KeepRules, ledger: Ledger, *, version: int) -> Batch:
-    """Puts a step's groups into the ledger. The batch has no updates: nothing is trained. A credit function of Roller.
+def keep_of(taken: StepGroups, rules: KeepRules, ledger: Ledger, *, version: int) -> Batch:
+    """Puts a step's groups into the ledger. The batch has no updates: nothing is trained.
 
     version: of the weights that drew; all groups are counted, also those that were dropped.
     """
@@ -226,9 +226,9 @@ def _as_row(table: Mapping[str, Any]) -> Row:
 
 
 class Rejection:
-    """Implements protocols.BatchSource: a Roller whose credit function is keep_of, and the ledger it fills."""
+    """Implements protocols.BatchSource: a RolloutSource whose credit function is keep_of, and the ledger it fills."""
 
-    def __init__(self, roller: Roller, ledger: Ledger, *, steps: int) -> None:
+    def __init__(self, roller: RolloutSource, ledger: Ledger, *, steps: int) -> None:
         self._roller = roller
         self.ledger = ledger
         self._steps = steps

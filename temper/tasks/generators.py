@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from temper.calls import describe_error
 from temper.errors import TemperError, UserError, did_you_mean
-from temper.named import load_function, require_options
+from temper.plugins import load_function, require_options
 from temper.types import Message, Scalar, Task
 
 Generator = Callable[..., Task]

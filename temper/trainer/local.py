@@ -29,7 +29,7 @@ from temper.trainer.memory import PeakMemory
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
 from temper.trainer.passes.divergence import EVERYONE
 from temper.trainer.passes.forward import StepFacts
-from temper.trainer.passes.scoring import Passes, Share
+from temper.trainer.passes.scoring import ScoringPasses, Share
 from temper.trainer.passes.states import set_ordered
 from temper.trainer.policy_step import PolicyStep
 from temper.trainer.ranks import rank_and_world
@@ -64,7 +64,7 @@ class TrainerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OtherModels:
+class AuxiliaryModels:
     """Models beside the policy; None when the objective does not need them."""
 
     reference: nn.Module | None = None
@@ -91,17 +91,17 @@ class LocalTrainer:
         *,
         pack: Pack,
         shard: Shard | None = None,
-        others: OtherModels | None = None,
+        others: AuxiliaryModels | None = None,
     ) -> None:
         """`shard` is needed when there are several ranks."""
         self._model, self._tokenizer = model, tokenizer
         self._objective, self._settings = objective, settings
         self._pack, self._shard = pack, shard
-        others = others or OtherModels()
+        others = others or AuxiliaryModels()
         frozen = {"reference": others.reference, "teacher": others.teacher}
         models = {name: m.requires_grad_(False) for name, m in frozen.items() if m is not None}
         teachers = {domain: teacher.requires_grad_(False) for domain, teacher in others.teachers.items()}
-        self._passes = Passes({"policy": model, **models}, objective, settings.temperature, teachers=teachers)
+        self._passes = ScoringPasses({"policy": model, **models}, objective, settings.temperature, teachers=teachers)
         self._teachers = ({EVERYONE: models["teacher"]} if "teacher" in models else {}) | teachers
         self._critic = others.critic
         self._reference: MovingReference | None = None
@@ -153,7 +153,7 @@ class LocalTrainer:
         if self._reference is not None:
             self._reference.observe(score)
 
-    def get_ready(self, updates: Updates) -> None:
+    def prepack(self, updates: Updates) -> None:
         """Packs the updates of the next step ahead of it: that is work for the host alone, and a sampler on the same
         device draws meanwhile."""
         self._ready = (updates, self._shares(updates))

@@ -303,7 +303,7 @@ def test_a_learned_weighting_hands_on_its_slope(group) -> None:
     assert rows[0].weight_slope > 0 > rows[1].weight_slope, "more power favours the longer"
 
 
-# Passes
+# ScoringPasses
 
 
 def test_one_update_without_reference_needs_no_pass(group) -> None:

@@ -32,7 +32,7 @@ from temper.objectives.losses.scores import SCORE_LOSSES
 from temper.objectives.losses.table import stages_for
 from temper.objectives.resolve import REGISTRY
 from temper.trainer.critic import Critic
-from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
+from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
 from temper.types import Batch, Completion, Finish, Group, Message, Sample, Score, Status, Task, Trajectory, Turn
 
@@ -234,7 +234,7 @@ def completed(draw: random.Random, prompt: Sequence[int]) -> Completion:
 
 def make_trainer(config: RunConfig, objective: Objective, model: Any) -> LocalTrainer:
     critic = None if objective.critic is None else Critic(deepcopy(model), OPTIMIZER, total_steps=config.steps)
-    others = OtherModels(
+    others = AuxiliaryModels(
         reference=deepcopy(language_model(1)) if "reference" in objective.needs else None,
         teacher=deepcopy(language_model(2)) if objective.needs & {"teacher", "teacher_top_k", "divergence"} else None,
         critic=critic,

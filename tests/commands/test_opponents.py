@@ -21,7 +21,7 @@ from temper.engine.local.mixture import WithOpponent
 from temper.errors import UserError
 from temper.rollout.episode import run_episode
 from temper.rollout.group import Extras
-from temper.rollout.roller import Roller
+from temper.rollout.source import RolloutSource
 from temper.runs.reader import RunReader
 from temper.types import Sample
 
@@ -89,7 +89,7 @@ def stage_of(tiny_recipe: dict[str, Any], tmp_path: Path) -> Any:
 
 
 def opponents_rows(stage: Stage) -> list[Sample]:
-    assert isinstance(stage.source, Roller)
+    assert isinstance(stage.source, RolloutSource)
     extras: Extras = stage.source._settings.extras
     opponent = extras.opponent
     assert opponent is not None

@@ -17,7 +17,7 @@ import temper
 from temper.commands.python import as_messages, make_table, write_rows
 from temper.config import resolve
 from temper.errors import UserError
-from temper.named import name_function
+from temper.plugins import name_function
 from temper.runs.reader import RunReader
 
 NEW = {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "mlp_width": 32, "context": 24, "alphabet": "abcd"}
@@ -139,7 +139,7 @@ def test_a_function_that_no_file_holds_is_refused_by_name_when_it_is_gone(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = temper.train(data=ROWS, reward=lambda prompt, response, answer: 1.0, **SMALL)
-    monkeypatch.setattr("temper.named._GIVEN", {})
+    monkeypatch.setattr("temper.plugins._GIVEN", {})
     with pytest.raises(UserError, match=r"python:<lambda>.*stands in no file"):
         temper.train(run=run.folder, resume=True, steps=3)
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from temper.errors import BackendError
-from temper.rollout.buffer import Buffer, Taken
+from temper.rollout.buffer import Buffer, StepGroups
 from temper.types import Completion, Finish, Group, Message, Score, Status, Task, Trajectory, Turn
 
 
@@ -41,7 +41,7 @@ class Simulation:
     groups_per_step: int
     drop_share: float
     steps: int = 12
-    trained: list[Taken] = field(default_factory=list)
+    trained: list[StepGroups] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
     most_admitted_at_version: dict[int, int] = field(default_factory=dict)
 
@@ -259,7 +259,7 @@ def test_a_member_that_drew_nothing_does_not_make_its_group_old() -> None:
     mixed = replace(whole, trajectories=(aborted, *whole.trajectories))
     assert mixed.oldest_version == 5
 
-    async def go() -> Taken:
+    async def go() -> StepGroups:
         buffer = Buffer(groups_per_step=1, max_staleness=0, max_rounds=1, version=5)
         await buffer.start(0)
         await buffer.finish(mixed, None)

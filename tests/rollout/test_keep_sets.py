@@ -26,7 +26,7 @@ from temper.models.tiny import character_tokenizer
 from temper.objectives import PRESETS, Objective, resolve
 from temper.protocols import EnvOpening, EnvReply
 from temper.rollout.episode import EpisodeSetup, require_as_asked, run_episode
-from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
+from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.passes import forward
 from temper.trainer.passes.logprobs import KeepSets, drawn_logprobs
@@ -71,7 +71,7 @@ def make_trainer(
         total_steps=10,
     )
     packing = partial(pack, tokens_per_microbatch=budget, dtype=dtype)
-    others = OtherModels(reference=reference)
+    others = AuxiliaryModels(reference=reference)
     return LocalTrainer(model, character_tokenizer("a"), objective, settings, pack=packing, others=others)
 
 

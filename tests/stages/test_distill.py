@@ -21,9 +21,9 @@ from temper.objectives import Extent, resolve
 from temper.objectives.losses.divergences import gkd, k2
 from temper.objectives.presets.distillation import GKD, OFF_POLICY_DISTILLATION, OPD_DIRECT
 from temper.protocols import BatchSource, EnvOpening, EnvReply
-from temper.rollout.buffer import Buffer, Taken
+from temper.rollout.buffer import Buffer, StepGroups
 from temper.rollout.episode import EpisodeSetup, run_episode
-from temper.rollout.roller import Roller, RollSettings
+from temper.rollout.source import RolloutSettings, RolloutSource
 from temper.stages.distill import (
     Mixture,
     NoReward,
@@ -141,7 +141,7 @@ def parts(counter: Counter) -> tuple[Texts, Callable[[], BatchSource]]:
     sampler: Any = Echo()
     rules = CreditRules(objective=GKD, max_new_tokens=4)
 
-    def credit(taken: Taken) -> Batch:
+    def credit(taken: StepGroups) -> Batch:
         return make_batch(taken.groups, rules, score=no_scores, version=counter.version, dropped=taken.dropped)
 
     def roller() -> BatchSource:
@@ -151,10 +151,10 @@ def parts(counter: Counter) -> tuple[Texts, Callable[[], BatchSource]]:
             params=SamplingParams(max_new_tokens=4), episode_seconds=5.0, seed=0,
         )  # fmt: skip
         buffer = Buffer(groups_per_step=2, max_staleness=0, max_rounds=2, version=counter.version)
-        settings = RollSettings(
+        settings = RolloutSettings(
             group_size=2, min_members=1, drop_degenerate=False, error_limit=0.0, step_seconds=5.0, prefix="stage 0"
         )
-        return Roller(setup, stream, buffer, settings, unrewarded(credit))
+        return RolloutSource(setup, stream, buffer, settings, unrewarded(credit))
 
     return Texts(stream), roller
 
@@ -269,14 +269,14 @@ def test_the_source_follows_lmbda() -> None:
     texts, roller = parts(Counter())
     make = partial(distill_source, seed=0, examples=lambda: texts, roller=roller, max_staleness=0)
     assert make(OFF_POLICY_DISTILLATION) is texts
-    assert isinstance(make(OPD_DIRECT), Roller)
+    assert isinstance(make(OPD_DIRECT), RolloutSource)
     assert isinstance(make(GKD), Mixture)
     assert share_of_samples(resolve("opd")) == 1.0
     assert share_of_samples(dataclasses.replace(GKD, loss=gkd(lmbda=0.2))) == 0.2
     assert share_of_samples(dataclasses.replace(GKD, loss=k2())) == 1.0
     with pytest.raises(UserError, match=r"max_staleness=2 with lmbda=0.5"):
         make(GKD, max_staleness=2)
-    assert isinstance(make(OPD_DIRECT, max_staleness=2), Roller)
+    assert isinstance(make(OPD_DIRECT, max_staleness=2), RolloutSource)
 
 
 def test_gkd_weighs_by_tokens_of_the_whole_batch() -> None:

@@ -19,7 +19,7 @@ from temper.errors import UserError
 from temper.models.tiny import character_tokenizer
 from temper.objectives.policy.reference_rules import REFERENCE_RULES
 from temper.objectives.presets.preferences import DPO, KTO, NASH_MD, SIMPO
-from temper.rollout.buffer import Taken
+from temper.rollout.buffer import StepGroups
 from temper.stages.preference import (
     Preferences,
     heldout_rewards,
@@ -381,8 +381,8 @@ def group(draw: int, *members: tuple[str, float | None], opponents: int = 0) -> 
     return Group(id=name, draw=draw, task=pair(), trajectories=tuple(scored))
 
 
-def taken(*groups: Group) -> Taken:
-    return Taken(groups=groups, dropped=())
+def taken(*groups: Group) -> StepGroups:
+    return StepGroups(groups=groups, dropped=())
 
 
 def test_the_best_and_the_worst_of_a_group_are_a_pair() -> None:

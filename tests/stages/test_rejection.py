@@ -21,10 +21,10 @@ from temper.envs.env import make_env
 from temper.errors import UserError
 from temper.evals.suites import ANSWERS
 from temper.models.tiny import character_tokenizer
-from temper.rollout.buffer import Buffer, Taken
+from temper.rollout.buffer import Buffer, StepGroups
 from temper.rollout.episode import EpisodeSetup
-from temper.rollout.roller import Roller, RollSettings
 from temper.rollout.selection import read_selection
+from temper.rollout.source import RolloutSettings, RolloutSource
 from temper.stages.rejection import KEPT_FILE, KeepRules, Ledger, Rejection, Row, keep_of
 from temper.stages.sft import example_rows
 from temper.tasks.dataset import Stream, read_file
@@ -85,13 +85,13 @@ def open_stage(sampler: FakeSampler, *, version: int = 0, keep: object = "correc
     options = {"min_letters": 1, "max_letters": 2}
     stream = Stream([make_source("spell_backward", options, seed=1, size=12)], [1.0], seed=0)
     buffer = Buffer(groups_per_step=4, max_staleness=staleness, max_rounds=10, version=version)
-    settings = RollSettings(
+    settings = RolloutSettings(
         group_size=4, min_members=1, drop_degenerate=False, error_limit=0.9, step_seconds=5.0, prefix="stage 1"
     )
     ledger = Ledger(read_selection(keep, ANSWERS))  # type: ignore[arg-type]
     rules = KeepRules(show=RENDERER.prompt_messages, seed=7)
     credit = partial(keep_of, rules=rules, ledger=ledger, version=version)
-    return Rejection(Roller(setup, stream, buffer, settings, credit), ledger, steps=STEPS)
+    return Rejection(RolloutSource(setup, stream, buffer, settings, credit), ledger, steps=STEPS)
 
 
 async def run(stage: Rejection, sampler: FakeSampler, first: int, last: int) -> list[Batch]:
@@ -260,7 +260,7 @@ def test_episodes_of_several_turns_are_kept_as_conversations_of_one_shape(tmp_pa
     renderer = Renderer(character_tokenizer("abcdefghijklmnopqrstuvwxyz "), system="be brief", template="say {prompt}")
     ledger = Ledger(read_selection("correct", ANSWERS))
     rules = KeepRules(show=renderer.prompt_messages, seed=0)
-    batch = keep_of(Taken(groups=(group,), dropped=()), rules, ledger, version=3)
+    batch = keep_of(StepGroups(groups=(group,), dropped=()), rules, ledger, version=3)
     assert batch.metrics["keep/share"] == 0.5, "an episode with a silent turn is no example"
     ledger.save(tmp_path)
     first, second = (json.loads(line)["messages"] for line in (tmp_path / KEPT_FILE).read_text().splitlines())
@@ -282,7 +282,7 @@ def test_groups_without_any_score_count_as_prompts_without_rows() -> None:
     failed = dataclasses.replace(conversation(0, "x"), score=Score.error("crash"))
     group = Group(id="t#0", draw=0, task=task, trajectories=(failed,))
     ledger = Ledger(read_selection("best", ANSWERS))
-    taken = Taken(groups=(), dropped=((group, "too few scored members"),))
+    taken = StepGroups(groups=(), dropped=((group, "too few scored members"),))
     batch = keep_of(taken, KeepRules(show=RENDERER.prompt_messages, seed=0), ledger, version=0)
     assert batch.metrics["keep/prompts_without"] == 1.0
     assert "keep/best_of_n" not in batch.metrics

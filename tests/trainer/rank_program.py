@@ -17,7 +17,7 @@ from temper.batching.pack import pack, shard
 from temper.objectives import POLICY_GRADIENTS, resolve
 from temper.trainer import ranks
 from temper.trainer.critic import Critic
-from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
+from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
 from temper.types import Batch, Sample
 
@@ -33,7 +33,7 @@ def train(model: Any, other: Any, rows: list[Sample], preset: str, budget: int) 
         TrainerSettings(optimizer=optimizer, temperature=1.0, total_steps=4),
         pack=partial(pack, tokens_per_microbatch=budget, dtype=torch.float64, together=together),
         shard=shard,
-        others=OtherModels(critic=critic, reference=other, teacher=other),
+        others=AuxiliaryModels(critic=critic, reference=other, teacher=other),
     )
     results = [trainer.step(Batch(updates=(tuple(rows),))) for _ in range(2)]
     moments = {name: t for name, t in trainer._optimizer.tensors().items() if name.startswith("exp_avg.")}

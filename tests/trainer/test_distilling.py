@@ -17,9 +17,9 @@ from temper.models.tiny import character_tokenizer
 from temper.objectives import Objective
 from temper.objectives.losses.divergences import gkd, k3, top_k_teacher
 from temper.objectives.presets.distillation import GKD, PRESETS
-from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
+from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.passes.scoring import Passes
+from temper.trainer.passes.scoring import ScoringPasses
 from temper.types import Batch, Sample
 
 MakeModel = Callable[..., Any]
@@ -32,7 +32,7 @@ def make_trainer(model: Any, teachers: dict[str, Any], objective: Objective, bud
         optimizer=OptimizerSettings(learning_rate=0.02, max_grad_norm=10.0), temperature=1.0, total_steps=20
     )
     packing = partial(pack, tokens_per_microbatch=budget, dtype=torch.float64)
-    others = OtherModels(teachers=teachers)
+    others = AuxiliaryModels(teachers=teachers)
     return LocalTrainer(model, character_tokenizer("abc"), objective, settings, pack=packing, others=others)
 
 
@@ -77,6 +77,6 @@ def test_training_that_was_saved_goes_on_to_the_same_bits(
 def test_a_direct_loss_asks_no_policy_of_the_batchs_start(make_rows: MakeRows) -> None:
     """There is no policy here to ask; a policy gradient of several updates would need one."""
     (microbatch,) = pack(make_rows(), 1000)
-    assert Passes({}, GKD, 1.0).with_proximal(microbatch, is_only=False) is microbatch
+    assert ScoringPasses({}, GKD, 1.0).with_proximal(microbatch, is_only=False) is microbatch
     with pytest.raises(UserError, match="needs a policy model"):
-        Passes({}, replace(GKD, loss=None), 1.0).with_proximal(microbatch, is_only=False)
+        ScoringPasses({}, replace(GKD, loss=None), 1.0).with_proximal(microbatch, is_only=False)

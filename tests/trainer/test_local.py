@@ -18,7 +18,7 @@ from temper.integrity import sha256_of
 from temper.models.load import load_model
 from temper.models.tiny import character_tokenizer
 from temper.objectives import PRESETS, Objective, resolve
-from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
+from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
 from temper.types import Batch, Sample
 
@@ -35,7 +35,7 @@ def make_trainer(
     made = TrainerSettings(**{"optimizer": OPTIMIZER, "temperature": 0.9, "total_steps": 10, **settings})
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     packing = partial(pack, tokens_per_microbatch=budget, dtype=dtype)
-    others = OtherModels(reference=reference)
+    others = AuxiliaryModels(reference=reference)
     return LocalTrainer(model, character_tokenizer("abc"), objective, made, pack=packing, others=others)
 
 
@@ -73,8 +73,8 @@ def test_rows_that_were_packed_ahead_train_alike_and_others_are_not_taken_for_th
 ) -> None:
     first, second = batch(make_rows()), batch(make_rows(seed=1))
     plain, ready, astray = (make_trainer(make_model()) for _ in range(3))
-    ready.get_ready(first.updates)
-    astray.get_ready(second.updates)
+    ready.prepack(first.updates)
+    astray.prepack(second.updates)
     results = [trainer.step(first) for trainer in (plain, ready, astray)]
     assert len({result.loss for result in results}) == 1
     assert is_same(weights(plain), weights(ready))

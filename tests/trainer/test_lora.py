@@ -24,7 +24,7 @@ from temper.models.lora.adapters import AdapterSettings, add_adapter, with_own_w
 from temper.models.save import save_model
 from temper.models.tiny import character_tokenizer
 from temper.objectives import PRESETS, Objective, resolve
-from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
+from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.weights import publish
 from temper.types import Batch, Request, Sample, SamplingParams
@@ -64,7 +64,7 @@ def make_trainer(
     made = TrainerSettings(**{"optimizer": OPTIMIZER, "temperature": 1.0, "total_steps": 10, **settings})
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     packing = partial(pack, tokens_per_microbatch=budget, dtype=dtype)
-    others = OtherModels(reference=reference)
+    others = AuxiliaryModels(reference=reference)
     return LocalTrainer(model, character_tokenizer("abc"), objective, made, pack=packing, others=others)
 
 

@@ -13,7 +13,7 @@ from temper.batching.pack import pack
 from temper.models.tiny import character_tokenizer
 from temper.objectives import resolve
 from temper.trainer import offload as offloading
-from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
+from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.offload import offload, on_device
 from temper.trainer.optim import OptimizerSettings
 from temper.types import Batch, Sample
@@ -29,7 +29,9 @@ def places(model: Any) -> list[int]:
 def make_trainer(model: Any, reference: Any, objective: Any) -> LocalTrainer:
     packing = partial(pack, tokens_per_microbatch=40)
     tokenizer = character_tokenizer("abc")
-    return LocalTrainer(model, tokenizer, objective, SETTINGS, pack=packing, others=OtherModels(reference=reference))
+    return LocalTrainer(
+        model, tokenizer, objective, SETTINGS, pack=packing, others=AuxiliaryModels(reference=reference)
+    )
 
 
 def test_it_is_elsewhere_during_a_pass_and_at_home_after_it(make_model: Callable[..., Any]) -> None:

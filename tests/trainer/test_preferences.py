@@ -21,13 +21,13 @@ from temper.models.tiny import character_tokenizer
 from temper.objectives import Objective
 from temper.objectives.losses.preferences import PREFERENCES, Pairs, preference_loss
 from temper.objectives.presets.preferences import BETA_DPO, DPO, KTO, NASH_MD, PRESETS, XPO
-from temper.rollout.buffer import Taken
+from temper.rollout.buffer import StepGroups
 from temper.stages.preference import offline_source, pair_batch, pairs_of, wins_of
 from temper.stages.preference_rows import RowRules, pair_rows
 from temper.stages.reference_cache import References
 from temper.tasks.dataset import FileSource, Stream
 from temper.tasks.render import SpokenRow
-from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
+from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
 from temper.types import (
     Batch,
@@ -87,7 +87,7 @@ DRAWS = list(enumerate(tasks()))
 def make_trainer(model: Any, objective: Objective, budget: int = 60, reference: Any = None) -> LocalTrainer:
     settings = TrainerSettings(optimizer=OPTIMIZER, temperature=1.0, total_steps=10)
     packing = partial(pack, tokens_per_microbatch=budget, dtype=torch.float64, together="group")
-    others = OtherModels(reference=reference)
+    others = AuxiliaryModels(reference=reference)
     return LocalTrainer(model, character_tokenizer("abc"), objective, settings, pack=packing, others=others)
 
 
@@ -236,7 +236,7 @@ def test_dpo_separates_pairs_and_its_implicit_rewards_start_at_zero(make_model: 
 # --- from rollouts ---
 
 
-def rolled(seed: int = 0) -> Taken:
+def rolled(seed: int = 0) -> StepGroups:
     """Groups of two members of the policy and one opponent."""
     draw = random.Random(seed)
     groups = []
@@ -263,7 +263,7 @@ def rolled(seed: int = 0) -> Taken:
             )
         task = Task(id="t", messages=(Message(role="user", content="x"),))
         groups.append(Group(id=f"t#{number}", draw=number, task=task, trajectories=tuple(members)))
-    return Taken(groups=tuple(groups), dropped=())
+    return StepGroups(groups=tuple(groups), dropped=())
 
 
 ONLINE: list[tuple[Objective, Callable[..., Batch]]] = [

@@ -22,10 +22,10 @@ from temper.models.load import prepare
 from temper.models.tiny import character_tokenizer
 from temper.objectives import POLICY_GRADIENTS, Objective, measure_batch, resolve
 from temper.trainer.critic import Critic
-from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
+from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.passes.forward import StepFacts, forward_backward
-from temper.trainer.passes.scoring import Passes, Share
+from temper.trainer.passes.scoring import ScoringPasses, Share
 from temper.types import Batch, Sample
 
 OPTIMIZER = OptimizerSettings(learning_rate=0.01, max_grad_norm=1e6)
@@ -79,7 +79,7 @@ def objective_of(name: str) -> Objective:
 
 
 def make_trainer(model: Any, objective: Objective, budget: int) -> LocalTrainer:
-    others = OtherModels(
+    others = AuxiliaryModels(
         reference=deepcopy(model) if "reference" in objective.needs else None,
         teacher=deepcopy(model) if "teacher" in objective.needs else None,
         critic=Critic(deepcopy(model), OPTIMIZER, total_steps=10) if objective.critic is not None else None,
@@ -199,13 +199,13 @@ def test_statistics_of_a_microbatch_alone_would_be_noticed(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    def locally(self: Passes, share: Share, facts: StepFacts) -> list[dict[str, torch.Tensor]]:
+    def locally(self: ScoringPasses, share: Share, facts: StepFacts) -> list[dict[str, torch.Tensor]]:
         tokens = [facts.tokens(m, self._scored(m)) for m in share.microbatches]
         return [measure_batch(objective, part) for part in tokens]
 
     model, objective, rows = make_model(), objective_of(name), columns_of(make_rows(num_groups=4))
     whole = train(model, objective, rows, budget=10_000)
-    monkeypatch.setattr(Passes, "measure", locally)
+    monkeypatch.setattr(ScoringPasses, "measure", locally)
     assert difference(whole, train(model, objective, rows, budget=33)) > 1e-4
 
 
@@ -264,7 +264,7 @@ def test_the_schedule_of_the_policy_begins_when_the_policy_does(
     optimizer = OptimizerSettings(learning_rate=1.0, schedule="linear", warmup_steps=2, max_grad_norm=1e6)
     objective = resolve("vapo", {"critic": {"pretraining_steps": 4}})
     model, policy, critic = make_model(), [], []
-    others = OtherModels(critic=Critic(deepcopy(model), optimizer, total_steps=10))
+    others = AuxiliaryModels(critic=Critic(deepcopy(model), optimizer, total_steps=10))
     settings = TrainerSettings(optimizer=optimizer, temperature=1.0, total_steps=10)
     packed = partial(pack, tokens_per_microbatch=40, dtype=torch.float64)
     trainer = LocalTrainer(model, None, objective, settings, pack=packed, others=others)
@@ -329,7 +329,7 @@ def test_a_soft_update_mixes_reference_and_policy(
         objective,
         TrainerSettings(optimizer=OPTIMIZER, temperature=1.0, total_steps=10),
         pack=partial(pack, tokens_per_microbatch=40, dtype=torch.float64),
-        others=OtherModels(reference=reference),
+        others=AuxiliaryModels(reference=reference),
     )
     before = {name: p.clone() for name, p in reference.named_parameters()}
     trainer.step(Batch(updates=(tuple(columns_of(make_rows())),)))

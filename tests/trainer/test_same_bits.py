@@ -22,7 +22,7 @@ from temper.models.load import prepare
 from temper.models.tiny import character_tokenizer
 from temper.objectives import POLICY_GRADIENTS, Objective, resolve
 from temper.trainer.critic import Critic
-from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
+from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
 from temper.types import Batch, Sample
 
@@ -96,7 +96,7 @@ def trained(model: Any, objective: Objective, rows: list[Sample], together: Any)
         objective,
         TrainerSettings(optimizer=OPTIMIZER, temperature=0.9, total_steps=10, is_ordered=True),
         pack=partial(pack, tokens_per_microbatch=1500, together=together),
-        others=OtherModels(critic=critic),
+        others=AuxiliaryModels(critic=critic),
     )
     half = len(rows) // 2
     for updates in ((tuple(rows[:half]), tuple(rows[half:])), (tuple(rows),)):

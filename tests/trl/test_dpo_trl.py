@@ -27,7 +27,7 @@ from temper.stages.preference import offline_source
 from temper.stages.preference_rows import RowRules
 from temper.stages.reference_cache import References
 from temper.tasks.render import Renderer
-from temper.trainer.local import LocalTrainer, OtherModels, TrainerSettings
+from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
 from temper.types import Message, Sample, Task
 
@@ -136,7 +136,7 @@ def by_temper(
         objective,
         TrainerSettings(optimizer=optimizer, temperature=1.0, total_steps=STEPS, traces=False),
         pack=partial(pack, tokens_per_microbatch=4096, together="group"),
-        others=OtherModels(reference=reference),
+        others=AuxiliaryModels(reference=reference),
     )
     rules = RowRules(Renderer(tokenizer), CONTEXT)
     source = offline_source(objective, InOrder(tasks), rules, References(trainer.score), trainer.score, BATCH)

@@ -39,7 +39,7 @@ from temper.evals.scores import ROUNDING, suite_metrics
 from temper.evals.suites import DecodingConfig, Suite, answer_of, load_suite, prompts_sha256, read_tasks
 from temper.integrity import sha256_of
 from temper.models.decoder import FAMILIES
-from temper.named import load_function
+from temper.plugins import load_function
 from temper.protocols import Env
 from temper.rewards.composite import CompositeReward, Part
 from temper.rewards.registry import REWARDS, RewardFactory, make_reward

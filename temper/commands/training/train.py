@@ -20,7 +20,7 @@ from temper.config import FIRST, RunConfig, load_recipe, refer, to_toml
 from temper.errors import BackendError, TemperError, UserError
 from temper.integrity import verify
 from temper.models.load import find_checkpoint
-from temper.rollout.roller import StepFailure
+from temper.rollout.source import StepFailure
 from temper.runs.alarms.alarms import Alarms, StopRun, line_of
 from temper.runs.alarms.rules import configure
 from temper.runs.display import Display

@@ -146,7 +146,7 @@ class LocalEngine:
         self._version = publication.version
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Requests wait inside, and the device is left to whoever else computes on it. In turn both are done sooner
         than side by side: small decode steps would queue behind large ones, and both have one interpreter."""
         self._may_step.clear()

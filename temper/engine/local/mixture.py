@@ -126,8 +126,8 @@ class Opponent:
         return self._engine.stats()
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
-        with self._engine.resting():
+    def paused(self) -> Iterator[None]:
+        with self._engine.paused():
             yield
 
     async def close(self) -> None:
@@ -159,9 +159,9 @@ class WithOpponent:
         await self._opponent.load(publication)
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         assert isinstance(self._sampler, LocalEngine), "an opponent shares the weights of an engine of this process"
-        with self._sampler.resting(), self._opponent.resting():
+        with self._sampler.paused(), self._opponent.paused():
             yield
 
     def stats(self) -> Mapping[str, float]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from temper.envs.adapters.third_party import EpisodeThread, derived_seed, episode_seed, require_package
 from temper.errors import TaskError, UserError, did_you_mean
-from temper.named import load_function
+from temper.plugins import load_function
 from temper.protocols import EnvOpening, EnvReply
 from temper.types import Event, EventKind, Message, Scalar, Status, Task
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from temper.envs.adapters.third_party import close_within, episode_seed, require_package, within
 from temper.errors import TaskError, UserError
-from temper.named import load_function
+from temper.plugins import load_function
 from temper.protocols import EnvOpening, EnvReply
 from temper.types import Event, EventKind, Message, Task
 

@@ -17,7 +17,7 @@ from temper.envs.adapters.verifiers_rollout import Rollout, readable
 from temper.envs.tool_calls import find_parser, parse
 from temper.envs.tool_env import Presentation
 from temper.errors import TaskError, TemperError, UserError
-from temper.named import load_function
+from temper.plugins import load_function
 from temper.protocols import EnvOpening, EnvReply, Reward
 from temper.types import Event, EventKind, Message, Scalar, Score, Task, Trajectory
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from temper.envs.adapters.reasoning_gym import final_answer
 from temper.envs.threads import run_with_deadline
 from temper.errors import TaskError, UserError, did_you_mean
-from temper.named import load_function
+from temper.plugins import load_function
 from temper.protocols import EnvOpening, EnvReply
 from temper.types import Event, EventKind, Message, Status, Task
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from temper.errors import UserError
-from temper.named import require_options
+from temper.plugins import require_options
 from temper.protocols import Reward
 from temper.rewards.form.visible import visible
 from temper.rewards.judges.agreement import LabelledSet

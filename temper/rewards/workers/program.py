@@ -99,7 +99,7 @@ def find(target: str) -> Any:
     module, _, name = target.rpartition(":")
     if not module.endswith(".py"):
         return getattr(importlib.import_module(module), name)
-    from temper.named import load_function  # only now: sys.path has just been set
+    from temper.plugins import load_function  # only now: sys.path has just been set
 
     return load_function(target, where=target)
 

@@ -40,7 +40,7 @@ class Share:
     """Of each microbatch: which of the step's samples its rows are."""
 
 
-class Passes:
+class ScoringPasses:
     """All models that score tokens, by name; only "policy" is trained."""
 
     def __init__(

@@ -446,7 +446,7 @@ def test_who_waits_when_the_engine_is_closed_is_told_and_so_is_who_comes_later()
     engine = make_engine(make_model())
 
     async def go() -> list[Any]:
-        with engine.resting():
+        with engine.paused():
             waiting = asyncio.create_task(engine.generate(request("one", prompts()[0])))
             await asyncio.sleep(0)
             await engine.close()
@@ -512,7 +512,7 @@ def test_a_resting_engine_draws_nothing_and_then_goes_on_as_if_nothing_had_happe
 
     async def rest() -> None:
         engine.stats()
-        with suppress(ZeroDivisionError), engine.resting():
+        with suppress(ZeroDivisionError), engine.paused():
             for _ in range(100):
                 await asyncio.sleep(0)
             drawn.append(engine.stats()["decode_tokens"])

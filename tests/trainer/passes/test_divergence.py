@@ -21,7 +21,7 @@ from temper.objectives.presets.distillation import GKD, PRESETS
 from temper.trainer.offload import offload
 from temper.trainer.passes.divergence import EVERYONE, classes, divergence
 from temper.trainer.passes.forward import StepFacts, forward_backward
-from temper.trainer.passes.scoring import Passes
+from temper.trainer.passes.scoring import ScoringPasses
 from temper.trainer.passes.states import drawn_states
 from temper.types import Microbatch, Sample
 
@@ -174,7 +174,7 @@ def trained(
     model: Any, teachers: dict[str, Any], rows: Sequence[Sample], objective: Objective, budget: int = 10_000
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of one optimiser step."""
-    passes = Passes({"policy": model}, objective, 0.9, teachers=teachers)
+    passes = ScoringPasses({"policy": model}, objective, 0.9, teachers=teachers)
     facts = StepFacts(num_batch_tokens=sum(row.num_actions for row in rows), teachers=teachers)
     total = 0.0
     for microbatch in passes.with_frozen(packed(rows, budget)):
@@ -225,13 +225,15 @@ def test_log_probabilities_come_back_in_place_from_each_rows_teacher(
     rows = [replace(row, teacher="ab"[place % 2]) for place, row in enumerate(make_rows())]
     objective = replace(GKD, loss=k2())
     (microbatch,) = packed(rows)
-    found = Passes({}, objective, 0.9, teachers=teachers).score(microbatch, "teacher")
+    found = ScoringPasses({}, objective, 0.9, teachers=teachers).score(microbatch, "teacher")
     assert set(microbatch.teachers) == {"a", "b"}
     by_row = zip(torch.split(found, list(microbatch.lengths)), microbatch.teachers, range(len(rows)), strict=True)
     for values, name, place in by_row:
-        own = Passes({"teacher": teachers[name]}, objective, 0.9).score(microbatch, "teacher")
+        own = ScoringPasses({"teacher": teachers[name]}, objective, 0.9).score(microbatch, "teacher")
         assert torch.allclose(values, torch.split(own, list(microbatch.lengths))[place], atol=1e-12)
-        other = Passes({"teacher": teachers["ab".replace(name, "")]}, objective, 0.9).score(microbatch, "teacher")
+        other = ScoringPasses({"teacher": teachers["ab".replace(name, "")]}, objective, 0.9).score(
+            microbatch, "teacher"
+        )
         assert not torch.allclose(values, torch.split(other, list(microbatch.lengths))[place], atol=1e-3)
 
 
@@ -240,7 +242,7 @@ def test_the_top_tokens_are_the_teachers_own(make_model: MakeModel, make_rows: M
     model, teacher = make_model(seed=1), make_model(seed=2)
     objective = replace(GKD, loss=top_k_teacher(k=64))  # more than there are
     (microbatch,) = packed(make_rows())
-    (filled,) = Passes({"policy": model}, objective, 0.9, teachers={EVERYONE: teacher}).with_frozen([microbatch])
+    (filled,) = ScoringPasses({"policy": model}, objective, 0.9, teachers={EVERYONE: teacher}).with_frozen([microbatch])
     logits_AV = Head.of(teacher).logits(drawn_states(teacher, microbatch).hidden_AD)
     expected = (logits_AV / 0.9).log_softmax(-1).sort(descending=True)
     assert filled.top_ids is not None
@@ -268,9 +270,9 @@ def test_keep_sets_go_with_their_rows_to_the_teacher(make_model: MakeModel, make
         for place, row in enumerate(make_rows())
     ]
     (microbatch,) = packed(rows)
-    found = Passes({}, GKD, 1.0, teachers=teachers).score(microbatch, "teacher")
+    found = ScoringPasses({}, GKD, 1.0, teachers=teachers).score(microbatch, "teacher")
     for name in "ab":
-        own = Passes({"teacher": teachers[name]}, GKD, 1.0).score(microbatch, "teacher")
+        own = ScoringPasses({"teacher": teachers[name]}, GKD, 1.0).score(microbatch, "teacher")
         for place, (first, second) in enumerate(
             zip(torch.split(found, list(microbatch.lengths)), torch.split(own, list(microbatch.lengths)), strict=True)
         ):

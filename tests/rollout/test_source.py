@@ -15,7 +15,7 @@ from temper.errors import BackendError, ContextFull
 from temper.rollout.buffer import Buffer
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.group import Extras
-from temper.rollout.roller import Roller, RollSettings
+from temper.rollout.source import RolloutSettings, RolloutSource
 from temper.rollout.steps import StepSplit
 from temper.tasks.dataset import Stream
 from temper.tasks.generators import make_source
@@ -71,21 +71,21 @@ def make_roller(
     *,
     greedy: bool = False,
     steps: StepSplit | None = None,
-) -> Roller:
+) -> RolloutSource:
     setup = EpisodeSetup(
         sampler=sampler, renderer=Words(), scorer=Judge(verdict), make_env=make_env,
         params=SamplingParams(max_new_tokens=4, stop_ids=(1,)), max_turns=1, episode_seconds=5.0, seed=0,
     )  # fmt: skip
     stream = Stream([make_source("spell_backward", {}, seed=1, size=0)], [1.0], seed=0)
     buffer = Buffer(groups_per_step=4, max_staleness=staleness, max_rounds=10)
-    settings = RollSettings(
+    settings = RolloutSettings(
         group_size=2, min_members=2, drop_degenerate=drop, error_limit=0.2, step_seconds=5.0, prefix="stage 0",
         extras=Extras(greedy=greedy, steps=steps),
     )  # fmt: skip
-    return Roller(setup, stream, buffer, settings, lambda taken: Batch(updates=(), groups=taken.groups))
+    return RolloutSource(setup, stream, buffer, settings, lambda taken: Batch(updates=(), groups=taken.groups))
 
 
-async def run_steps(roller: Roller, sampler: FakeSampler, steps: int) -> list[Batch]:
+async def run_steps(roller: RolloutSource, sampler: FakeSampler, steps: int) -> list[Batch]:
     await roller.start()
     batches = []
     try:

@@ -16,7 +16,7 @@ from typing import Protocol
 from temper.batching.measure import RecentPrompts
 from temper.calls import describe_error, is_end_of_task
 from temper.errors import BackendError, TaskError
-from temper.rollout.buffer import NOT_TRAINED, Buffer, Taken
+from temper.rollout.buffer import NOT_TRAINED, Buffer, StepGroups
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.group import NOTHING, Extras, reason_to_drop, run_group
 from temper.types import Batch, Group, Scalar, ScoreKind, Task
@@ -49,7 +49,7 @@ class TaskStream(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RollSettings:
+class RolloutSettings:
     group_size: int
     min_members: int
     drop_degenerate: bool
@@ -60,12 +60,12 @@ class RollSettings:
     extras: Extras = NOTHING
 
 
-class Roller:
+class RolloutSource:
     """Implements protocols.BatchSource."""
 
     def __init__(
-        self, setup: EpisodeSetup, stream: TaskStream, buffer: Buffer, settings: RollSettings,
-        make_batch: Callable[[Taken], Batch],
+        self, setup: EpisodeSetup, stream: TaskStream, buffer: Buffer, settings: RolloutSettings,
+        make_batch: Callable[[StepGroups], Batch],
     ) -> None:  # fmt: skip
         self._setup = setup
         self._stream = stream
@@ -101,7 +101,7 @@ class Roller:
             metrics={**batch.metrics, **self._recent.measure(batch.groups)},
         )
 
-    async def _take(self, step: int) -> Taken:
+    async def _take(self, step: int) -> StepGroups:
         """What the step consumes. When there is no step, what was rolled for it goes with the error: people read it."""
         taken = None
         try:
@@ -116,14 +116,14 @@ class Roller:
     async def release(self, version: int) -> None:
         await self._buffer.release(version)
 
-    async def _learn(self, taken: Taken) -> None:
+    async def _learn(self, taken: StepGroups) -> None:
         """Rewards that learn see what was trained. A judge that fails here is the judge's fault, not the task's."""
         try:
             await asyncio.wait_for(self._evolve(taken), self._settings.step_seconds)
         except TaskError as error:
             raise BackendError(f"a reward could not learn from this step: {error}") from error
 
-    async def _evolve(self, taken: Taken) -> None:
+    async def _evolve(self, taken: StepGroups) -> None:
         await self._setup.scorer.evolve(sorted(taken.groups, key=lambda group: group.draw))
 
     def state(self) -> dict[str, Scalar | list[Scalar]]:
@@ -174,7 +174,7 @@ class Roller:
         reason = reason_to_drop(group, min_members=settings.min_members, drop_degenerate=settings.drop_degenerate)
         await self._buffer.finish(group, reason)
 
-    async def _or_failure(self, waiting: Coroutine[None, None, Taken]) -> Taken:
+    async def _or_failure(self, waiting: Coroutine[None, None, StepGroups]) -> StepGroups:
         """Waits for the buffer, or for the feeder to break, whichever comes first."""
         assert self._feeder is not None, "start() comes first"
         taking = asyncio.create_task(waiting)
@@ -187,7 +187,7 @@ class Roller:
             raise _first_cause(error) from error
         return taking.result()
 
-    def _check_failures(self, taken: Taken, step: int) -> None:
+    def _check_failures(self, taken: StepGroups, step: int) -> None:
         """Stops the run when too many episodes could not be scored: a broken verifier must not pass for a hard task."""
         groups = [*taken.groups, *(group for group, _ in taken.dropped)]
         baselines = [group.greedy for group in groups if group.greedy is not None]
@@ -202,7 +202,7 @@ class Roller:
             )
 
 
-def _outcomes(taken: Taken) -> list[tuple[Group, str]]:
+def _outcomes(taken: StepGroups) -> list[tuple[Group, str]]:
     return [*((group, NOT_TRAINED) for group in taken.groups), *((g, f"dropped:{why}") for g, why in taken.dropped)]
 
 

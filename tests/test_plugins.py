@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from temper.errors import UserError
-from temper.named import load_function, require_options
+from temper.plugins import load_function, require_options
 
 
 def sample(index: int, *, low: int = 1, share: float = 0.5, name: str) -> None:
@@ -17,12 +17,12 @@ def open_ended(index: int, **options: object) -> None:
 
 
 def test_a_function_is_found_by_its_name() -> None:
-    assert load_function("temper.named:load_function", where="generator") is load_function
+    assert load_function("temper.plugins:load_function", where="generator") is load_function
 
 
 @pytest.mark.parametrize(
     ("target", "message"),
-    [("temper.nothing:f", "cannot import"), ("temper.named:load_functio", "Did you mean")],
+    [("temper.nothing:f", "cannot import"), ("temper.plugins:load_functio", "Did you mean")],
 )
 def test_a_wrong_name_is_explained(target: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
