@@ -6,24 +6,18 @@ Owns: the order of things in a step. Refuses: knowing where batches come from or
 from __future__ import annotations
 
 import asyncio
-import gc
-import sys
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
+from temper.interpreter import quick_turns, seldom_collected
 from temper.protocols import BatchSource, Sampler, Trainer
-from temper.runs.ledger import balanced
+from temper.runs.stopwatch import Stopwatch
 from temper.types import Batch, EvaluationResult, StepReport, TrainResult
 
-OBJECTS_PER_COLLECTION = 50_000
-"""That Python makes before it looks for cycles among them."""
 SAVING_SECONDS = 3600.0
 """For a checkpoint that is being written when the run is stopped."""
-SECONDS_PER_TURN = 0.0005
-"""Of a thread that holds the interpreter while another waits for it."""
 
 
 class Recorder(Protocol):
@@ -88,107 +82,63 @@ async def run(plan: Plan) -> None:
         await _run(plan)
 
 
-@contextmanager
-def seldom_collected() -> Iterator[None]:
-    """Python looks for cycles rarely, and never among what was there before.
-
-    A step makes lists of hundreds of thousands of numbers and no cycles; looking for some took a twentieth of a second
-    of every step of 256 completions, and a fifth whenever Python went through all that was imported.
-    """
-    before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(OBJECTS_PER_COLLECTION, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
-
-
-@contextmanager
-def quick_turns() -> Iterator[None]:
-    """Threads that compute in Python hand the interpreter on sooner than every 5 ms.
-
-    An engine in the event loop lets go of it a thousand times in a step, and while credit is computed beside it would
-    wait for its turn each time, with an idle device.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SECONDS_PER_TURN)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
 async def _run(plan: Plan) -> None:
-    # The ledger runs from report to report: what follows a report is in the seconds of the step after it.
-    reported = time.monotonic()
+    clock = Stopwatch()  # from report to report: what follows a report is in the seconds of the step after it
     await plan.sampler.load(plan.trainer.publish())
     await plan.gate()
-    opened = time.monotonic()
+    clock.lap("gate")
     if plan.first_step == 1:
         await _evaluate(plan, step=0, metrics={})
-    between = {"gate": opened - reported, "evaluate": time.monotonic() - opened}
+    clock.lap("evaluate")
     await plan.source.start()
     canary = _Canary(plan)
     try:
         for step in range(plan.first_step, plan.steps + 1):
-            started = time.monotonic()
+            clock.skip()
             batch = await plan.source.take(step)
-            taken = time.monotonic()
+            clock.lap_as(batch.seconds) if batch.seconds else clock.lap("data")
             await canary.passed()
-            cleared = time.monotonic()
+            clock.lap("canary")
             with plan.paused():
                 result = await asyncio.to_thread(plan.trainer.step, batch)
             plan.verify(step, result)
-            trained = time.monotonic()
+            clock.lap("train_other", inside=result.seconds)
             await plan.sampler.load(plan.trainer.publish())
-            published = time.monotonic()
+            clock.lap("publish")
             canary.start()
             is_looked_at = step == plan.steps or (plan.evaluate_every and step % plan.evaluate_every == 0)
             if plan.runs_ahead:
                 await plan.source.release(plan.trainer.version)
             if is_looked_at or not plan.runs_ahead:
                 await canary.passed()
-            checked = time.monotonic()
-            phases = {
-                **between,
-                **(batch.seconds or {"data": taken - started}),
-                **result.seconds,
-                "train_other": trained - cleared - sum(result.seconds.values()),
-                "publish": published - trained,
-                "canary": cleared - taken + checked - published,
-            }
-            report = _report(plan, step, batch, result, balanced(phases, checked - reported))
-            reported = checked
+            clock.lap("canary")
+            report = _report(plan, step, batch, result, clock.report())
             for recorder in plan.recorders:
                 recorder.append(report, batch)
-            recorded = time.monotonic()
+            clock.lap("record")
             if is_looked_at:
                 await _evaluate(plan, step, report.metrics)
-            between = {"record": recorded - reported, "evaluate": time.monotonic() - recorded}
-            between |= await _close_step(plan, step, canary)
+            clock.lap("evaluate")
+            await _close_step(plan, step, canary, clock)
     finally:
         await canary.close()
         await plan.source.close()
 
 
-async def _close_step(plan: Plan, step: int, canary: _Canary) -> dict[str, float]:
-    """A checkpoint, where one is due, and then the next step; returns its seconds by phase.
+async def _close_step(plan: Plan, step: int, canary: _Canary, clock: Stopwatch) -> None:
+    """A checkpoint, where one is due, and then the next step.
 
     In this order: while a synchronous source is saved nothing is drawn, and what is saved is how this step ended.
     """
-    started = time.monotonic()
     is_held = plan.watch is not None and plan.watch.is_called
     if step == plan.steps or step % plan.checkpoint_every == 0 or is_held:
         await canary.passed()
         await _to_its_end(asyncio.to_thread(plan.checkpoint, step))
-    saved = time.monotonic()
+    clock.lap("checkpoint")
     if plan.watch is not None and is_held:
         await plan.watch.hold()
     await plan.source.release(plan.trainer.version)
-    return {"checkpoint": saved - started, "release": time.monotonic() - saved}
+    clock.lap("release")
 
 
 async def _to_its_end(saving: Coroutine[None, None, None]) -> None:

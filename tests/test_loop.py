@@ -19,6 +19,7 @@ from temper.config import RunConfig, resolve
 from temper.engine.local.engine import LocalEngine
 from temper.engine.local.step import Flight, Stepper
 from temper.errors import BackendError
+from temper.interpreter import OBJECTS_PER_COLLECTION, seldom_collected
 from temper.parity.check import Canary
 from temper.rollout.source import RolloutSource
 from temper.runs.records import AuditRecord
@@ -194,9 +195,9 @@ def test_what_was_imported_is_not_searched_for_garbage_while_a_stage_runs() -> N
     before = gc.get_threshold()
 
     def fail() -> None:
-        with loop.seldom_collected():
+        with seldom_collected():
             assert gc.get_freeze_count() > 10_000
-            assert gc.get_threshold()[0] == loop.OBJECTS_PER_COLLECTION
+            assert gc.get_threshold()[0] == OBJECTS_PER_COLLECTION
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

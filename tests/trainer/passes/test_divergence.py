@@ -283,7 +283,7 @@ def test_keep_sets_go_with_their_rows_to_the_teacher(make_model: MakeModel, make
 def test_a_domain_without_a_teacher_is_refused_by_name(make_model: MakeModel, make_rows: MakeRows) -> None:
     rows = [replace(row, teacher="poetry") for row in make_rows()]
     (microbatch,) = packed(rows)
-    with pytest.raises(UserError, match=r'"poetry" have no teacher; there are teachers for code, math.*"poetry=DIR'):
+    with pytest.raises(UserError, match=r'"poetry" have no teacher; there are teachers for code, math.*poetry = "DIR'):
         list(classes({"math": make_model(), "code": make_model()}, microbatch))
     with pytest.raises(UserError, match="needs a teacher"):
         list(classes({}, microbatch))
