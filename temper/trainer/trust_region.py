@@ -1,4 +1,4 @@
-"""One step to the edge of a trust region: gradient, Fisher products, line search (TRPO, specification 1.5).
+"""One step to the edge of a trust region: gradient, Fisher products, line search (TRPO).
 
 Owns: what the natural-gradient step needs of the model, and that a step is taken whole or not at all. Refuses: the
 direction and its length (objectives/constrained.py), and weights in bfloat16: a line search would step over them.

@@ -1,4 +1,4 @@
-"""Metrics of a batch: specification 5.1, 5.3, 5.4, 5.5."""
+"""Metrics of a batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One, two and four gloo ranks give one gradient, with uneven and with empty shares, for every policy gradient.
 
-Specification 7.1, 7.2, 7.3, 7.16 and 7.24; losses: tests/trainer.
+The same for losses: tests/trainer.
 All ranks of all worlds come from one start of rank_worker.py.
 """
 

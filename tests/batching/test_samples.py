@@ -1,4 +1,4 @@
-"""Rows, masks and credit: specification 0.2, 1.7, and bugs 7.5, 7.7, 7.8, 7.23, 7.29."""
+"""Rows, masks and credit."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_kl_in_reward_uses_the_proximal_and_reference_passes(group) -> None:
 
 @pytest.mark.parametrize("observation", [[], [8, 9, 8]])
 def test_a_critics_advantages_skip_what_the_policy_did_not_draw(group, turn, observation) -> None:
-    """Specification 1.2: R = (0, 0, 1), V = (.2, .5, .7); an observation between the first two changes nothing."""
+    """Worked numbers: R = (0, 0, 1), V = (.2, .5, .7); an observation between the first two changes nothing."""
     turns = [turn([1, 2], [3]), turn([1, 2, 3, *observation], [5, 6])]
     made = [group([(1.0, turns)])]
 
@@ -206,7 +206,7 @@ def test_a_critics_advantages_skip_what_the_policy_did_not_draw(group, turn, obs
 
 
 def test_step_values_reach_the_tokens_of_their_steps(group) -> None:
-    """Specification 1.2: values (.25, .5, .25, .75), reward 1 -> (.25, -.25, .5, .25)."""
+    """Worked numbers: values (.25, .5, .25, .75), reward 1 -> (.25, -.25, .5, .25)."""
     made = group([(1.0, 6), (0.0, 2)])
     first = dataclasses.replace(made.trajectories[0], step_starts=(0, 1, 3, 5), step_values=(0.25, 0.5, 0.25, 0.75))
     second = dataclasses.replace(made.trajectories[1], step_starts=(0,), step_values=(0.5,))

@@ -1,4 +1,4 @@
-"""F1: one task, four completions of 3, 2, 1 and 2 tokens, rewards (1, 0, 0, 0). Specification 0.6."""
+"""F1: one task, four completions of 3, 2, 1 and 2 tokens, rewards (1, 0, 0, 0)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics reduce as sums: specification 5, general rule."""
+"""Metrics reduce as sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How factors multiply, and the metrics of specification 5.1 and 5.2 on F1."""
+"""How factors multiply, and the metrics on F1."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_zero_advantages_give_zero_gradient(f1, name) -> None:
 @pytest.mark.parametrize("name", POLICY_GRADIENTS)
 @pytest.mark.parametrize("gap", [-1000.0, 1000.0])
 def test_absurd_log_ratios_stay_finite(f1, name, gap) -> None:
-    """Bug 7.25, in float32, against the proximal policy and against the sampler."""
+    """In float32, against the proximal policy and against the sampler."""
     objective = POLICY_GRADIENTS[name]
     tokens = f1(weighting=objective.weighting, dtype=torch.float32)
     far = tokens.policy_logprobs.detach() - gap

@@ -1,4 +1,4 @@
-"""Fully on-policy every trust region is open: each form is plain policy gradient. Specification 2 (sanity test)."""
+"""Fully on-policy every trust region is open: each form is plain policy gradient."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_comparison_rejects_every_preset_whose_gate_is_off_by_a_percent(f1, 
 
 
 def without_regularizers(preset: Objective) -> Objective:
-    """What the specification exempts: added terms, emphasis, and rules that pick tokens of the whole batch."""
+    """Leaves out what need not be plain: added terms, emphasis, and rules that pick tokens of the whole batch."""
     corrections = tuple(rule for rule in preset.corrections if not isinstance(rule.run, Measured))
     return dataclasses.replace(preset, regularizers=(), emphasis=(), corrections=corrections)
 

@@ -1,6 +1,6 @@
 """One optimiser step is a function of the set of samples: no split or order changes gradient, loss or metrics.
 
-Specification 1.7 and bugs 7.1, 7.2, 7.15, 7.16, 7.19, 7.24. The mutations at the end are rejected by the same check.
+The mutations at the end are rejected by the same check.
 Presets with a direct loss are packed in other ways; tests/trainer has the same for them, stage by stage.
 Shapes: _B trajectories of the step, _N their drawn tokens, K most likely tokens.
 """
@@ -344,7 +344,7 @@ CREDIT_FACTORS = [with_factor(kind, built(make)) for kind in CREDIT_KINDS for ma
     ids=lambda o: "-".join(map(str, (o.name, *o.credit_factors))),
 )
 def test_credit_does_not_depend_on_the_order_of_trajectories(objective) -> None:
-    """Bugs 7.15 and 7.16: groups and batch statistics survive any arrival."""
+    """Groups and batch statistics survive any order of arrival."""
     order = random.Random(2).sample(range(11), 11)
     places, members = places_of(LARGE, order), torch.tensor(order)
     given, shuffled = advantages_of(objective, LARGE.credit), advantages_of(objective, some_of(LARGE, order))
@@ -358,7 +358,7 @@ def test_credit_does_not_depend_on_the_order_of_trajectories(objective) -> None:
 
 
 def mean_per_microbatch(objective: Objective, step: Step, part: list[int], partition: Partition):
-    """Bug 7.1: each microbatch has its own denominator, and the results are averaged."""
+    """The mutation: each microbatch has its own denominator, and the results are averaged."""
     lengths_B = torch.zeros_like(step.credit.lengths)
     lengths_B[part] = step.credit.lengths[part]
     weights_B, _ = weights_of(objective, lengths_B, step.credit)
@@ -367,13 +367,13 @@ def mean_per_microbatch(objective: Objective, step: Step, part: list[int], parti
 
 
 def divided_by_accumulation_steps(objective: Objective, step: Step, part: list[int], partition: Partition):
-    """Bug 7.2: the usual division by the number of microbatches, on top of the right denominator."""
+    """The mutation: the usual division by the number of microbatches, on top of the right denominator."""
     loss, sums = honest(objective, step, part, partition)
     return loss / len(partition), sums
 
 
 def denominator_of_kept_tokens(objective: Objective, step: Step, part: list[int], partition: Partition):
-    """Bug 7.19: rejected tokens leave the denominator, here that of the microbatch."""
+    """The mutation: rejected tokens leave the denominator, here that of the microbatch."""
     tokens = tokens_of(step, part, shares_of(objective, step))
     kept_T = objective.corrections[0](tokens).multiplier != 0
     loss, sums = objective_loss(objective, tokens)
@@ -381,7 +381,7 @@ def denominator_of_kept_tokens(objective: Objective, step: Step, part: list[int]
 
 
 def statistics_of_the_microbatch(objective: Objective, step: Step, part: list[int], partition: Partition):
-    """Bugs 7.15 and 7.16: baselines and whitening from whatever happens to be here."""
+    """The mutation: baselines and whitening from whatever happens to be here."""
     shares = shares_of(objective, step)
     advantages_N = torch.zeros_like(shares.advantages_N)
     if part:
@@ -437,7 +437,7 @@ def test_the_check_rejects_measuring_each_microbatch_alone(kind, name) -> None:
 
 @pytest.mark.parametrize("advantage", [returns_to_go(), gae()], ids=str)
 def test_the_check_rejects_whitening_on_local_statistics(advantage) -> None:
-    """Bug 7.16, for advantages that differ from token to token and are otherwise made trajectory by trajectory."""
+    """For advantages that differ from token to token and are otherwise made trajectory by trajectory."""
     objective = dataclasses.replace(POLICY_GRADIENTS["dapo"], advantage=advantage)
     whitened = dataclasses.replace(objective, normalizers=(whiten(),))
     assert is_invariant(statistics_of_the_microbatch, objective, LARGE, SOME_OF_ELEVEN)

@@ -17,16 +17,16 @@ ROWS = """
     prime_rl maxrl simko mgpo rloo reinforce_pp reinforce_pp_baseline remax vapo vineppo olmorl scalerl decoupled_ppo
     a3po tis mis sequence_mis geo_rs rspo vespo rgpo lambda_grpo prorl deepseek_v32 clip_cov kl_cov intellect2 gmpo opd
 """
-"""The rows of specification 2."""
+"""Algorithms that must have a preset."""
 
 UNVERIFIED = """
     rgpo lambda_grpo mgpo entropy_advantage prorl dppo_topk scalerl reinforce_pp_baseline deepseek_v32 rspo vapo
     grpo_r1 vineppo opd_top_k
 """
-"""Rows with a form or a constant that specification 8.1 lists, or that is pieced together."""
+"""Presets with a form or a constant that is not established by public code, or that is pieced together."""
 
 UNSPECIFIED = ("likelihood",)
-"""Supervised learning is not in the specification; its options have papers."""
+"""Factors that are documented by papers alone."""
 
 
 def test_every_row_of_the_specification_is_a_preset() -> None:

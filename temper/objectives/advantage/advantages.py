@@ -215,7 +215,7 @@ def _standardised(values_B: Tensor, group_ids_B: Tensor, eps: float) -> Tensor:
 
 
 def _where_signal(values_B: Tensor, group_ids_B: Tensor, advantages_B: Tensor) -> Tensor:
-    """Exactly 0 in groups whose values are equal up to float32 noise. Specification 1.3.
+    """Exactly 0 in groups whose values are equal up to float32 noise.
 
     Not left to 0 / (0 + eps): seven float32 rewards of 0.1 have a std of 8e-9 and would get advantages of 0.0074.
     """

@@ -52,7 +52,7 @@ def pretraining_steps(objective: Objective) -> int:
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, targets_T: Tensor, weights_T: Tensor, clip: float) -> Tensor:
-    """0.5 sum_t weight * max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2). Specification 1.10.
+    """0.5 sum_t weight * max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2).
 
     The larger of both: a value that moved too far has no gradient where moving further would help, and keeps it where
     it should come back. Losses of microbatches add up, as weights hold the denominator. PPO; TRL.
@@ -78,7 +78,7 @@ def value_sums(values_T: Tensor, targets_T: Tensor) -> MetricSums:
 def explained_variance(metrics: Mapping[str, float]) -> float | None:
     """1 - var(R - V) / (var(R) + 1e-5), from the finished means of value_sums: 1 is perfect, 0 as good as a constant.
 
-    None when there are none. Specification 5.1.
+    None when these means are missing.
     """
     if "critic/target_mean" not in metrics:
         return None

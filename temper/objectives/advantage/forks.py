@@ -16,7 +16,7 @@ from temper.objectives.tokens import Tokens
 def fork_tokens(tokens: Tokens, quantile: float) -> Tensor:
     """[T] True where the entropy exceeds the `quantile` of the entropies of its own trajectory.
 
-    A trajectory of one token, or of equal entropies, has no fork. SimKO, arXiv 2510.14807. Specification 1.5.
+    A trajectory of one token, or of equal entropies, has no fork. SimKO, arXiv 2510.14807.
     """
     assert tokens.entropy is not None, "fork tokens need the entropy of each position"
     entropy_T = tokens.entropy.detach().double()

@@ -48,7 +48,7 @@ def beta_dpo(
     `margins_P` are delta of the whole batch, all ranks, in an order that does not depend on the partition. Moving mean
     M and deviation S take them in first; (1 - dropped) of the pairs are drawn without replacement with weights
     exp(-((delta - M) / S)^2 / 2). state = None starts M and S at the first batch's own. Wu et al. 2024
-    (arXiv 2407.08639); beta-DPO repository. Specification 3.1.
+    (arXiv 2407.08639); beta-DPO repository.
     """
     require(0 <= dropped < 1, f"beta_dpo: dropped={dropped} must lie in [0, 1), e.g. 0.2")
     assert len(margins_P), "beta_dpo needs at least one pair"

@@ -25,7 +25,7 @@ def gkd(student_logits: Tensor, teacher_logits: Tensor, beta: float = 0.5, tempe
 
     beta 0: KL(Q || S), covers the teacher. beta 1: KL(S || Q), seeks its modes. Between: beta KL(Q || M) +
     (1 - beta) KL(S || M), which tends to 0, not to the ends. Both are taken at `temperature`.
-    Agarwal et al. 2023 (arXiv 2306.13649); TRL (gkd). Specification 3.5.
+    Agarwal et al. 2023 (arXiv 2306.13649); TRL (gkd).
     """
     require_gkd(beta, temperature)
     require(
@@ -51,7 +51,7 @@ def top_k_forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tens
     """[T] sum_k Q_k log(Q_k / S_k) + Q_rest log(Q_rest / S_rest), from both models' log-probabilities [T, K] of the
     teacher's K most likely tokens.
 
-    The rest as one bucket makes it a lower bound of KL(Q || S) that is never negative. Specification 3.5.
+    The rest as one bucket makes it a lower bound of KL(Q || S) that is never negative.
     """
     teacher = teacher_logprobs.detach().clamp(min=MIN_LOGPROB)
     student = student_logprobs.clamp(min=MIN_LOGPROB)
@@ -66,7 +66,7 @@ def distillation_loss(divergences_T: Tensor, weights_T: Tensor) -> tuple[Tensor,
 
 
 def best_of_n_kl_bound(num_samples: int) -> float:
-    """ln N - (N - 1) / N: the best of N samples is at most this far from its sampler, in KL. Specification 3.6.
+    """ln N - (N - 1) / N: the best of N samples is at most this far from its sampler, in KL.
 
     Beirami et al. 2024 (arXiv 2401.01879).
     """

@@ -155,7 +155,7 @@ def rpo(beta: float = 0.1, alpha: float = 1.0) -> PairRule:
 def dpo_shift(beta: float = 0.1, factor: float = 0.95) -> PairRule:
     """-logsig(beta (u_w - factor u_l)): less weight on the rejected side, against likelihood displacement.
 
-    `factor` may also follow shift_schedule. Yang et al. 2025 (arXiv 2502.07599); DPO-Shift. Specification 3.1.
+    `factor` may also follow shift_schedule. Yang et al. 2025 (arXiv 2502.07599); DPO-Shift.
     """
     _require_beta("dpo_shift", beta)
     require(0 < factor <= 1, f"dpo_shift: factor={factor} must lie in (0, 1], e.g. 0.95")
@@ -168,7 +168,7 @@ def dpo_shift(beta: float = 0.1, factor: float = 0.95) -> PairRule:
 
 
 def shift_schedule(progress: float, start: float = 0.5, end: float = 1.0) -> float:
-    """The factor of dpo_shift after this share of the run: linear from start to end, either way. Specification 3.1."""
+    """The factor of dpo_shift after this share of the run: linear from start to end, either way."""
     return start + (end - start) * min(max(progress, 0.0), 1.0)
 
 
@@ -219,7 +219,6 @@ def xpo(beta: float = 0.1, alpha: float = 1e-5, loss: str = "dpo") -> PairRule:
     """DPO or IPO on (policy sample, reference sample) + alpha log pi(reference sample): optimism.
 
     The added term lowers the likelihood of what the reference says already. Xie et al. 2024 (arXiv 2405.21046); TRL.
-    Specification 3.1.
     """
     _require_alpha("xpo", alpha)
     require(loss in ("dpo", "ipo"), f'xpo: loss="{loss}" is unknown. Use "dpo" or "ipo".')

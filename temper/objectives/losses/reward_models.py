@@ -28,7 +28,7 @@ def bradley_terry(
 ) -> Tensor:
     """[P] -logsig(s_w - s_l - margin) + centring (s_w + s_l)^2; the second term fixes the free constant, e.g. 0.01.
 
-    Bradley and Terry 1952; Eisenstein et al. 2023 (centring); TRL, OpenRLHF. Specification 3.2.
+    Bradley and Terry 1952; Eisenstein et al. 2023 (centring); TRL, OpenRLHF.
     """
     require(centring >= 0, f"bradley_terry: centring={centring} must not be negative, e.g. 0.01")
     compared_P = -logsigmoid(chosen_scores_P - rejected_scores_P - margin)
@@ -39,7 +39,7 @@ def discriminator_loss(teacher_scores_P: Tensor, student_scores_P: Tensor) -> Te
     """[P] -logsig(D(y_teacher) - D(y_student)): tells the teacher's text from the student's.
 
     The student is then trained with reward D(y_student), after a warm-up of both. GAD, arXiv 2511.10643, known from its
-    project page only. Specification 3.5.
+    project page only.
     """
     return bradley_terry(teacher_scores_P, student_scores_P)
 
@@ -128,7 +128,7 @@ class ScoreScale:
 def process_reward_loss(logits_N: Tensor, labels_N: Tensor, weights_N: Tensor) -> tuple[Tensor, MetricSums]:
     """Sum of weight * binary cross-entropy over labelled positions: 1 a good step, 0 a bad one, UNLABELLED ignored.
 
-    `weights_N` hold one over the batch's labelled positions. Lightman et al. 2023; TRL (layout). Specification 3.3.
+    `weights_N` hold one over the batch's labelled positions. Lightman et al. 2023; TRL (layout).
     """
     # Selected, not multiplied by 0: an undefined logit elsewhere would still be a NaN.
     is_labelled_N = labels_N != UNLABELLED
@@ -151,10 +151,7 @@ def step_sums(logits_N: Tensor, labels_N: Tensor) -> MetricSums:
 
 
 def solution_score(step_probabilities: Tensor, how: str = "min") -> Tensor:
-    """Score of a solution from the probabilities that its steps are good: a chain is as strong as its weakest link.
-
-    Specification 3.3.
-    """
+    """Score of a solution from the probabilities that its steps are good: a chain is as strong as its weakest link."""
     if how not in SOLUTION_SCORES:
         known = ", ".join(SOLUTION_SCORES)
         raise UserError(

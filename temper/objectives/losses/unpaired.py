@@ -66,7 +66,7 @@ def mismatched_rows(num_rows: int) -> list[int]:
 
 
 def kto_baseline(mismatched_logprobs: Tensor, reference_logprobs: Tensor) -> float:
-    """z = max(0, mean of log pi - log ref over mismatched pairs of the whole batch, all ranks). Specification 3.1."""
+    """z = max(0, mean of log pi - log ref over mismatched pairs of the whole batch, all ranks)."""
     return max(0.0, (mismatched_logprobs.detach().double() - reference_logprobs.double()).mean().item())
 
 
@@ -93,7 +93,6 @@ def nash_md_losses(
     """[S] -(P(win) - 0.5) sum_t log pi_t + beta sum_t sg[log pi_t - log ref_t] log pi_t.
 
     P(win) is against an opponent drawn from geometric_mixture. Munos et al. 2023 (arXiv 2312.00886); TRL.
-    Specification 3.1.
     """
     assert not reference_logprobs_T.requires_grad, "reference_logprobs_T must not carry a gradient"
     cost_T = beta * (policy_logprobs_T.detach() - reference_logprobs_T)

@@ -87,7 +87,7 @@ def router_deviation(old_logprobs_TLE: Tensor, new_logprobs_TLE: Tensor) -> Tens
     """[T] mean over layers of the mean over the experts chosen before of |log q - log q_old|; without gradient.
 
     Both hold the router's log-probabilities of the experts that were active when the batch started, so experts that
-    only the current router chooses do not count. RSPO, arXiv 2510.23027. Specification 2 (RSPO detail).
+    only the current router chooses do not count. RSPO, arXiv 2510.23027.
     """
     return (new_logprobs_TLE - old_logprobs_TLE).detach().abs().mean((1, 2))
 

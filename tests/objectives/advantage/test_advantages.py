@@ -1,4 +1,4 @@
-"""Worked numbers of specification 1.2 and 1.3, and the degenerate rule. Expected gradients: test_unbiased.py."""
+"""Worked numbers, and the degenerate rule. Expected gradients: test_unbiased.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets, the value loss and its metrics: specification 1.2 and 1.10."""
+"""Targets, the value loss and its metrics."""
 
 from __future__ import annotations
 

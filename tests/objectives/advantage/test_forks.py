@@ -1,4 +1,4 @@
-"""Fork tokens: above a quantile of their own trajectory's entropies. Specification 1.5 (SimKO)."""
+"""Fork tokens: above a quantile of their own trajectory's entropies (SimKO)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to advantages over the whole batch: specification 1.3."""
+"""What is done to advantages over the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward terms before credit: specification 1.1."""
+"""Reward terms before credit."""
 
 from __future__ import annotations
 

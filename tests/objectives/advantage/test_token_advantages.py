@@ -1,4 +1,4 @@
-"""Credit inside a trajectory: specification 1.2 and 3.5. Expected gradients: test_unbiased.py."""
+"""Credit inside a trajectory. Expected gradients: test_unbiased.py."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def full_credit(credit, order: list[int] | None = None) -> Credit:
 
 
 def slow_gae(given: Credit, gamma: float, lam: float, bootstraps: bool) -> list[float]:
-    """The recursion of the specification, token by token."""
+    """The recursion of gae, token by token."""
     result, end = [], 0
     for length, reward, cut in zip(given.lengths.tolist(), given.rewards.tolist(), given.is_truncated, strict=True):
         start, end = end, end + length

@@ -1,4 +1,4 @@
-"""beta-DPO of specification 3.1: which pairs are kept, and which beta they get."""
+"""beta-DPO: which pairs are kept, and which beta they get."""
 
 from __future__ import annotations
 

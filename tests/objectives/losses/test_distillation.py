@@ -1,4 +1,4 @@
-"""Numbers are those of specification 3.5 on F4: student (.5, .3, .2), teacher (.2, .5, .3); and 3.6."""
+"""Worked numbers on F4: student (.5, .3, .2), teacher (.2, .5, .3); and the bound of best-of-n."""
 
 from __future__ import annotations
 

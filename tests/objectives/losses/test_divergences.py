@@ -1,4 +1,4 @@
-"""Direct losses from a teacher through Tokens: the numbers of specification 3.5 on F4, weights, gradients, refusals."""
+"""Direct losses from a teacher through Tokens: worked numbers on F4, weights, gradients, refusals."""
 
 from __future__ import annotations
 

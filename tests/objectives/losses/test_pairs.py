@@ -1,4 +1,4 @@
-"""Losses read pairs off tokens: numbers of specification 3.1 on F3, and no partition of the pairs changes anything."""
+"""Losses read pairs off tokens: worked numbers on F3, and no partition of the pairs changes anything."""
 
 from __future__ import annotations
 

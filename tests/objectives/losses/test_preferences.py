@@ -1,4 +1,4 @@
-"""Numbers are those of specification 3.1 on F3: chosen log-ratio 1 over 5 tokens, rejected -1 over 4, delta 2."""
+"""Worked numbers on F3: chosen log-ratio 1 over 5 tokens, rejected -1 over 4, delta 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers are those of specification 3.2, 3.3 and 3.5 (discriminator)."""
+"""Worked numbers of reward models, process reward models and the discriminator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers are those of specification 3.1: KTO with z = 0.4 on log-ratios 1 and -1; Nash-MD by hand."""
+"""Worked numbers: KTO with z = 0.4 on log-ratios 1 and -1; Nash-MD by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The full step of TRPO: specification 1.5."""
+"""The full step of TRPO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coefficients that follow a measurement: specification 1.7, 1.8 and 1.9."""
+"""Coefficients that follow a measurement."""
 
 from __future__ import annotations
 

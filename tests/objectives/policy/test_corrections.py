@@ -1,4 +1,4 @@
-"""Sampler corrections on F1: specification 1.6 and 1.7."""
+"""Sampler corrections: worked numbers on F1."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_geometric_keep_bounds_the_geometric_mean_of_the_specification(f1, membe
 
 @pytest.mark.parametrize("base", ["behavior", "proximal"])
 def test_opsm_bounds_the_mean_log_ratio_of_the_specification(f1, base) -> None:
-    """Specification 1.6; with pi_old as the base the means are those of the second list."""
+    """Worked numbers; with pi_old as the base the means are those of the second list."""
     means = {"behavior": [-0.180532, 0.052680, -0.070618, -0.655291]}
     means["proximal"] = [-0.048033, 0.857399, -0.095310, -0.746452]
     tokens = f1()

@@ -1,4 +1,4 @@
-"""Advantages changed by what the policy is now: specification 1.3 (entropy-shaped) and 1.5 (SimKO)."""
+"""Advantages changed by what the policy is now: entropy-shaped, and SimKO's penalty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values and gradient weights of every gate on F1: tables F1-L and F1-W of specification 1.5, bugs 7.11, 7.17, 7.25."""
+"""Values (table F1-L) and gradient weights (table F1-W) of every gate on F1, clip metrics, absurd log-ratios."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ OMEGAS = [
     (token(), dppo_tv(cap=1.5), behavior(), [1.145833, 1.5, 0.8, 0.9, 1, 1.073171, 1.5, 0]),
     (sequence_product(), vespo(), trainer(), [0.837948] * 3 + [0.030065] * 2 + [1.089731] + [0.088807] * 2),
 ]
-"""Table F1-W, and the rows that the specification gives in words."""
+"""Table F1-W: the weight of each token in the gradient."""
 
 
 def objective(ratio, gate, weighting, *, proximal=None, corrections=()):
@@ -210,7 +210,7 @@ def tokens_of(*, policy, advantages, proximal=None, **fields) -> Tokens:
 
 @pytest.mark.parametrize("is_mutant", [False, True], ids=["cispo", "without stop-gradient"])
 def test_finite_differences_of_cispo_hold_only_with_the_stop_gradient(f1, is_mutant) -> None:
-    # With the ratios frozen at F1, the numeric slope of the gain must be the analytic gradient (7.11).
+    # With the ratios frozen at F1, the numeric slope of the gain must be the analytic gradient.
     start, frozen_T, step = f1().policy_logprobs.detach(), token()(f1()).detach(), 1e-6
 
     def value(policy_T: torch.Tensor) -> torch.Tensor:
@@ -246,7 +246,7 @@ def test_clip_fractions_count_only_what_lost_its_gradient(f1) -> None:
     assert metrics["policy/clip_frac_high"] == 0.125
     assert metrics["policy/clip_frac_low"] == 0.125
     assert metrics["policy/dual_clip_frac"] == 0
-    # What a metric of "outside the band" would say: the mutation of 7.17.
+    # What a metric of "outside the band" would say: the mutation.
     ratio_T = token()(f1()).exp()
     assert ((ratio_T > 1.2) | (ratio_T < 0.8)).double().mean().item() == 0.5
 
@@ -287,7 +287,7 @@ def test_vespo_counts_trajectories_that_faded_away_as_clipped(f1) -> None:
     assert vespo()(tokens, log_ratio_T).clipped.tolist() == [False] * 3 + [True] * 3 + [False] * 2
 
 
-# mu and pi over four tokens, of which the first was drawn: specification 1.5, DPPO.
+# mu and pi over four tokens, of which the first was drawn: DPPO.
 ANCHOR = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
 POLICY = torch.tensor([[0.4, 0.25, 0.25, 0.10]], dtype=torch.float64).log()
 
@@ -375,7 +375,7 @@ def test_a_log_ratio_of_1000_gives_a_finite_value_and_gradient(f1, ratio, gate, 
 
 
 def test_an_unbounded_ratio_would_not_be_finite(f1) -> None:
-    # The mutation of 7.25: the same gate on a raw difference of logs.
+    # The mutation: the same gate on a raw difference of logs.
     tokens = f1(dtype=torch.float32)
     gain = importance()(tokens, tokens.policy_logprobs + 1000)
     assert not gain.value.isfinite().any()

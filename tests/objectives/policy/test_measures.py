@@ -1,4 +1,4 @@
-"""Metrics of the policy loss against plain definitions, on F1 and at random, whole and in parts (specification 5).
+"""Metrics of the policy loss against plain definitions, on F1 and at random, whole and in parts.
 
 Shapes: _T drawn tokens.
 """

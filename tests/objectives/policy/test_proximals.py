@@ -1,4 +1,4 @@
-"""Whom the ratio compares with: specification 0.3 and A-3PO's worked numbers (1.5)."""
+"""Whom the ratio compares with, and A-3PO's worked numbers."""
 
 from __future__ import annotations
 

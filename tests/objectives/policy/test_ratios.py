@@ -1,4 +1,4 @@
-"""Levels of the ratio: specification 1.4, the ratios of SimKO (1.5) and RSPO (2), and bug 7.25."""
+"""Levels of the ratio, the ratios of SimKO and RSPO, and log-ratios too large to exponentiate."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_in_trajectories_of_one_token_every_ratio_is_the_tokens_own(f1, name) ->
     assert tokens.policy_logprobs.grad.tolist() == pytest.approx([1.0] * 8)
 
 
-# RSPO: two layers of two old experts, specification 2.
+# RSPO: two layers of two old experts.
 OLD = torch.tensor([[[0.5, 0.3], [0.4, 0.2]]], dtype=torch.float64).log()
 NEW = torch.tensor([[[0.4, 0.3], [0.5, 0.1]]], dtype=torch.float64).log()
 
@@ -122,7 +122,7 @@ def test_router_shift_scales_the_ratio_down_to_its_floor_and_leaves_its_gradient
 
 
 def simko_tokens(logprobs_V: torch.Tensor, *, advantage: float = 1.0) -> Tokens:
-    """Two tokens of one trajectory; the second is the fork of specification 1.5: token 2 drawn, top 3 = {0, 1, 2}."""
+    """Two tokens of one trajectory; the second is the fork: token 2 drawn, top 3 = {0, 1, 2}."""
     old_V = torch.tensor([0.9, 0.7, 0.2, -1.0], dtype=torch.float64).log_softmax(0)
     old_TK, policy_TK = old_V[:3].expand(2, -1), logprobs_V[:3].expand(2, -1)
     top = TopTokens(ids=torch.arange(3).expand(2, -1), anchor_logprobs=old_TK, policy_logprobs=policy_TK)

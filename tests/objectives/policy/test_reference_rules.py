@@ -1,4 +1,4 @@
-"""When the reference follows the policy: specification 1.8."""
+"""When the reference follows the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KL estimators: values and, above all, gradients; the other terms. Specification 1.5, 1.8, 1.9, 1.10 and 3.5."""
+"""KL estimators: values and, above all, gradients; the other terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens the policy loss is taken on: specification 1.5 (Clip-Cov) and 1.9 (80/20)."""
+"""Which tokens the policy loss is taken on: Clip-Cov and the 80/20 rule."""
 
 from __future__ import annotations
 

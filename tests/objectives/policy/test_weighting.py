@@ -1,4 +1,4 @@
-"""One weight per token: specification 1.7."""
+"""One weight per token."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def test_a_domain_without_a_teacher_is_refused_by_name(make_model: MakeModel, ma
 
 
 def test_f4_through_a_real_model(make_model: MakeModel, make_rows: MakeRows) -> None:
-    """Heads that answer (.5, .3, .2) and (.2, .5, .3) whatever the text: the numbers of the specification, exactly."""
+    """Heads that answer (.5, .3, .2) and (.2, .5, .3) whatever the text: the worked numbers, exactly."""
     models = []
     for probabilities in ((0.5, 0.3, 0.2), (0.2, 0.5, 0.3)):
         model = make_model(seed=1)
