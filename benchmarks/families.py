@@ -41,7 +41,7 @@ from temper.types import Request, SamplingParams
 TABLE = Path(__file__).parents[1] / "temper" / "models" / "families.json"
 VOCABULARY, CONTEXT, NEW_TOKENS = 97, 128, 12
 MAX_PARAMETERS = 6_000_000
-"""What is larger, tiny as it should be, has parts beside its decoder."""
+"""A model that is larger, although made tiny, has parts beside its decoder."""
 MAX_GAP = 1e-3
 """Nats, in float32."""
 SECONDS = 60
@@ -68,7 +68,7 @@ SMALL: dict[str, Any] = {
     "mamba_expand": 2, "n_mamba_heads": 4, "mamba_n_groups": 1, "mamba_d_ssm": 128,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
-"""Whatever of these a configuration has."""
+"""Small numbers for those of these fields that a configuration has."""
 
 LATENT: dict[str, Any] = {"head_dim": 8, "num_key_value_heads": 4}
 """Latent attention: keys are rotated in a part of their own, and heads share nothing."""
@@ -260,7 +260,7 @@ def main() -> None:
 
 
 def write(trials: Mapping[str, Trial], table: Mapping[str, Any]) -> None:
-    """The table with these trials in place of what it says of them."""
+    """Writes the table, with these trials in place of what it said of them."""
     kept = {
         **dict.fromkeys(table.get("tried", ()), ("tried", "")),
         **{name: (verdict, why) for verdict in REASONED for name, why in table.get(verdict, {}).items()},

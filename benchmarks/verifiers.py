@@ -1,7 +1,7 @@
 """Checks per second of the math reward, through its public interface, beside math-verify called directly. One table.
 
     python benchmarks/verifiers.py
-Plain: GSM8K-style responses that end in a number. LaTeX: the golden rows whose gold answer is no plain number.
+Plain: GSM8K-style responses that end in a number. LaTeX: the golden rows whose gold answer is not a plain number.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def rows_of_groups(groups: Iterable[Group]) -> list[Sample]:
 
 
 def domain_of(task: Task) -> str:
-    """Which of several teachers reads its rows: its field "domain", else its source: "math" of "math.jsonl:17"."""
+    """Domain of a task, for choosing among teachers: its field "domain", else its source, "math" of "math.jsonl:17"."""
     return str(task.extra.get("domain", "")) or Path(task.id.partition(":")[0]).stem
 
 

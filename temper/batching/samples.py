@@ -52,7 +52,7 @@ class CreditRules:
     part_weights: Mapping[str, float] = field(default_factory=dict)
     """Weights of the reward's parts, for advantages that credit each part alone."""
     seed: int = 0
-    """Of the run, for factors that draw."""
+    """Seed of the run, for factors that draw."""
 
 
 def make_batch(
@@ -228,7 +228,7 @@ def _turns(members: Sequence[Trajectory]) -> tuple[Tensor, Tensor | None]:
 
 
 def _key(seed: int, version: int, member: Trajectory) -> int:
-    """The same for a member whatever else is in the batch."""
+    """Key of a member for random draws: the same whatever else is in the batch."""
     text = f"{seed}/{version}/{member.group_id}/{member.index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 

@@ -1,4 +1,4 @@
-"""Metrics that are no means: formed once microbatches and ranks have been added up.
+"""Metrics that are not means: formed once microbatches and ranks have been added up.
 
 Owns: the list of them. Each takes the finished metrics and returns them with its figure, unchanged when its parts are
 not there. Refuses: sums (metrics.py).

@@ -54,7 +54,7 @@ class Measured(Generic[Output]):
     """
 
     name: str
-    """Of the factor."""
+    """Name of the factor."""
     measure: Callable[[Tokens, Objective], Tensor]
     """Whole batch -> [N], in the same order for every partition. Policy log-probabilities are there, without gradient,
     when the factor needs "batch"; else they are NaN."""
@@ -122,7 +122,7 @@ ReferenceRule = Factor[[Moment], Refresh | None]
 ConstrainedStep = Factor[[FisherProduct, Tensor], Tensor]
 """(Fisher product, gradient of the gain) -> the full step, before the line search."""
 DirectLoss = Factor[[Tokens], tuple[Tensor, MetricSums]]
-"""This microbatch's part of a loss that is no policy gradient, and sums for its metrics."""
+"""This microbatch's part of a loss that is not a policy gradient, and sums for its metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

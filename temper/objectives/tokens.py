@@ -40,11 +40,11 @@ class Scored:
     """What one forward pass says about the drawn tokens of a microbatch, all [T] and in its order."""
 
     logprobs: Tensor
-    """Of the distribution each token was drawn from: the whole vocabulary, or its keep-set."""
+    """Log-probabilities under the distribution each token was drawn from: the whole vocabulary, or its keep-set."""
     entropy: Tensor
     """Over the whole vocabulary."""
     whole_logprobs: Tensor | None = None
-    """Over the whole vocabulary. None: as logprobs, for there are no keep-sets."""
+    """Log-probabilities over the whole vocabulary. None: there are no keep-sets, and logprobs are the same."""
     top_logprobs: Tensor | None = None
     """[T, K] of the microbatch's top_ids. None: it has none."""
     router_shift: Tensor | None = None
@@ -52,7 +52,7 @@ class Scored:
     uniform: Tensor | None = None
     """-mean over the vocabulary of log p, with gradient. None: not asked for; the same below."""
     divergence: Tensor | None = None
-    """From the teacher, as the loss measures it, with gradient."""
+    """Distance from the teacher's distribution, as the loss measures it, with gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Tokens:
     """
 
     policy_logprobs: Tensor
-    """With gradient. What a scalar head says in their place, for losses that need "scores"."""
+    """With gradient. For losses that need "scores": the output of a scalar head instead."""
     proximal_logprobs: Tensor
     """By the trainer when the batch started. With one update per batch: the detached policy."""
     behavior_logprobs: Tensor
@@ -78,9 +78,9 @@ class Tokens:
     num_batch_tokens: int
     """Drawn tokens of the whole optimiser step, over all microbatches and ranks."""
     versions: Tensor
-    """Of the weights that drew each token."""
+    """Version of the weights that drew each token."""
     version: int = 0
-    """Of the weights being trained; the difference is each token's staleness."""
+    """Version of the weights being trained. A token's staleness is this minus its entry in versions."""
     seed: int = 0
     """For factors that choose tokens at random: one number per optimiser step of a run."""
     token_ids: Tensor | None = None
@@ -92,7 +92,7 @@ class Tokens:
     """None: the objective does not need them."""
     teacher_logprobs: Tensor | None = None
     entropy: Tensor | None = None
-    """Of the policy over the whole vocabulary. None: not computed."""
+    """Entropy of the policy over the whole vocabulary. None: not computed."""
     whole_logprobs: Tensor | None = None
     """As over_vocabulary, where tokens were drawn within keep-sets; None where they were not."""
     top: TopTokens | None = None

@@ -102,7 +102,7 @@ def remove_unfinished(parent: Path) -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    """-1: not a checkpoint, such as the merged copy of one."""
+    """Number at the end of the name. -1: not a checkpoint, such as the merged copy of one."""
     found = re.fullmatch(r"[^.-][^-]*-(\d+)", path.name)
     return int(found[1]) if found else -1
 

@@ -29,7 +29,7 @@ from temper.trainer.weights import publish
 from temper.types import Microbatch
 
 CRITIC_FOLDER = "critic"
-"""Below the checkpoint: the files beside the weights are the policy's."""
+"""Folder of the critic inside a checkpoint: the files beside the weights are the policy's."""
 
 MOMENTS = ("critic/target_mean", "critic/target_square_mean", "critic/error_mean", "critic/error_square_mean")
 """Steps on the way to critic/explained_var, not worth a chart of their own."""
@@ -155,7 +155,7 @@ class ValueModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the decoder."""
+        """Precision of the decoder."""
         return next(self.decoder.parameters()).dtype
 
     def get_decoder(self) -> Any:

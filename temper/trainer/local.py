@@ -42,7 +42,7 @@ Shard = Callable[[Sequence[Microbatch], int, int], list[Microbatch]]
 """(microbatches, rank, world) -> the share of that rank; may be empty."""
 
 STATE_FOLDER = "trainer"
-"""Below the checkpoint: other tools take every *.safetensors file beside the weights for weights."""
+"""Folder of the state inside a checkpoint: other tools take every *.safetensors file beside the weights for weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +51,10 @@ class TrainerSettings:
     temperature: float
     """What the sampler divides logits by; every log-probability here does the same."""
     total_steps: int
-    """Of the stage; the learning-rate schedule ends there."""
+    """Steps of the stage; the learning-rate schedule ends there."""
     gradient_checkpointing: bool = False
     seed: int = 0
-    """Of the run, for factors that choose tokens at random."""
+    """Seed of the run, for factors that choose tokens at random."""
     traces: bool = True
     """Whether a step also tells what the policy thought of each trained token."""
     is_ordered: bool = False
@@ -75,7 +75,7 @@ class AuxiliaryModels:
 
 
 Updates = tuple[tuple[Sample, ...], ...]
-"""As of a Batch."""
+"""The rows of each optimiser step, as in Batch.updates."""
 
 
 class LocalTrainer:
@@ -122,7 +122,8 @@ class LocalTrainer:
         )
         self._weights = Weights(model)
         self._one_pass = threading.Lock()
-        """Credit and a canary are scored by two threads; models that wait on the CPU or record routers have state."""
+        """Held during a pass: credit and a canary are scored by two threads, and models that wait on the CPU or record
+        routers have state."""
         self._ready: tuple[Updates, list[Share]] | None = None
         self._scales = control(objective, {}, {})
         self._version = 0
@@ -345,7 +346,7 @@ class _Applied:
     """What the updates of one step did, as they are done."""
 
     norms: list[tuple[Tensor, ...]] = field(default_factory=list)
-    """Of each update: gradient before and after clipping, update over weights."""
+    """Norms of each update: gradient before and after clipping, update over weights."""
     traces: dict[Key, Trace] = field(default_factory=dict)
 
     def trace(self, update: Sequence[Sample], share: Share, seen: Sequence[Tensor]) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 RESET_RESIDENT_PEAK = "5"
-"""What Linux's clear_refs takes for it (man 5 proc)."""
+"""What is written to Linux's clear_refs to reset the peak (man 5 proc)."""
 
 
 class PeakMemory:
-    """Since this object was made, where the system can start its count anew; else since the process began."""
+    """Peak since this object was made, where the system can start its count anew; else since the process began."""
 
     def __init__(self, device: torch.device, process: Path = Path("/proc/self")) -> None:
         self._device, self._status = device, process / "status"

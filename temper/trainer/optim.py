@@ -24,7 +24,7 @@ BATCH_ELEMENTS = 1 << 25
 
 
 LAST_PART = 0.2
-"""Of the steps after warm-up, in which "wsd" falls: long enough to lose the noise of the full rate."""
+"""Share of the steps after warm-up in which "wsd" falls: long enough to lose the noise of the full rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class OptimizerSettings:
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup_steps: int = 0
     weight_decay: float = 0.0
-    """Of matrices; norms and biases are never decayed."""
+    """Decay of matrices; norms and biases are never decayed."""
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8

@@ -2,7 +2,8 @@
 
 Owns: what the natural-gradient step needs of the model, and that a step is taken whole or not at all. Refuses: the
 direction and its length (objectives/constrained.py), and weights in bfloat16: a line search would step over them.
-Logits of one microbatch are held at a time. Parts of microbatches and ranks add up, so how a batch is cut is no matter.
+Logits of one microbatch are held at a time. Parts of microbatches and ranks add up, so it does not matter how a batch
+is cut.
 Shapes: _P trainable parameters laid end to end, _T packed tokens, _A drawn tokens, _D width, _V vocabulary.
 """
 
@@ -101,7 +102,7 @@ class _Batch:
     measured: Measures
 
     def loss(self, number: int, microbatch: Microbatch, logprobs_AV: Tensor) -> tuple[Tensor, MetricSums]:
-        """Of one microbatch of the share, or of its copy with other columns."""
+        """Loss of one microbatch of the share, or of its copy with other columns."""
         scored = _scored(microbatch, logprobs_AV)
         if "entropy" not in self.objective.needs:
             scored = replace(scored, entropy=scored.entropy.detach())
@@ -121,14 +122,14 @@ class _Start:
     """Copies of the parameters."""
     head: Head
     hidden: list[Tensor]
-    """[A, D] of each microbatch."""
+    """Hidden states [A, D] of each microbatch."""
     anchored: list[Microbatch]
     gradient_P: Tensor
-    """Of the gain, over all ranks."""
+    """Gradient of the gain, over all ranks."""
     loss: float
-    """Over all ranks."""
+    """Loss over all ranks."""
     metrics: MetricSums
-    """Of this rank."""
+    """Metrics of this rank alone."""
 
     def move(self, step_P: Tensor) -> None:
         parts = torch.split(step_P, [weight.numel() for weight in self.weights])
@@ -250,7 +251,7 @@ def _kl_sum(from_AV: Tensor, to_AV: Tensor) -> Tensor:
 
 
 def _gradients(value: Tensor, parameters: list[nn.Parameter], create_graph: bool = False) -> tuple[Tensor, ...]:
-    """Zeros for parameters that the value does not depend on."""
+    """Gradients of the value; zeros for parameters that it does not depend on."""
     return torch.autograd.grad(value, parameters, create_graph=create_graph, materialize_grads=True)
 
 

@@ -1,4 +1,4 @@
-"""Figures that are no means are formed from whole sums, and only where their parts are."""
+"""Figures that are not means are formed from whole sums, and only where their parts are."""
 
 from __future__ import annotations
 

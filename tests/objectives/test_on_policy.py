@@ -56,7 +56,7 @@ def gradient(objective: Objective, tokens: Tokens) -> list[float]:
 
 
 def plain_gradient(tokens: Tokens, weights_T: Tensor | None = None) -> list[float]:
-    """Of the gate none: -weight A."""
+    """Gradient under the gate none: -weight A."""
     tokens = tokens if weights_T is None else dataclasses.replace(tokens, weights=weights_T)
     return gradient(objective(token(), none(), token_sum()), tokens)
 

@@ -126,7 +126,7 @@ def credit_of(toy: Toy, members: list[int], group_ids: Tensor, value: Callable[[
 def expected_gradient(
     toy: Toy, objective: Objective, size: int, value: Callable[[tuple[int, ...]], float] | None = None
 ) -> Tensor:
-    """Of a batch that is one group of `size` answers. All groups are credited and summed at once."""
+    """Expected gradient of a batch that is one group of `size` answers. All groups are credited and summed at once."""
     groups = list(itertools.product(range(len(toy.answers)), repeat=size))
     members = [member for group in groups for member in group]
     group_ids = torch.arange(len(groups)).repeat_interleave(size)

@@ -176,7 +176,7 @@ def test_loss_and_metrics_are_those_of_the_specification(make_model: MakeModel, 
     assert metrics["critic/clip_frac"] == 0.5
     assert metrics["critic/value_mean"] == 1.0
     assert metrics["critic/explained_var"] == pytest.approx(0.0, abs=1e-4), "a constant explains nothing"
-    # Of the clipped value there is no gradient: 0.5 (1 - 0.2) is left, here of the bias.
+    # The clipped value has no gradient: 0.5 (1 - 0.2) is left, here of the bias.
     assert critic._optimizer.tensors()["exp_avg.head.bias"].item() == pytest.approx(0.1 * 0.4)
     assert explained({"loss/policy": 1.0}) == {"loss/policy": 1.0}
 

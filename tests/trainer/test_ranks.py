@@ -74,7 +74,7 @@ def as_pairs(rows: list[Sample]) -> list[Sample]:
 
 
 def largest_difference(first: dict[str, Any], second: dict[str, Any]) -> float:
-    """Of moments after two steps, which are linear in both gradients, relative to the largest; and of metrics."""
+    """Largest difference of moments after two steps (linear in both gradients), over the largest; and of metrics."""
     scale = max((moment.abs().max().item() for moment in first["moments"].values()), default=0.0) or 1.0
     by_moment = max(
         ((first["moments"][name] - second["moments"][name]).abs().max().item() / scale for name in first["moments"]),

@@ -327,7 +327,7 @@ def test_advantages_loss_and_gradient_are_those_of_trl(name: str) -> None:
     objective = resolve(preset, {"advantage": ADVANTAGE} | overrides)
     theirs, ours = by_trl(BareGRPO, batch, settings), by_temper(objective, batch)
     assert agree(theirs, ours), differences(theirs, ours)
-    # The settings must have acted: agreement on what nothing changed would be no agreement.
+    # The settings must have acted: agreement on what nothing changed would prove nothing.
     assert name == "grpo" or not agree(theirs, by_trl(BareGRPO, batch, {}))
 
 

@@ -193,7 +193,7 @@ def discounted_sums(values_N: Tensor, discount: float | Tensor, lengths_B: Tenso
 
 
 def require_share(place: str, name: str, value: float) -> None:
-    """For discounts and decays."""
+    """Refuses a discount or a decay that is not between 0 and 1."""
     require(0 <= value <= 1, f"{place}: {name}={value} must be between 0 and 1, e.g. 0.95")
 
 
@@ -203,7 +203,7 @@ def _tokens_after(lengths_B: Tensor) -> Tensor:
 
 
 def _following(values_N: Tensor) -> Tensor:
-    """[N] of the next token; meaningless at the last one of a trajectory."""
+    """[N] value of the next token; meaningless at the last token of a trajectory."""
     return values_N.roll(-1)
 
 

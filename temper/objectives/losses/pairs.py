@@ -32,7 +32,7 @@ Taught = tuple[Tensor, MetricSums]
 """What a direct loss returns: a microbatch's part of the loss, and sums for its metrics."""
 
 MEAN_KEY, STD_KEY = "beta_dpo.mean", "beta_dpo.std"
-"""Under which margin_memory keeps beta-DPO's moving mean and deviation."""
+"""Keys under which margin_memory keeps beta-DPO's moving mean and deviation."""
 AVERAGE, DEVIATION = "preference/margin_average", "preference/margin_deviation"
 
 
@@ -55,7 +55,7 @@ class Rollouts:
         return torch.segment_reduce(values_T, "sum", lengths=self.counts_S)
 
     def firsts(self, values_T: Tensor) -> Tensor:
-        """[S, ...] of columns that are the same for all tokens of a trajectory."""
+        """[S, ...] first entry of each trajectory, for columns that are the same for all of its tokens."""
         return values_T[self.counts_S.cumsum(0) - self.counts_S]
 
     def spread(self, values_S: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Sides:
 
     @staticmethod
     def of(tokens: Tokens) -> Sides:
-        """Neighbours are a pair, and one of them has reward 1, the other 0: so do rows that were packed by group."""
+        """Pairs neighbours, of which one has reward 1 and the other 0. Rows that were packed by group lie like that."""
         assert tokens.rewards is not None, "pairs are told apart by their rewards, and there are none"
         rollouts = Rollouts.of(tokens)
         is_chosen_S = rollouts.firsts(tokens.rewards) > 0.5
@@ -225,7 +225,7 @@ def margin_memory() -> Callable[[State, State], State]:
     """Keeps the moving mean and deviation of margins that the loss beta_dpo goes by. Specification 3.1."""
 
     def follow(state: State, metrics: State) -> State:
-        """Without a measurement, as before the first step, what was there."""
+        """Without a measurement, as before the first step, the state stays as it was."""
         found = {MEAN_KEY: metrics.get(AVERAGE, math.nan), STD_KEY: metrics.get(DEVIATION, math.nan)}
         if all(map(math.isfinite, found.values())):
             return found

@@ -328,7 +328,7 @@ def _mean_logprobs(pairs: Pairs) -> tuple[Tensor, Tensor]:
 
 
 def _log_odds(logprobs_P: Tensor) -> Tensor:
-    # Of a certain completion they are infinite, with a NaN for a gradient.
+    # The odds of a certain completion are infinite, with a NaN for a gradient.
     logprobs_P = logprobs_P.clamp(max=-torch.finfo(logprobs_P.dtype).eps)
     return logprobs_P - torch.log(-torch.expm1(logprobs_P))
 

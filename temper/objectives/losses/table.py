@@ -1,4 +1,4 @@
-"""Every loss that is no policy gradient, by name, and the stages that may train with it.
+"""Every loss that is not a policy gradient, by name, and the stages that may train with it.
 
 Owns: the two tables. Refuses: the losses themselves.
 """
@@ -21,7 +21,7 @@ LOSSES: dict[str, Callable[..., DirectLoss]] = {
 }
 
 WEIGHED_LOSSES = frozenset({*LIKELIHOOD_LOSSES, *DIVERGENCE_LOSSES})
-"""Those whose tokens the objective's weighting weighs; pairs and scores all count the same."""
+"""Losses whose tokens have the weights of the objective's weighting; pairs and scores all count the same."""
 
 LOSSES_OF: Mapping[str, tuple[str | None, ...]] = {
     "rl": (None,),
@@ -31,7 +31,7 @@ LOSSES_OF: Mapping[str, tuple[str | None, ...]] = {
     "reward_model": tuple(SCORE_LOSSES),
     "distill": (None, *DIVERGENCE_LOSSES),
 }
-"""By kind of stage; None is the policy gradient."""
+"""Losses that each kind of stage may train with; None is the policy gradient."""
 
 
 def stages_for(direct_loss: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from temper.objectives.tokens import Tokens, bounded
 GateFn = Callable[[Tokens, Tensor], Gain]
 
 _THRESHOLDS = {"tv": 0.15, "kl": 0.05}
-"""Of the binary divergences in verl's scripts."""
+"""Default bounds, those of the binary divergences in verl's scripts."""
 
 
 @factor()

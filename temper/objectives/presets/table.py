@@ -19,4 +19,4 @@ FAMILIES: dict[str, tuple[Objective, ...]] = {
 """What people choose among. All but the first have a direct loss."""
 PRESETS: dict[str, Objective] = {preset.name: preset for family in FAMILIES.values() for preset in family}
 POLICY_GRADIENTS: dict[str, Objective] = {name: preset for name, preset in PRESETS.items() if preset.loss is None}
-"""Those whose factors multiply: what holds for ratio, gate and corrections holds for these."""
+"""Presets whose factors multiply: what holds for ratio, gate and corrections holds for these."""

@@ -39,7 +39,7 @@ class Class(NamedTuple):
     teacher: nn.Module
     microbatch: Microbatch
     places_A: Tensor
-    """Of their drawn tokens among those of the whole microbatch; on the CPU."""
+    """Places of their drawn tokens among those of the whole microbatch; on the CPU."""
 
 
 def classes(teachers: Mapping[str, nn.Module], microbatch: Microbatch) -> Iterator[Class]:
@@ -117,11 +117,11 @@ class _Comparison:
 
     divergence: Divergence
     teacher: Head
-    """Of the common vocabulary."""
+    """Head of the teacher, narrowed to the common vocabulary."""
     taught_AD: Tensor
     softcap: float | None
     is_exact: bool
-    """Of the student's head."""
+    """Whether the student's head computes in exact arithmetic."""
     rows: int
     """Positions of one chunk."""
 

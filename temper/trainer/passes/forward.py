@@ -38,7 +38,7 @@ class StepFacts:
     num_batch_tokens: int
     """Drawn tokens of the whole step, over all microbatches and ranks."""
     version: int = 0
-    """Of the weights when the batch started."""
+    """Version of the weights when the batch started."""
     seed: int = 0
     scales: Mapping[str, float] = field(default_factory=dict)
     teachers: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def _scored(model: nn.Module, states: DrawnStates, microbatch: Microbatch, tempe
 
 
 def keep_sets(microbatch: Microbatch, device: torch.device) -> KeepSets | None:
-    """Of the drawn tokens of a microbatch; None when each was drawn among all."""
+    """Keep-sets of the drawn tokens of a microbatch; None when each was drawn among all."""
     if microbatch.keep_ids is None:
         return None
     assert microbatch.keep_counts is not None, "keep-sets without their sizes"
@@ -133,7 +133,8 @@ def forward_only(
     measured: Mapping[str, Tensor] | None = None,
     seen: list[Tensor] | None = None,
 ) -> tuple[Tensor, MetricSums] | None:
-    """The same for a microbatch whose gradient is zero, without a backward pass through the model. None: it is not.
+    """As forward_backward, for a microbatch whose gradient is zero: no backward pass through the model. None: it is not
+    zero.
 
     Found out, not assumed: whatever the loss is made of, its gradient at what the model says of the tokens decides.
     """
@@ -209,8 +210,8 @@ def enable_checkpointing(model: Any) -> None:
 
 @contextmanager
 def checkpointing(model: nn.Module) -> Iterator[None]:
-    """Transformers recomputes only in layers that are in training mode. Nothing inside them is put there: a router or
-    a dropout of the model in training mode would make trainer and sampler disagree."""
+    """Puts layers into training mode, for only there transformers recomputes. Modules inside them stay as they are: a
+    router or a dropout in training mode would make trainer and sampler disagree."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
         layer.training = True

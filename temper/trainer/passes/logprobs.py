@@ -237,7 +237,7 @@ def _raw_logits(head: Head, hidden_CD: Tensor) -> Tensor:
 
 
 def _as_drawn(logits_CV: Tensor, ids_C: Tensor, temperature: float) -> Tensor | None:
-    """By the kernel that drew the tokens, where one did: on a GPU. None: by Softmax, as on a CPU."""
+    """Log-probabilities by the kernel that draws tokens on a GPU. None: no such kernel here, take Softmax."""
     if not _is_fused(logits_CV):
         return None
     from temper.models.kernels.draw import token_logprobs
@@ -268,7 +268,7 @@ def _fused_gradient(
 
 
 def _normalizer(logits_CV: Tensor, ids_C: Tensor, logprobs_C: Tensor, temperature: float) -> Tensor:
-    """What log p = logit / temperature - normalizer lacks: it follows from one token's."""
+    """The normalizer in log p = logit / temperature - normalizer, from one token's logit and log-probability."""
     return logits_CV.gather(1, ids_C[:, None])[:, 0] / temperature - logprobs_C
 
 

@@ -37,7 +37,7 @@ class Share:
     microbatches: list[Microbatch]
     numbers: list[int]
     rows: list[list[int]] = field(default_factory=list)
-    """Of each microbatch: which of the step's samples its rows are."""
+    """By microbatch: which of the step's samples its rows are."""
 
 
 class ScoringPasses:
@@ -70,7 +70,7 @@ class ScoringPasses:
         return spread(logprobs_A, microbatch)
 
     def _logprobs(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor]:
-        """Or scores, where the policy is a model that scores."""
+        """Log-probabilities [A], or scores where the policy is a model that scores."""
         if "scores" in self._objective.needs:
             return (read_scores(model, microbatch).logprobs,)
         return (score_drawn(model, microbatch, self._temperature).logprobs,)

@@ -24,7 +24,7 @@ from temper.trainer.passes.rows import take_rows
 from temper.types import Microbatch
 
 LEAST_SAVING = 1 / 16
-"""Of the packed tokens: below that, handing states out is not worth it."""
+"""Share of the packed tokens that must be saved: below that, handing states out is not worth it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Sharing:
         return torch.cat([*(places_Nm[:, 0] for places_Nm in self.shared), self.others])
 
     def hand_out(self, states_U: Tensor) -> Tensor:
-        """To all packed places."""
+        """Copies the states of the computed tokens to all packed places."""
         return _HandOut.apply(states_U, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def hidden_states(self, model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
@@ -57,7 +57,7 @@ class Sharing:
 
 
 def shared_prompts(microbatch: Microbatch, device: torch.device) -> Sharing | None:
-    """Of rows that have all tokens before their first drawn one in common. None: too few to be worth it."""
+    """Prompts of rows that have all tokens before their first drawn one in common. None: too few to be worth it."""
     by_count: dict[int, list[NDArray[np.int64]]] = {}
     for starts_m, length in _prompts(microbatch):
         by_count.setdefault(len(starts_m), []).append(np.arange(length)[:, None] + starts_m)

@@ -41,7 +41,7 @@ class DrawnStates:
 
 
 def require_room(model: Any, microbatch: Microbatch) -> None:
-    """Beyond its context a model's rotations or windows are others than those that its rows are computed with."""
+    """Refuses rows longer than the model's context: beyond it, its rotations or windows change."""
     config = model.get_decoder().config
     if (longest := max(microbatch.lengths)) > (room := steady_context(config)):
         raise UserError(

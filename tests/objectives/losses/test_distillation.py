@@ -77,7 +77,7 @@ def test_top_k_with_a_rest_bucket_is_a_lower_bound_and_exact_when_one_token_is_l
     exact = gkd(student, teacher, beta=0.0, temperature=1.0).item()
     assert top_k_forward_kl(student[:, 1:], teacher[:, 1:]).item() == pytest.approx(exact, abs=1e-6)
     assert 0 <= top_k_forward_kl(student[:, 1:2], teacher[:, 1:2]).item() <= exact
-    # Without the bucket it is no bound: the worked number exceeds the divergence itself.
+    # Without the bucket it is not a bound: the worked number exceeds the divergence itself.
     bare = (teacher[:, 1:].exp() * (teacher[:, 1:] - student[:, 1:])).sum().item()
     assert bare == pytest.approx(0.377052, abs=1e-6)
     assert bare > exact
