@@ -1,7 +1,7 @@
 """Best-of-N at inference: N answers, a reward, the best is said. The choice is that of rejection sampling.
 
 Owns: the pick of each prompt, what N buys on average, and how far from the sampler it may lead. Refuses: drawing
-(attempts.py) and the rule itself (rollout/selection.py). Specification 3.6.
+(attempts.py) and the rule itself (rollout/selection.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How sure a held-out score is: unbiased pass@k and 95% intervals.
 
-Owns: estimators, as pure functions of scores. Refuses: running anything. Specification 5.6.
+Owns: estimators, as pure functions of scores. Refuses: running anything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Is a policy ready for reinforcement learning? Groups of training prompts are rolled as in training and five numbers
 must hold: form, verifier, signal, variety, length.
 
-Owns: the numbers, their table, the refusal. Refuses: training; nothing it draws is trained on. Specification 3.7.
+Owns: the numbers, their table, the refusal. Refuses: training; nothing it draws is trained on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from temper.types import Group, ScoreKind, Status, Task, Trajectory
 THRESHOLDS: Mapping[str, float] = {
     "prompts": 200, "format": 0.9, "errors": 0.01, "mixed": 0.3, "distinct": 1.5, "truncated": 0.1,
 }  # fmt: skip
-"""Of specification 3.7: arguments of the alarm "readiness"."""
+"""How many prompts are rolled, and the limits of the five numbers: arguments of the alarm "readiness"."""
 FORM_REWARDS = ("format", "tags", "json_schema")
 """Rewards that say whether a response has the form that was asked for."""
 ANSWER_OF_REWARD = {"math": "math", "countdown": "line", "code": "text"}

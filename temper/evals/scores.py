@@ -1,7 +1,7 @@
 """What many samples of many prompts say about a model: pass@k, pass^k, maj@k, best@k and what agents did, each with a
 95% interval in which prompts, not samples, are the unit.
 
-Owns: the metrics of a suite, as pure functions. Refuses: running anything. Specification 5.6.
+Owns: the metrics of a suite, as pure functions. Refuses: running anything.
 Shapes: _S subsets, _N samples of one prompt, _A different answers.
 """
 

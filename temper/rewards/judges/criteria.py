@@ -42,7 +42,7 @@ class Item:
 
 
 def rubric_score(weights: Sequence[float], scores: Sequence[float]) -> float:
-    """S = sum w_k s_k / sum |w_k|, s_k in [0, 1]. open-instruct; specification 1.1."""
+    """S = sum w_k s_k / sum |w_k|, s_k in [0, 1], as in open-instruct."""
     total = sum(abs(weight) for weight in weights)
     return sum(weight * score for weight, score in zip(weights, scores, strict=True)) / total
 

@@ -2,7 +2,7 @@
 
 Owns: kind "discriminator": a classifier with one output, its training by trained groups, and its files in a checkpoint.
 The student is rewarded by D(y_student). Refuses: a teacher's log-probabilities (objectives/), tasks without an answer.
-Experimental: GAD, arXiv 2511.10643, is known from its project page only. Specification 3.5.
+Experimental: GAD, arXiv 2511.10643, is known from its project page only.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class DiscriminatorReward(Reward):
 
 
 def discriminator_loss(teacher_score: Tensor, student_scores: Tensor) -> Tensor:
-    """Mean of -logsig(D(y_teacher) - D(y_student)). Specification 3.5."""
+    """Mean of -logsig(D(y_teacher) - D(y_student))."""
     return -logsigmoid(teacher_score - student_scores).mean()
 
 

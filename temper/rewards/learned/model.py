@@ -182,7 +182,7 @@ def require_room(ids: Sequence[int], model: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Constants of a calibration set: the reward is (score - mean) / std. Specification 3.2."""
+    """Constants of a calibration set: the reward is (score - mean) / std."""
 
     mean: float = 0.0
     std: float = 1.0

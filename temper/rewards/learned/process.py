@@ -34,7 +34,7 @@ AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
     "product": math.prod,
     "last": lambda scores: scores[-1],
 }
-"""What a solution is worth, from its steps' probabilities. Specification 3.3."""
+"""What a solution is worth, from its steps' probabilities."""
 
 MAX_BATCH = 1
 """Rows of one pass of a process reward model: with more a score would depend, in its last digits, on who else asked."""
@@ -70,7 +70,7 @@ def turn_rewards(steps: Sequence[Step], scores: Sequence[float], num_turns: int)
     """Each turn's reward: the sum of its steps' scores, None for a turn without steps.
 
     All are scaled so that their absolute values sum to at most MAX_TOTAL: below the outcome's scale, or writing
-    many fair steps would pay more than being right. Specification 3.3.
+    many fair steps would pay more than being right.
     """
     rewards: list[float | None] = [None] * num_turns
     for step, score in zip(steps, scores, strict=True):
