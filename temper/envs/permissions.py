@@ -20,7 +20,7 @@ from temper.errors import UserError
 Approve = Callable[[Tool, Mapping[str, Any]], bool | Awaitable[bool]]
 """Asked before each irreversible call with the policy's arguments. Anything but True, an error included, is a no."""
 MIN_SECRET = 6
-"""Characters. Redacting a shorter value would blank out innocent text, and show by its absence what it is."""
+"""Fewest characters. Redacting a shorter value would blank out innocent text, and show by its absence what it is."""
 
 
 class Secrets:

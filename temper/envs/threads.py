@@ -57,7 +57,7 @@ class Abandoned:
 
 
 ABANDONED = Abandoned()
-"""Of the whole process, as threads are."""
+"""Abandoned threads of the whole process: threads belong to it, not to an episode."""
 
 
 class Worker:
@@ -237,7 +237,7 @@ async def _replies(env: Env, task: Task, said: Sequence[str], seed: int) -> Any:
         yield await env.start(task, seed)
         for text in said:
             reply = await env.step(Message(role="assistant", content=text))
-            # How long a tool took is no answer.
+            # How long a tool took is not part of an answer.
             events = tuple(dataclasses.replace(event, seconds=0.0) for event in reply.events)
             yield dataclasses.replace(reply, events=events)
             if reply.is_done:

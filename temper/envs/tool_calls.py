@@ -43,7 +43,7 @@ class Parsed:
 
 Parser = Callable[[str], Parsed]
 MAX_BROKEN = 200
-"""Braces that begin like an object and are none, after which no more are tried: each may be a thousand levels deep."""
+"""Braces that begin like an object and are not one; after these no more are tried: each may be 1,000 levels deep."""
 _OBJECT = re.compile(r'\{\s*+["}]')
 _SPACE = re.compile(r"\s*+")
 _CALL_OBJECT = re.compile(r'\{\s*+"(name|type|parameters)"')

@@ -30,10 +30,10 @@ MakeTools = Callable[[Task, int], Iterable[Tool]]
 """(task, seed) to tools over a state made for this episode."""
 SHOW_TOOLS = ("auto", "schema", "text", "no")
 DETAIL_CHARACTERS = 200
-"""Of an event: enough to find the call again."""
+"""Longest detail of an event: enough to find the call again."""
 MAX_CHARACTERS = 100_000
-"""Of anything a tool says, before secrets are looked for, and of the arguments in a record: a tool, or a server behind
-it, may answer with more than memory holds three times. Observations are cut shorter, to observation_characters."""
+"""Most characters kept of a tool's words, before secrets are looked for, and of arguments in a record: a tool, or a
+server behind it, may answer with more than memory holds three times. Observations are cut to observation_characters."""
 _MARKERS = re.compile(r"<(?=\||/?(?:s|think|tools?|tool_\w+|\w+_of_turn)>)|\[(?=/?(?:INST|SYSTEM_|TOOL_|AVAILABLE_))")
 """Where the common chat markers begin: <|im_end|>, </s>, <tool_call>, <end_of_turn>, [INST], [TOOL_CALLS] ..."""
 
@@ -47,7 +47,7 @@ class ToolLimits:
     bad_calls: int = 3
     """With so many calls that cannot be read or do not fit, the episode ends with BAD_FORMAT."""
     observation_characters: int = 4000
-    """Of one tool's output; the rest is cut, and a mark says so."""
+    """Most characters of one tool's output; the rest is cut, and a mark says so."""
     total_seconds: float = 120.0
     """In tools, over the episode. Each tool has its own deadline besides."""
 
@@ -113,7 +113,7 @@ class ToolEnv:
         self._num_calls, self._num_bad, self._seconds_used = 0, 0, 0.0
 
     def reward(self, answer: str) -> float | None:
-        """Of the episode that ends with this answer; an environment that judges its own state overrides it."""
+        """Reward of the episode that ends with this answer; an environment that judges its own state overrides it."""
         return None
 
     @property

@@ -1,7 +1,7 @@
 """Tools: Python functions with a JSON schema, an effect and a deadline.
 
 Owns: the schema of a signature, the check of arguments against it, the reading of plain calls. Refuses: silent
-coercion ("3" is no integer), running anything (tool_env.py).
+coercion ("3" is not an integer), running anything (tool_env.py).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Tool:
     seconds: float = 10.0
     """Deadline of one call."""
     cost: float = 0.0
-    """Of one call, in whatever unit the environment charges."""
+    """Cost of one call, in whatever unit the environment charges."""
     secrets: tuple[str, ...] = ()
     """Arguments that the policy neither sees nor gives: filled in by name from Permissions.secrets."""
 
@@ -156,7 +156,7 @@ class ToolSet:
 
 
 def mismatch(value: Any, schema: Mapping[str, Any], where: str = "") -> str | None:
-    """Why the value does not fit the schema, or None. Nothing is coerced: true is no integer, 3.0 neither.
+    """Why the value does not fit the schema, or None. Nothing is coerced: true is not an integer, nor is 3.0.
 
     Checked: type, enum, anyOf, minimum, maximum, items, properties, required, additionalProperties. Other words of JSON
     Schema, which only schemas from elsewhere have, are left to the tool.
@@ -258,7 +258,7 @@ def _read_plain(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     names = list(properties)
     if not text:
         return {}
-    # Of a lone argument everything is the value: an expression or a program has commas of its own.
+    # A lone argument takes all of the text as its value: an expression or a program has commas of its own.
     parts = [text] if len(names) == 1 else _split(text)
     if len(parts) > len(names):
         raise ArgumentsRefused(f"{len(parts)} arguments were given, at most {len(names)} are known: {', '.join(names)}")

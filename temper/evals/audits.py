@@ -13,9 +13,9 @@ from temper.runs.records import AuditKind, AuditRecord
 from temper.types import Message, Score, Task, Trajectory
 
 AUDITS = 20
-"""Of each kind."""
+"""Transcripts of each kind per evaluation."""
 MAX_CHARACTERS = 10_000
-"""Of each message and transcript. A run of a thousand evaluations must not outgrow its disk."""
+"""Longest message and longest transcript. A run of a thousand evaluations must not outgrow its disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

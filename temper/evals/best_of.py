@@ -30,7 +30,7 @@ class Pick:
     index: int | None
     """Which sample it is, from 0."""
     scores: tuple[float | None, ...]
-    """Of all samples; None: could not be scored."""
+    """Scores of all samples; None: could not be scored."""
     reason: str | None = None
 
 
@@ -45,7 +45,7 @@ class Gain:
     """95% interval, prompts as the unit; infinite for a single prompt whose scores have no bounds."""
     high: float
     kl_bound: float
-    """At most so far, in nats, is the choice's distribution from the sampler's."""
+    """Largest KL divergence, in nats, that the choice's distribution can have from the sampler's."""
     tokens: float
     """Drawn per prompt."""
     num_prompts: int

@@ -30,7 +30,7 @@ class Bin:
     happened: float
     """How often they came true; the same number when calibrated."""
     share: float
-    """Of all predictions."""
+    """Share of all predictions that are in this bin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Reliability:
     """By tenth of the predicted probability; None where nothing was predicted."""
     score_mean: float
     score_std: float
-    """NaN of a single score."""
+    """NaN when there is a single score."""
     margin: float | None = None
     """Mean of chosen minus rejected; None for steps."""
 

@@ -36,7 +36,7 @@ ANSWER_OF_REWARD = {"math": "math", "countdown": "line", "code": "text"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     name: str
-    """As the threshold is called."""
+    """Name of the check and of its threshold."""
     meaning: str
     value: float
     threshold: float

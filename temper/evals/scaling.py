@@ -46,7 +46,7 @@ class ScalingSetup:
     correct_at: float = CORRECT_AT
     """Score from which an answer is right."""
     prefix: str = "scale"
-    """Of request ids. Randomness is keyed by them: the same ids draw the same tokens."""
+    """Beginning of request ids. Randomness is keyed by them: the same ids draw the same tokens."""
     attempt_seconds: float = 600.0
     """Deadline of one attempt, all its rounds together."""
     max_running: int = 64
@@ -58,7 +58,7 @@ class Budget:
     """How long a model must and may think before it answers."""
 
     min_tokens: int = 0
-    """Of its own; a model that ends earlier is told to go on."""
+    """Fewest tokens that it thinks, injected ones not counted; a model that ends earlier is told to go on."""
     max_tokens: int
     """Drawn while thinking; then the answer is called for."""
     answer_tokens: int = 64
@@ -97,7 +97,7 @@ class Attempt:
     num_injected: int = 0
     """Tokens put into its mouth. Not its own, so never among num_drawn."""
     mean_logprob: float = 0.0
-    """Of the drawn tokens."""
+    """Mean log-probability of the drawn tokens."""
 
 
 @dataclass(slots=True)

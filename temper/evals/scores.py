@@ -95,7 +95,7 @@ def _subsets(n: int, k: int, seed: int) -> np.ndarray:
 def share_interval(values: Sequence[float], num_samples: int) -> Metric:
     """Mean over prompts of values between 0 and 1: Wilson's interval at the effective number of samples.
 
-    num_samples: behind all values, an upper bound of that number. The spread between prompts says how many it is.
+    num_samples: samples behind all values. The effective number is at most that; the spread between prompts tells it.
     """
     mean, count = fmean(values), len(values)
     error = stdev(values) / math.sqrt(count) if count > 1 else 0.0

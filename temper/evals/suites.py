@@ -66,7 +66,7 @@ class DecodingConfig(Section):
     samples: int = Field(4, ge=1)
     """Per prompt."""
     max_new_tokens: int = Field(512, ge=1)
-    """Of one turn."""
+    """Most tokens of one turn."""
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     min_p: float = Field(0.0, ge=0, lt=1)
@@ -93,7 +93,7 @@ class Suite(Section):
     source: str = ""
     """Where the published data comes from."""
     license: str = ""
-    """Of that data."""
+    """License of the published data."""
     data: SuiteSource
     prompt: PromptConfig = PromptConfig()
     env: EnvConfig = EnvConfig()
@@ -116,7 +116,7 @@ class Suite(Section):
 
 
 def suite_names() -> list[str]:
-    """Of the suites that come with Temper."""
+    """Names of the suites that come with Temper."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
@@ -232,7 +232,7 @@ def _plain(value: Any) -> Any:
 
 
 def prompts_sha256(suite: Suite, tasks: Sequence[Task]) -> str:
-    """Of everything that is asked: words, gold answers, what environments and verifiers read. Not of task ids."""
+    """Hash of everything that is asked: words, gold answers, what environments and verifiers read; not of task ids."""
     digest = hashlib.sha256(json.dumps([suite.prompt.model_dump(), suite.env.model_dump()]).encode())
     for task in tasks:
         said = [[message.role, message.content] for message in task.messages]
@@ -257,7 +257,7 @@ def answer_of(suite: Suite) -> AnswerOf:
 def math_answer(text: str, *, is_strict: bool = False) -> str | None:
     """The one answer that the math reward would judge: numbers by value, everything else without space and case.
 
-    is_strict: as the reward's option, the last number of a response that states no answer is none.
+    is_strict: as with the reward's option, the last number of a response that states no answer is not one.
     """
     found = find_answers(text, is_strict=is_strict)
     if len(found) != 1 or not found[0].strip():

@@ -28,7 +28,7 @@ PROVENANCE = "provenance.json"
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 NOT_COPIED = (INDEX, PROVENANCE, "state.json", "manifest.json", "kept.jsonl")
 FREE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
-"""Of config.json: may differ between checkpoints of one model."""
+"""Keys of config.json that may differ between checkpoints of one model."""
 
 
 def average_checkpoints(folders: Sequence[Path], out: Path, *, facts: Mapping[str, Any] | None = None) -> Path:
@@ -118,7 +118,7 @@ def _reader(stack: ExitStack, folder: Path, places: Mapping[str, str]) -> Reader
 def _write_weights(
     readers: Mapping[Path, Reader], layout: Mapping[str, str], counts: Mapping[Path, int], out: Path
 ) -> set[torch.dtype]:
-    """In the files of the first checkpoint. Returns the types written."""
+    """Writes the means into files named as in the first checkpoint. Returns the types written."""
     sizes: dict[str, int] = {}
     written: set[torch.dtype] = set()
     for file in sorted(set(layout.values())):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 ROWS_PER_TILE = 32
-"""Of a matrix product with weights."""
+"""Rows of one tile in a matrix product with weights."""
 QUERIES_PER_TILE = 8
 """Few: a decode step has only the heads that share keys, and pads them to a tile."""
 KEYS_PER_TILE = 64

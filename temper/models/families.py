@@ -95,7 +95,7 @@ def _switches(text: Any) -> Iterator[int]:
 
 
 def _rotations(text: Any) -> Iterator[Mapping[str, Any]]:
-    """Of all layers, or one by type of layer."""
+    """Settings of the rotations: one for all layers, or one for each type of layer."""
     given = getattr(text, "rope_parameters", None) or {}
     parts = [part for part in given.values() if isinstance(part, Mapping)]
     yield from parts or [given]

@@ -56,7 +56,7 @@ def find_checkpoint(path: str, key: str = "model.path") -> Path:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Of a checkpoint's description alone. UserError for a model that Temper is known to compute wrongly."""
+    """The shape, from the description alone. UserError for a model that Temper is known to compute wrongly."""
     config = read_config(folder)
     require_supported(config, folder)
     return shape_of(config)

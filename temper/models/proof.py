@@ -55,7 +55,7 @@ def require_proven(model: Any, where: object) -> None:
 
 
 def _long_enough(config: Any) -> int:
-    """Tokens of a row that sees every window of the model end."""
+    """Length of a row, in tokens, that is longer than every window of the model."""
     text, context = config.get_text_config(), steady_context(config)
     windows = [getattr(text, key, None) or 0 for key in ("sliding_window", "attention_chunk_size")]
     ending = [window for window in windows if 0 < window < context]
@@ -75,7 +75,7 @@ def gap_to_own_pass(model: Any, *, longest: int = SHORT, seed: int = 0) -> float
 
 
 def silent_layers(model: Any) -> list[int]:
-    """Layers that ask for no attention: what they know of earlier tokens is where nobody keeps it."""
+    """Layers that never ask for attention: they keep what they know of earlier tokens where Temper does not see it."""
     (row, *_), kept = _rows(model, SHORT, 0), KeptRows()
     with torch.inference_mode():
         hidden_states(model, row, torch.arange(len(row), device=row.device), kept.chunk([(0, 0, len(row))]))
@@ -91,7 +91,7 @@ class KeptRows:
         """Layers that asked for attention."""
 
     def chunk(self, chunks: Sequence[Chunk]) -> Callable[..., Tensor]:
-        """`attend` for these parts of rows, laid end to end. What a row has beyond the first token of its part goes."""
+        """`attend` for these parts of rows, laid end to end. What a row had from the start of its part is dropped."""
 
         def attend(
             layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
@@ -197,6 +197,6 @@ def _own_logits(model: Any, row: Tensor) -> Tensor:
 
 
 def _logprobs(logits_TV: Tensor, row: Tensor) -> Tensor:
-    """Of each token but the first."""
+    """Log-probability of each token but the first."""
     logprobs_TV = logits_TV[:-1].float().log_softmax(-1)
     return logprobs_TV.gather(1, row[1:, None] % logits_TV.shape[-1])[:, 0]

@@ -16,8 +16,8 @@ BLOCK = 128
 """Tokens whose weights are summed at once. Their sums also tell where in the vocabulary a draw falls."""
 
 MANY_BLOCKS = 32
-"""From so many sums on, of one length, torch takes them all in the same order, however many rows there are; for fewer a
-GPU shares out each among more threads. Those are summed by adding halves, where there is nothing to choose."""
+"""With at least so many blocks torch sums all of them in the same order, however many rows there are; with fewer a GPU
+shares out each sum among more threads. Fewer are summed by adding halves, where there is nothing to choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Softmax:
 
     def entropy(self, logits_RV: Tensor) -> Tensor:
         """[R], from the logits of all tokens."""
-        # Not below the smallest number: zero weight times minus infinity would be no number.
+        # Not below the smallest number: zero weight times minus infinity would be NaN.
         surprise_RV = (logits_RV - self.peak_R1).clamp_(min=torch.finfo(logits_RV.dtype).min).mul_(self.weights_RV)
         return (self.total_R1.log() - _folded(_block_sums(surprise_RV)) / self.total_R1)[:, 0]
 

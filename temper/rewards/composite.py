@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 FILES = "rewards"
-"""Below a checkpoint: other tools take every *.safetensors file beside the weights for weights."""
+"""Folder in a checkpoint: other tools would take a *.safetensors file beside the weights for weights."""
 
 
 class CompositeReward:

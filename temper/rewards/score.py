@@ -34,7 +34,7 @@ class Rule:
 
 
 def finite(score: Score) -> Score:
-    """The score, or an error when its number is no number: one NaN reward would poison the advantages of its group."""
+    """The score, or an error when its number is not finite: one NaN reward would poison the advantages of its group."""
     if score.value is not None and not math.isfinite(score.value):
         return Score.error(f"the reward is {score.value}")
     return score
@@ -85,9 +85,9 @@ def pay_turns(
 ) -> list[float]:
     """What each turn earned: by its environment, by the parts that pay turns, and the outcome at the end.
 
-    `given` is by the environment, `paid` by those parts before weighting. The last turn gets what the turns were not
-    given already of the total, so that they sum to the total and the weighted payments: an outcome is counted once,
-    whether the environment paid it or a verifier found it. A closed gate leaves nothing of the payments.
+    `given` is by the environment, `paid` by those parts before weighting. The last turn gets what is left of the
+    total after what the turns were given, so that they sum to the total and the weighted payments: an outcome is
+    counted once, whether the environment paid it or a verifier found it. A closed gate leaves nothing of the payments.
     """
     if not given:
         return []

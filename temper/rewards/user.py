@@ -51,7 +51,7 @@ class UserReward(Reward):
         return Score.of(value)
 
     async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, Sequence[float | None]]:
-        """As of protocols.Reward. The score is the sum of the payments; composite.py checks their number."""
+        """See protocols.Reward. The score is the sum of the payments; composite.py checks their number."""
         paid = await self._ask(task, shown_turns(trajectory))
         if isinstance(paid, Score):
             return paid, []

@@ -23,7 +23,7 @@ from temper.tasks.schemas import ROLES, BadRow, Schema, read_tools, schema_of
 from temper.types import Message, Scalar, Task
 
 MAX_NAMED = 20
-"""Bad rows of a file at most that one message names."""
+"""Most bad rows of a file that one message names."""
 MAX_SKIPS = 10_000
 """Held-out tasks in a row after which an unbounded generator is taken to make nothing else."""
 
@@ -105,7 +105,7 @@ def read_file(
 
 
 def _further(bad: Sequence[str]) -> str:
-    """All at once: a file is then mended in one go, not in one go per row."""
+    """Names the other bad rows, so that a file is mended in one go and not in one go per row."""
     if not bad:
         return ""
     places = ", ".join(text.partition(":")[0] for text in bad[:MAX_NAMED])

@@ -23,7 +23,7 @@ SLOW_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of some texts, in tokens."""
+    """How long some texts are, in tokens."""
 
     longest: int
     over: tuple[tuple[int, int], ...]

@@ -59,7 +59,7 @@ class Sample:
     """Which tokens could be drawn at each position; empty lists where loss_mask is 0. None: all of them. Every
     log-probability and entropy of the row, by whatever model, is that within these; those of top_ids are not."""
     reward: float = 0.0
-    """Of the trajectory, before shaping."""
+    """Reward of the trajectory, before shaping."""
     weight_slope: float = 0.0
     """Derivative of the logarithm of its weights by what a learned weighting learns; 0 for all others."""
     teacher: str = ""
@@ -101,7 +101,7 @@ class Microbatch:
     lengths: tuple[int, ...]
     """Tokens of each row; they sum to T."""
     rewards: Tensor | None = None
-    """Of each token's trajectory, before shaping. None: not packed from samples."""
+    """Reward of each token's trajectory, before shaping. None: not packed from samples."""
     weight_slopes: Tensor | None = None
     """Sample.weight_slope of each token's trajectory."""
     teachers: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class Microbatch:
     top_ids: Tensor | None = None
     """[T, K] most likely tokens of the sampler (int32), or of the trainer when the batch started."""
     top_logprobs: Tensor | None = None
-    """[T, K] of the policy that named them."""
+    """[T, K] their log-probabilities under the policy that named them."""
     keep_ids: tuple[NDArray[np.int32], ...] | None = None
     """By row: the tokens that could be drawn, those of one position after those of another. They are the largest part
     of a batch by far, so rows lend them and nothing is copied before a pass needs it. None: all tokens, everywhere."""
@@ -123,7 +123,7 @@ class Microbatch:
     router_ids: Tensor | None = None
     """[T, layers, experts] chosen by the router when the batch started."""
     router_logprobs: Tensor | None = None
-    """[T, layers, experts] of those experts."""
+    """[T, layers, experts] log-probabilities of those experts."""
 
     def __post_init__(self) -> None:
         require_parallel(
@@ -169,7 +169,7 @@ class Publication:
     """Every parameter by its name in the model. A sampler that shares the storage copies nothing. Some mappings make
     a tensor when it is asked for: ask once."""
     alike: Mapping[str, Tensor] | None = None
-    """Tensors of the same names, shapes and types that are there already, to look at first. None: `tensors` are."""
+    """Tensors of the same names, shapes and types that exist already, for checks. None: look at `tensors`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

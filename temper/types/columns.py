@@ -145,7 +145,7 @@ def _column(values: Sequence[Any] | NDArray[Any], dtype: type[np.generic]) -> Co
 
 
 def ragged(rows: Sequence[Sequence[Any]] | NDArray[Any], dtype: DTypeLike | None = None) -> Ragged[Any]:
-    """Of lists, or of a table [n, k]. Without a dtype as exact as given, like `floats`."""
+    """Lists of numbers, from lists or from a table [n, k]. Without a dtype as exact as given, like `floats`."""
     if isinstance(rows, Ragged):
         return rows if dtype is None or rows.values.dtype == dtype else Ragged(rows.values.astype(dtype), rows.offsets)
     if isinstance(rows, np.ndarray):

@@ -96,7 +96,7 @@ class Message:
     """system, user, assistant or tool."""
     content: str
     name: str = ""
-    """Of the tool that answers; empty for everyone else."""
+    """Name of the tool that answers; empty for everyone else."""
 
     def as_dict(self) -> dict[str, str]:
         """What chat templates take."""
@@ -112,7 +112,7 @@ class EventKind(StrEnum):
     """The tool ran and failed."""
     TOOL_TIMEOUT = "tool_timeout"
     BAD_CALL = "bad_call"
-    """The policy asked for something that is no tool, or with arguments that do not fit."""
+    """The policy asked for something that is not a tool, or with arguments that do not fit."""
     DENIED = "denied"
     """Asked for and refused: a limit, a missing permission, an irreversible act that nobody approved."""
     SIDE_EFFECT = "side_effect"
@@ -123,7 +123,7 @@ class EventKind(StrEnum):
 class Event:
     kind: EventKind
     name: str
-    """Of the tool or the thing changed."""
+    """Name of the tool or of the thing changed."""
     detail: str = ""
     seconds: float = 0.0
     cost: float = 0.0
@@ -178,8 +178,8 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def greedy(self) -> SamplingParams:
-        """The same at temperature 0, for what nobody trains on: without most likely tokens, and without a keep-set. The
-        likeliest token is in every keep-set, so that some engines take it off and others do not."""
+        """The same at temperature 0, for what nobody trains on: without most likely tokens, and without a keep-set,
+        which would change nothing: the likeliest token is in every one. Some engines drop a keep-set, others not."""
         return replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, top_logprobs=0, entropy=False)
 
 
@@ -307,7 +307,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """Of the tokens that were drawn; -1 when none was, which is no age."""
+        """Oldest version that drew a token; -1 when none was drawn, which is not an age."""
         oldest = (turn.completion.oldest_version for turn in self.turns)
         return min((version for version in oldest if version is not None), default=-1)
 
@@ -359,8 +359,8 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Of what the policy's members drew: an opponent's tokens have no version, and a member without tokens has no
-        age. -1 when nobody drew anything; such a group is never trained."""
+        """Oldest version that drew a token of the policy: an opponent's tokens have no version, and a member without
+        tokens has no age. -1 when nobody drew anything; such a group is never trained."""
         drew = (t for t in self.trajectories if t.num_tokens and not t.is_opponents)
         return min((t.oldest_version for t in drew), default=-1)
 

@@ -59,7 +59,7 @@ class McpConnection:
             raise
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What the tool says; ToolError when it failed, TaskError when the server has gone. The caller's deadline."""
+        """What the tool says; ToolError: it failed, TaskError: the server has gone. The caller sets the deadline."""
         if self._owner is None or self._owner.done():
             raise TaskError(f"the MCP server {self._name} has ended")
         try:

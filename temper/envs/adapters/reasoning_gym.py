@@ -25,7 +25,7 @@ HASH_DEPENDENT = frozenset(
 )
 """Families that walk a Python set: another process, another item, unless PYTHONHASHSEED is fixed."""
 NO_LEVEL = -1
-"""The family's defaults."""
+"""Stands for the family's defaults."""
 # Or the end: else every tag that is never closed would be followed to the end of the text, again and again.
 _ANSWER = re.compile(r"<answer>(.*?)(</answer>|\Z)", flags=re.DOTALL)
 

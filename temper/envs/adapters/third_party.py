@@ -46,7 +46,7 @@ def derived_seed(seed: int, name: str | int) -> int:
 
 
 def failure(what: str, error: BaseException) -> TaskError:
-    """The error in the third party's own words. Of a group, the first: the others follow from it."""
+    """The error in the third party's own words. Of an exception group, the first: the others follow."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return TaskError(f"{what} failed: {type(error).__name__}: {str(error) or 'no message'}")

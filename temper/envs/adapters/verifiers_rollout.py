@@ -127,7 +127,7 @@ class Rollout:
 
 
 def readable(calls: Sequence[Call | BadCall]) -> tuple[list[Call], list[str]]:
-    """(calls with arguments by name, why the others are none)."""
+    """(calls with arguments by name, why the others are not calls)."""
     good, bad = list[Call](), list[str]()
     for call in calls:
         if isinstance(call, BadCall):

@@ -19,9 +19,9 @@ from temper.errors import UserError
 from temper.types import Message, Task
 
 MAX_CHARACTERS = 200
-"""Of an expression: few enough that no nesting exhausts the stack."""
+"""Longest expression: few enough that no nesting exhausts the stack."""
 MAX_DIGITS = 30
-"""Of a result."""
+"""Most digits of a result."""
 DECIMALS = 6
 PARSE_ATTEMPTS = 5
 _SIGNS: dict[type[ast.AST], Callable[[Fraction, Fraction], Fraction]] = {

@@ -26,14 +26,14 @@ SIGNS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "/": operator.truediv,
 }
 MAX_CHARACTERS = 200
-"""Of an expression. Far more than any task needs, and few enough that no nesting exhausts the stack."""
+"""Longest expression. Far more than any task needs, and few enough that no nesting exhausts the stack."""
 _TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])")
 _TYPED = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-"})
 """The signs as books print them."""
 
 
 class BadExpression(ValueError):
-    """Why a text is no legal expression over the given numbers."""
+    """Why a text is not a legal expression over the given numbers."""
 
 
 def countdown(

@@ -38,7 +38,7 @@ ACTIONS: dict[str, Effect] = {
 """Methods of FileSystem that a policy may call."""
 Calls = list[tuple[str, dict[str, Any]]]
 MAX_CHARACTERS = 1_000_000
-"""Of all paths and texts of an episode together."""
+"""Most characters that all paths and texts of an episode have together."""
 
 
 class FileSystem:
@@ -118,7 +118,7 @@ class FileSystem:
         return len(path) + len(self.files[path]) if path in self.files else 0
 
     def _require_room(self, characters: int, *, lost: int) -> None:
-        """For so many more, where so many go."""
+        """Raises ToolError unless `characters` more fit when `lost` of those there go."""
         if sum(map(self._size, self.files)) - lost + characters > MAX_CHARACTERS:
             raise ToolError(f"the disk is full: all files together may have {MAX_CHARACTERS} characters")
 

@@ -21,7 +21,7 @@ from temper.errors import TaskError, UserError
 from temper.types import Message, Task
 
 MAX_WORDS = 32
-"""Of a query; a policy that pastes a page into it gets the page's first words searched."""
+"""Most words of a query; a policy that pastes a page into it gets the page's first words searched."""
 
 
 def search(index: int, seed: int, *, path: str = "", hops: int = 0) -> Task:
@@ -128,7 +128,7 @@ class Index:
         words = re.findall(r"\w+", query)[:MAX_WORDS]
         if not words:
             raise ToolError("the query has no words")
-        # Quoted, so that AND, NEAR, * and ^ in a query are words and no operators.
+        # Quoted, so that AND, NEAR, * and ^ in a query are words and not operators.
         found = self._database.execute(
             "SELECT id, title, snippet(word, 2, '', '', '...', 16) FROM word WHERE word MATCH ? "
             "ORDER BY bm25(word, 0, 5, 1), id LIMIT ?",

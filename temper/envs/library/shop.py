@@ -132,7 +132,7 @@ class Shop:
 
     @property
     def total(self) -> int:
-        """Of the cart, coupon included."""
+        """Price of the cart, coupon included."""
         full = sum(self.items[item]["price"] * count for item, count in self.cart.items())
         return full - full * self.coupons.get(self.coupon, 0) // 100
 
@@ -200,7 +200,7 @@ def _wishes(shop: Shop, max_wishes: int, draw: random.Random) -> tuple[list[str]
     wishes, calls = list[str](), Calls()
     kinds = sorted({item["kind"] for item in shop.items.values()})
     kinds = draw.sample(kinds, k=min(len(kinds), draw.randint(1, max_wishes)))
-    # Of another kind than what is wished for: else to keep it and do nothing would reach the goal.
+    # The order is of another kind than what is wished for: else to keep it and do nothing would reach the goal.
     unwanted = [id for id, item in shop.items.items() if item["kind"] not in kinds]
     if unwanted and draw.random() < 0.3:
         shop.add(draw.choice(unwanted))

@@ -21,7 +21,7 @@ from temper.runs.results import PromptResult, SampleResult, SuiteResult, differi
 from temper.types import Scalar, Status
 
 RESAMPLES = 4000
-"""Of the bootstrap, and of the sign flips."""
+"""How many samples the bootstrap draws, and how many times signs are flipped."""
 BLOCK = 500
 """Resamples held in memory together."""
 
@@ -69,9 +69,9 @@ class Comparison:
     large_k: int
     """The k of the verdict."""
     differences: tuple[Difference, ...]
-    """Of quality: pass@k, majority, best of k."""
+    """Differences of quality: pass@k, majority, best of k."""
     drift: tuple[Difference, ...]
-    """Of length and format."""
+    """Differences of length and format."""
     prompts: tuple[PromptChange, ...]
     """Strongest evidence first; prompts that one model has no score for are left out."""
     verdict: Verdict
@@ -127,7 +127,7 @@ def paired_differences(
 def differences_of(
     values: Array, units: Mapping[str, str], *, seed: int, resamples: int = RESAMPLES
 ) -> list[Difference]:
-    """Of `values` by prompt, model (base, trained) and metric; NaN where a prompt has none."""
+    """Differences between the models; `values` are by prompt, model (base, trained) and metric, NaN where none."""
     has_both = np.isfinite(values).all(axis=1)
     changes = np.where(has_both, values[:, 1] - values[:, 0], 0.0)
     lows, highs = intervals(changes, has_both, seed, resamples)

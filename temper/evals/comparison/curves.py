@@ -36,9 +36,9 @@ class Point:
     tokens: float
     """Drawn per prompt, all samples and rounds: what one use of this mode costs."""
     injected: float
-    """Put into the model's mouth per prompt; not among `tokens`."""
+    """Tokens put into the model's mouth per prompt; not among `tokens`."""
     num_prompts: int
-    """With enough scored attempts; the others are left out."""
+    """Prompts with enough scored attempts; the others are left out."""
     num_unscorable: int
     """Attempts without a score."""
 

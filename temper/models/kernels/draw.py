@@ -96,7 +96,7 @@ def _load_temperature(temperature, row, temperature_stride):
 def _blocks_kernel(
     logits, temperature, statistics, best, logits_stride, temperature_stride, num_words, BLOCK: tl.constexpr
 ):
-    """Of one block of one row: the maximum, where it is, and the sum of exponentials relative to it."""
+    """Computes for one block of one row the maximum, where it is, and the sum of exponentials relative to it."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     divisor, _ = _load_temperature(temperature, row, temperature_stride)

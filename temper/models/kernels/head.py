@@ -16,7 +16,7 @@ from torch import Tensor
 
 BLOCK = 4096
 _LEAST = tl.constexpr(-3.0e38)
-"""Zero probability times minus infinity would be no number; times this it is zero."""
+"""Zero probability times minus infinity would be NaN; times this it is zero."""
 
 
 def entropies(logits_RV: Tensor, normalizer_R: Tensor, temperature: float) -> Tensor:

@@ -42,7 +42,7 @@ class AdapterSettings:
     """Names of linear layers, e.g. ("q_proj", "v_proj"). Empty: every linear layer of attention and feed-forward."""
     rslora: bool = False
     seed: int = 0
-    """Of the first factor; the second starts at zero, so that training starts at the model itself."""
+    """Seed of the first factor; the second starts at zero, so that training starts at the model itself."""
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0:
@@ -57,7 +57,7 @@ class Origin:
     dtype: str
     """That of the trained policy, whose merged weights are rounded to it."""
     sha256: Mapping[str, str]
-    """Of its configuration and of every file of weights."""
+    """Digests of its configuration and of every file of weights, by name of the file."""
     relative: str = ""
     """The same path as seen from the adapter's directory: a run that is moved as a whole stays usable."""
 
@@ -140,7 +140,7 @@ def _targets(model: Any, names: tuple[str, ...]) -> set[str]:
 
 
 def _initialize(module: Any, key: str) -> None:
-    """By the layer's name: on every device, and whatever else is adapted, the same numbers."""
+    """Draws by the layer's name: the same numbers on every device, and whatever else is adapted."""
     down, up = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
     dtype = torch.promote_types(module.base_layer.weight.dtype, torch.float32)
     device = module.base_layer.weight.device
@@ -308,7 +308,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], Origin]:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Of everything that makes the model what it is; of an adapter on an adapter also what that one belongs to."""
+    """Digests of all files that make the model what it is; if it is an adapter, also of the record of its model."""
     paths = sorted(p for pattern in ("*.safetensors", "*.bin", "config.json", ORIGIN) for p in folder.glob(pattern))
     digests = {}
     for path in paths:
@@ -318,7 +318,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def content_digest(folder: Path) -> str:
-    """Short, of an adapter directory and of the model that it belongs to."""
+    """A short digest of an adapter directory and of the model that it belongs to."""
     return hashlib.sha256(json.dumps(_digests(folder), sort_keys=True).encode()).hexdigest()[:12]
 
 

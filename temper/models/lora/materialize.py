@@ -42,7 +42,7 @@ FACTS = "temper_*.json"
 
 
 def whole(folder: Path) -> Path:
-    """A directory with all weights: `folder`, or of an adapter's the merged model, made once and kept beside it.
+    """A directory with all weights: `folder`, or for an adapter the merged model, made once and kept beside it.
 
     The copy's name has the digest of the adapter and of what that belongs to, so another one is never taken for it.
     """

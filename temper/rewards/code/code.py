@@ -21,9 +21,9 @@ from temper.types import Score, Task, Trajectory
 
 PROCESS, WIRE = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("guest.py", "wire.py"))
 WIRE_FILE = "temper/rewards/code/wire.py"
-"""Where the process imports it from."""
+"""Where the process in the sandbox imports wire.py from."""
 PATIENCE = 6.0
-"""Wall time per second that a program may use. A machine that has less time for it is no fault of the program."""
+"""Wall time per second that a program may use. That a machine has less time for it is not the program's fault."""
 CHECK_LIMITS = Limits(wall_seconds=PATIENCE * 20.0, cpu_seconds=20.0, idle_seconds=20.0, output_bytes=4 << 20)
 """For the tests themselves, which are trusted to end; what they wait for has run before."""
 MAX_ROUNDS = 64

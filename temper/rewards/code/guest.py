@@ -3,7 +3,7 @@
 Owns: both sides of the exchange. Refuses: the form of the data between them (wire.py); importing anything else but
 the standard library.
 No object of the solution ever reaches an assertion: what it returns is rebuilt here from builtin types, and whatever is
-no plain data stays in its own process, as a number that names it. The tests never enter the solution's process.
+not plain data stays in its own process, as a number that names it. The tests never enter the solution's process.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from temper.rewards.code.wire import (
 
 MAX_ITEMS = 100_000
 MAX_NEW_QUESTIONS = 10_000
-"""In one round: `while True: next(x)` asks for ever as long as the answers are not known."""
+"""Most of them in one round: `while True: next(x)` asks for ever as long as the answers are not known."""
 
 
 class Unsupported(BaseException):
     """The test hands the solution something that cannot leave the test's process, e.g. a lambda.
 
-    No Exception: a test that catches those must not swallow it.
+    Not an Exception: a test that catches those must not swallow it.
     """
 
 
@@ -187,7 +187,7 @@ class Exchange:
             raise error
 
     def alone(self, called: Any) -> Any:
-        """For a statement that is a call and nothing else: all that it is for is what it changes."""
+        """For a statement that is a call and nothing else: the test makes it for what it changes."""
 
         def call(*arguments: Any, **named: Any) -> Any:
             self._is_alone = True

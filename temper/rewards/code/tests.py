@@ -49,7 +49,7 @@ class FunctionTest:
     exceptions: tuple[str, ...] = ()
     """Exceptions that the solution defines and the test catches."""
     modules: tuple[str, ...] = ()
-    """Of the standard library, used without an import."""
+    """Modules of the standard library that the test uses without an import."""
     defines_check: bool = False
     compares: bool = True
     """Some assertion is about a value. Else all the test wants is an exception: `assert False` behind a call."""

@@ -33,7 +33,7 @@ class Remote:
 
 
 class SolutionError(Exception):
-    """The solution raised something that is no builtin exception, ended its process, or gave no answer in time."""
+    """The solution raised something that is not a builtin exception, ended its process, or gave no answer in time."""
 
 
 def encode(value: Any, depth: int = 0) -> Wire:

@@ -52,8 +52,8 @@ def require_pattern(pattern: str, where: str) -> None:
 def has_tags(text: str, names: tuple[str, ...], *, min_characters: int = 1) -> bool:
     """Whether the text is <a>...</a> <b>...</b> ... in this order, each tag once, and nothing but space between.
 
-    Inside each there must be that many characters that show something: a form filled with nothing is no answer. Nor may
-    a tag hide behind characters that nobody sees.
+    Inside each there must be that many characters that show something: a form filled with nothing is not an answer. Nor
+    may a tag hide behind characters that nobody sees.
     """
     shown, place = visible(text), 0
     for name in names:

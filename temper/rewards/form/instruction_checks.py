@@ -20,7 +20,7 @@ RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "less than": lambda count, bound: count < bound,
 }
 COMMAS = ",\uff0c\ufe50\ufe10\uff64\u3001\u060c\u201a"
-"""Of all scripts, and the low quotation mark that looks like one."""
+"""Commas of all scripts, and the low quotation mark that looks like one."""
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 POSTSCRIPTS = {"P.S.": re.compile(r"p\.\s?s\."), "P.P.S": re.compile(r"p\.\s?p\.\s?s")}
 _WORD = re.compile(r"\w[\w\u0300-\u036f]*")  # accents, written as marks of their own, end no word

@@ -20,7 +20,7 @@ Search = tuple[str, str]
 
 
 class NoJson:
-    """The response is no JSON; null is."""
+    """Stands for a response that is not JSON. None would not do: it is the JSON null."""
 
 
 def _is_number(value: Any) -> bool:

@@ -63,12 +63,12 @@ STOP_WORDS: dict[str, str] = {
     "ne": "र छ मा को का यो पनि हो गर्न भने लागि छन् एक गरेको तथा हुन्छ त्यो थियो म हामी तपाईं छैन गर्ने भएको लाई",
 }  # fmt: skip
 _PROFILES = {language: frozenset(words.split()) for language, words in STOP_WORDS.items()}
-_COMMAND = re.compile(r"\\[A-Za-z]+")  # LaTeX is no language of people
+_COMMAND = re.compile(r"\\[A-Za-z]+")  # LaTeX is not a language of people
 
 
 @functools.lru_cache(maxsize=65536)
 def script_of(character: str) -> str:
-    """LATIN, CYRILLIC, CJK ...; '' for what is no letter."""
+    """LATIN, CYRILLIC, CJK ...; '' for what is not a letter."""
     if not unicodedata.category(character).startswith(("L", "M")):
         return ""
     first = unicodedata.name(character, "").partition(" ")[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-# Unicode's Default_Ignorable_Code_Point, controls other than space, blanks that are no space (Braille, Hangul, a note
+# Unicode's Default_Ignorable_Code_Point, controls other than space, blanks that are not spaces (Braille, Hangul, a note
 # without a head), tags, variation selectors, half surrogates and private characters.
 _NEVER_SHOWN = (
     "\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b\u200e\u200f"
@@ -57,5 +57,5 @@ def as_read(text: str) -> str:
     composed = unicodedata.normalize("NFKC", text)
     plain = "".join(character for character in composed if unicodedata.category(character) != "Mn")
     num_latin = sum(character.isascii() and character.isalpha() for character in plain)
-    # A text in Russian is read as Russian: "сор" is no "cop" there.
+    # A text in Russian is read as Russian: "сор" is not "cop" there.
     return plain.translate(_LOOKALIKES) if 2 * num_latin > sum(map(str.isalpha, plain)) else plain

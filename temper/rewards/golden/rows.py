@@ -39,9 +39,9 @@ class GoldenRow:
     tests: str = ""
     """For kind "code": the tests of the task, as extra["tests"]."""
     options: Mapping[str, Scalar] = field(default_factory=dict)
-    """Of the reward that judges this row; the command line's come on top."""
+    """Options of the reward that judges this row; those of the command line come on top."""
     kind: str = ""
-    """Of the reward, in the attack pack."""
+    """Kind of the reward that is attacked; set in the attack pack only."""
 
     def task(self) -> Task:
         extra: dict[str, Scalar] = {"tests": self.tests} if self.tests else {}

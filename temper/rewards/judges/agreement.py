@@ -83,7 +83,7 @@ class LabelledSet:
         return {f"{self._judge.name}/{key}": value for key, value in _metrics(found).items()}
 
     async def measure(self) -> dict[str, float]:
-        """As of protocols.LabelledCases. A case that ends in an error is counted as one and left out of the agreement;
+        """See protocols.LabelledCases. A case that ends in an error is counted as one and left out of the agreement;
         when too few are left to measure it, only the errors are told."""
         if self._begun is None or not self._cases:
             return {}
@@ -141,7 +141,7 @@ async def measure_agreement(judge: Reward, labelled: Sequence[Labelled]) -> Agre
 
 
 def agreement_of(labelled: Sequence[Labelled], answered: Sequence[tuple[Labelled, Score]]) -> Agreement:
-    """Of the cases that were answered; the labels in use are those of all."""
+    """Agreement on the cases that were answered; scores are taken to the nearest label of all cases."""
     categories = sorted({case.label for case in labelled})
     pairs = [(case.label, _category(score, categories)) for case, score in answered]
     agreement, kappa, low, high = cohens_kappa(pairs)

@@ -147,7 +147,7 @@ class RubricReward(Reward):
         self.fingerprint = self._judge.fingerprint
 
     async def start(self) -> dict[str, float]:
-        """As of JudgeReward."""
+        """As in JudgeReward."""
         return await self.labels.start()
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:

@@ -21,7 +21,7 @@ from temper.errors import TaskError, UserError
 from temper.types import Message
 
 MAX_BODY_BYTES = 8 << 20
-"""A longer answer is no verdict."""
+"""Largest answer that is read; a longer one is not a verdict."""
 MAX_BACKOFF_SECONDS = 30.0
 FLAKY_STATUSES = (408, 425, 429)
 """With every 5xx: worth asking again."""
@@ -43,7 +43,7 @@ class EndpointOptions:
     max_concurrent: int = 8
     """Requests under way at one time; further ones wait."""
     deadline_seconds: float = 60.0
-    """Of one question with all its retries, counted from when it may be sent."""
+    """Deadline of one question with all its retries, counted from when it may be sent."""
     retries: int = 3
     """After a refused or lost connection, status 429 or 5xx, or an answer that is not in the protocol."""
     backoff_seconds: float = 0.5
@@ -79,7 +79,7 @@ class Reply:
 
 
 def read_key(variable: str) -> str:
-    """The key, '' when no variable is named. A value that is no variable name may be the key itself: never repeated."""
+    """The key, '' when no variable is named. A value that is not a variable name may be the key: never shown."""
     if not variable:
         return ""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
@@ -137,7 +137,7 @@ class Endpoint:
             except _Flaky as failure:
                 tried.last = str(failure)
                 if was_reused and failure.is_connection:
-                    continue  # the server had hung up on an idle connection: no fault of this question
+                    continue  # the server had hung up on an idle connection: not the fault of this question
                 if tried.count >= self.options.retries:
                     raise EndpointFailed(f"{failure} (after {tried.count + 1} attempts)") from failure
                 pause = self.options.backoff_seconds * 2**tried.count
@@ -229,7 +229,7 @@ class _Connection:
         self.is_reusable = True
 
     async def exchange(self, request: bytes) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers by lower-case name, body. ValueError: what came is no HTTP."""
+        """Status, headers by lower-case name, body. ValueError: what came is not HTTP."""
         self.is_reusable = False
         self._writer.write(request)
         await self._writer.drain()

@@ -139,7 +139,7 @@ class EvolvingRubricReward(Reward):
             )
         self.options = read_judge_options(self.name, judge)
         self.log = RecordLog()
-        # Half a mark of the judge's scale is no difference.
+        # Half a mark of the judge's scale is not a difference.
         self._growth = Growth(
             max_items=max_items, patience=patience, min_spread=0.5 / self.options.scale, max_share=max_share
         )
@@ -156,7 +156,7 @@ class EvolvingRubricReward(Reward):
         return self._rubrics.get(task_id, TaskRubric())
 
     async def start(self) -> dict[str, float]:
-        """As of JudgeReward."""
+        """As in JudgeReward."""
         return await self.labels.start()
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:

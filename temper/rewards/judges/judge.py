@@ -50,7 +50,7 @@ class JudgeOptions(EndpointOptions):
     whole_episode: bool = False
     """Judges all turns with what the environment said; else the last message."""
     max_characters: int = 16_000
-    """Of each text; the middle of a longer one is left out."""
+    """Most characters of each text that the judge sees; the middle of a longer one is left out."""
     length_slope: float = 0.0
     """k of score - k (n - length_reference), n in characters."""
     length_reference: int = 0
@@ -257,7 +257,7 @@ class PairwiseReward(Reward):
         return counts.get("inconsistent", 0.0) / max(counts.get("value", 0.0), 1.0)
 
     async def start(self) -> dict[str, float]:
-        """As of JudgeReward."""
+        """As in JudgeReward."""
         return await self.labels.start()
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
@@ -297,7 +297,7 @@ def reference_of(task: Task) -> str | None:
 
 
 def length_slope(lengths: Sequence[int], scores: Sequence[float]) -> float:
-    """Least-squares slope of score on length: what `length_slope` should subtract when length is no merit."""
+    """Least-squares slope of score on length: what `length_slope` should subtract when length is not a merit."""
     mean_length, mean_score = sum(lengths) / len(lengths), sum(scores) / len(scores)
     spread = sum((n - mean_length) ** 2 for n in lengths)
     if spread == 0:

@@ -40,7 +40,7 @@ _CONTROL = re.compile(
 _REPLY_MARK = re.compile(
     rf"{_OPEN}\s{{0,4}}[/\u2044\uff0f]?\s{{0,4}}(?:think|score|winner|items)\s{{0,4}}{_CLOSE}", re.IGNORECASE
 )
-"""What a verdict is read by (parse_object): a judge that quotes the judged text must not write it by that."""
+"""Tags by which parse_object finds a verdict: a judge that quotes the judged text must not write one by that."""
 
 
 class Unparsable(Exception):
@@ -113,7 +113,7 @@ def parse_object(text: str, tag: str) -> dict[str, Any]:
     """The reply as an object: one JSON object, or one <tag>...</tag>, after a thought or not, and nothing else.
 
     Only what the reply begins with can be its thought, and only to the first </think>. Whatever else stands in a reply
-    may be quoted from the judged text: two verdicts are none, and a tag in a sentence or in an object is no verdict.
+    may be quoted from the judged text: two verdicts are none, and a tag in a sentence or an object is not a verdict.
     """
     text = _without_thought(visible(text).strip())
     try:
@@ -145,7 +145,7 @@ def _without_fence(text: str) -> str:
 
 
 def parse_score(text: str, scale: float) -> float:
-    """The score in [0, 1]; outside of the scale is no score."""
+    """The score in [0, 1]. Raises Unparsable for one outside of the scale."""
     value = parse_object(text, "score")["score"]
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", value):
         value = float(value)

@@ -43,7 +43,7 @@ MAX_TOTAL = 0.5
 """What all turns of an episode are paid at most, before the weight. An outcome is worth 1."""
 
 MAX_STEPS = 256
-"""More are no solution: each is a question of its own, and each question holds the steps before it."""
+"""More are not a solution: each is a question of its own, and each question holds the steps before it."""
 
 UNUSED = ("show_answer", "whole_episode", "length_slope", "length_reference", "labelled", "kappa_floor")
 """Options of judges that say nothing about steps."""
@@ -82,7 +82,7 @@ def turn_rewards(steps: Sequence[Step], scores: Sequence[float], num_turns: int)
 
 class StepScorer(Protocol):
     fingerprint: str
-    """Of the judge; '' for a model, which its directory names."""
+    """Fingerprint of the judge; '' for a model, which its directory identifies."""
 
     async def score(self, task: Task, trajectory: Trajectory, steps: Sequence[Step]) -> list[Score]:
         """One score in [0, 1] per step."""
@@ -257,7 +257,7 @@ class ProcessReward(Reward):
         )
 
     async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, list[float | None]]:
-        """As of protocols.Reward."""
+        """See protocols.Reward."""
         judged, total = await self.score_steps(task, trajectory)
         if not total.is_value:
             return total, []

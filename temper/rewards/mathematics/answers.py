@@ -13,7 +13,7 @@ from temper.rewards.mathematics.forms import CHANGING_WORDS, NUMBER
 MAX_NUMBERS = 8
 """In a last sentence without "=": more is a list of guesses, not an answer."""
 LAST_CHARACTERS = 1000
-"""Of the last sentence, in which the last number is looked for. Every other scan here is linear in the text."""
+"""How much of the last sentence is searched for the last number. Every other scan here is linear in the text."""
 MAX_BOXES_IN_BOXES = 8
 
 _BOX = re.compile(r"\\f?box(?:ed)?\s*+\{")

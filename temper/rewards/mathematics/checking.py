@@ -24,7 +24,7 @@ from temper.rewards.mathematics.shapes import RATIO, Shape, are_equal, read
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 DIGITS = 30
-"""That values are computed to."""
+"""Precision to which values are computed."""
 EQUAL = sympy.Rational(1, 10**20)
 """Relative gap below which two values are equal. There is no absolute one: 1.6e-19 is not 9.1e-31."""
 NUM_POINTS = 3
@@ -87,13 +87,13 @@ def _equal(gold: str, answer: str, is_final: bool) -> bool:
 
 
 def _letters(text: str) -> set[str]:
-    """Of words in an expression: in an answer they are products of letters only where gold has such, too."""
+    """Letters of the words in an expression. In an answer a word is a product of letters only if gold has them, too."""
     return {letter for word in _WORD.findall(text) for letter in word}
 
 
 @functools.lru_cache(maxsize=1024)
 def _parse(text: str) -> sympy.Basic | None:
-    """None for what is no mathematics. The parser raises all kinds of exceptions; running out of stack is not one."""
+    """None for what is not mathematics: the parser raises all kinds of exceptions. Running out of stack is raised."""
     try:
         parsed = latex2sympy(text, convert_degrees=True, normalization_config=_NORMAL, conversion_config=_CASED)
         if not isinstance(parsed, sympy.Basic):
@@ -144,7 +144,7 @@ def _value(expression: sympy.Basic, point: int) -> sympy.Expr | None:
 
 
 def _coordinate(name: str, point: int) -> sympy.Rational:
-    """Of a variable at one of the fixed points: positive, negative, positive."""
+    """Value of a variable at one of the fixed points: positive, negative, positive."""
     seed = zlib.crc32(f"{name} {point}".encode())
     return sympy.Rational((-1) ** point * (seed % 89 + 11), seed // 89 % 13 + 17)
 

@@ -15,14 +15,14 @@ from functools import lru_cache
 from itertools import accumulate
 
 MAX_PLAIN_DIGITS = 400
-"""Longer ones are left to the worker."""
+"""Numbers with more digits are left to the worker."""
 ROUNDED_DIGITS = 6
 """A decimal with at least so many digits may be the rounded value of what has no end as a decimal."""
 MAX_ANSWER_CHARACTERS = 1000
-"""Longer ones are no final answer, and a feast for a parser."""
+"""A longer text is not a final answer, and takes a parser too long."""
 
 MAX_DEPTH = 20
-"""Of brackets in brackets; the parser behind math-verify takes exponential time."""
+"""Most brackets in brackets; the parser behind math-verify takes exponential time."""
 
 NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _PLAIN = re.compile(
@@ -113,7 +113,7 @@ CHANGING_WORDS = frozenset([
     "tripled", "unless", "if", "squares", "cubes", "percent", "point", "power", "powers", "raised", "divided",
     "multiplied", "am", "pm", "a.m", "p.m",
 ])  # fmt: skip
-"""After a number they make another one of it, or none."""
+"""Words that, behind a number, make another number of it, or none."""
 _CURRENCY = {"$": "dollar", "\\$": "dollar", "€": "euro", "£": "gbp", "¥": "yen", "USD": "dollar"}
 _PREFIX = re.compile(r"([+-]?)\s?(\\?\$|€|£|¥|USD)\s?(?=[+-]?[0-9.\\])")
 _DEGREES = re.compile(r"\s?\^\s?\{?\s?\\circ\s?\}?\s?(?:\\(?:text|mathrm)\{)?\s?([CF])?\}?$|\s?\\degree$")
@@ -234,7 +234,7 @@ def is_refused(answer: str) -> bool:
 
 
 def _depth(text: str) -> int:
-    """Of brackets, whether they match or not."""
+    """How deep brackets are nested, whether they match or not."""
     depths = accumulate((character in "({[") - (character in ")}]") for character in text)
     return max(depths, default=0)
 
@@ -266,12 +266,13 @@ def decide(gold: str, answer: str) -> bool | None:
 
 
 def without_name(text: str) -> str:
-    """5 of "x = 5"."""
+    """The text without a name in front of it: 5 of "x = 5"."""
     return _NAME.sub("", text)
 
 
 def rounds_to(value: Fraction, decimal: str) -> bool:
-    """Whether a decimal of ROUNDED_DIGITS or more is this value, which no decimal is, to a unit of its last place."""
+    """Whether a decimal of ROUNDED_DIGITS or more is within a unit of its last place of a value that has no finite
+    decimal."""
     digits = decimal.replace(",", "").strip()
     if not re.fullmatch(r"[+-]?[0-9]*\.[0-9]+", digits) or len(digits.lstrip("+-0.").replace(".", "")) < ROUNDED_DIGITS:
         return False
@@ -285,12 +286,12 @@ def rounds_to(value: Fraction, decimal: str) -> bool:
 def _equal_percent(wanted: Fraction, given: Fraction, *, is_gold_percent: bool) -> bool:
     """One side says percent: p% is p/100, and p where a percentage was plainly asked for."""
     percent, other = (wanted, given) if is_gold_percent else (given, wanted)
-    # 0.5% is not 0.5: where gold is a share, a forgotten percent sign is no excuse.
+    # 0.5% is not 0.5: where gold is a share, a forgotten percent sign is not excused.
     return percent == 100 * other or (percent == other and (is_gold_percent or abs(wanted) >= 1))
 
 
 def is_unevaluated(text: str) -> bool:
-    """Bounds, integrals and the like, and sums or products, which may just repeat the question: asked was a number."""
+    """Whether it has bounds, integrals, sums or products. These may repeat the question, which asked for a number."""
     if not _WITHIN_NUMBERS.issuperset(name[1:] for name in _COMMAND.findall(text)) or _RELATION.search(text):
         return True
     if re.search("[A-Za-z]", _COMMAND.sub("", text)):

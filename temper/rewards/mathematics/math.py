@@ -18,7 +18,7 @@ from temper.types import Score, Task, Trajectory
 MAX_ANSWERS = 3
 """One answer may be written in a few ways. More is spam, and not worth a worker's time."""
 MEMORY_BYTES = 4 * 2**30
-"""Of a worker's address space; with sympy loaded it takes less than a quarter of this."""
+"""Limit of a worker's address space; with sympy loaded it takes less than a quarter of this."""
 
 
 class MathReward(Reward):
@@ -41,7 +41,8 @@ class MathReward(Reward):
         workers: int = 2,
         deadline_seconds: float = 5.0,
     ) -> None:
-        """strict: the last number of a response is no answer. min_words: of argument beside the answer, or 0."""
+        """strict: the last number of a response is not an answer. min_words: a response with fewer
+        words beside its answer is wrong."""
         if importlib.util.find_spec("math_verify") is None:
             raise UserError('reward "math" needs the package math-verify. Run: pip install "temper-rl[math]"')
         self._is_strict = strict

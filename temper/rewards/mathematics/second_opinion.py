@@ -19,7 +19,7 @@ from fractions import Fraction
 
 MAX_CHARACTERS = 300
 MAX_BITS = 4096
-"""Of any exact number on the way; larger ones are not judged."""
+"""Most bits of any exact number on the way; answers with larger ones are not judged."""
 EQUAL, DIFFERENT = 1e-9, 1e-4
 """Relative gaps: at most the first is equal, at least the second different; between them it depends on rounding."""
 

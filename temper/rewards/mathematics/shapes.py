@@ -19,7 +19,7 @@ Equal = Callable[[str, str, bool], bool]
 RATIO = "ratio of "
 """Before both expressions when the question is whether one is a constant multiple of the other."""
 MAX_PARTS = 60
-"""Of a list; each is compared with each."""
+"""Most parts of a list; each is compared with each."""
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mbox|hbox)\s*\{([^{}]*)\}")
 _WORDY = re.compile(r"[A-Za-z][A-Za-z0-9 ,.'&:-]*")
 _BARE = re.compile(r"[A-Za-z](?:\s?,\s?[A-Za-z])*|[A-Z]{2}|[A-Za-z]{3,}(?:[ ,.'&-]+[A-Za-z]+)*(?: [0-9]{1,4})?")
@@ -58,12 +58,12 @@ class Shape:
     kind: str
     """scalar, words, list, tuple, union, matrix, relation, based or clock."""
     text: str = ""
-    """Of a scalar, of words and numerals; brackets of a tuple, signs of a relation, kind of a matrix."""
+    """The text of a scalar, of words or a numeral; the brackets of a tuple, signs of a relation, kind of a matrix."""
     parts: tuple[Shape, ...] = ()
     name: str = ""
     """What it is said to be the value of, as x in "x = 5"."""
     sides: tuple[str, ...] = ()
-    """Of an equation of numbers, all but the last: "6 * 7" in "6 * 7 = 42"."""
+    """All sides but the last of an equation of numbers: "6 * 7" in "6 * 7 = 42"."""
 
 
 def are_equal(gold: str, answer: str, equal: Equal) -> bool:

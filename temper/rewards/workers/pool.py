@@ -32,7 +32,7 @@ START_SECONDS = 120.0
 POLL_SECONDS = 1.0
 """How long an idle thread sleeps before it looks again whether its pool was closed."""
 PATIENCE = 8
-"""Times its deadline in CPU seconds may a pure call take by the clock: other processes want the machine, too."""
+"""How many times its CPU deadline a pure call may take by the clock: other processes want the machine, too."""
 
 Json = Any
 """What JSON can hold."""
@@ -113,7 +113,7 @@ class WorkerPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the living workers."""
+        """Process ids of the living workers."""
         return [running.process.pid for running in list(self._workers.values()) if running.process.poll() is None]
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class _Room:
         self._changed = threading.Condition()
         self._num_together = 0
         self._num_alone = 0
-        """Running or waiting: new calls side by side wait for them, or they would never be alone."""
+        """Calls that run alone or wait to: new calls side by side wait for them, or they would never be alone."""
         self._alone = threading.Lock()
 
     @contextlib.contextmanager

@@ -128,7 +128,7 @@ def test_wide_intervals_and_few_prompts_are_not_called_no_change() -> None:
     assert judge(difference("pass@1", 0.5, 0.5), difference("pass@64", 0.8, 0.8, half=0.11), 64).kind is Kind.UNKNOWN
     assert judge(difference("pass@1", 0.5, 0.5, half=math.inf, n=1), still, 64).kind is Kind.UNKNOWN
     assert judge(difference("pass@1", 0.5, 0.5, n=9), still, 64).kind is Kind.UNKNOWN
-    # Not one of twelve prompts differs, e.g. because both models are always wrong: that is no proof for others.
+    # Not one of twelve prompts differs, e.g. because both models are always wrong: that is not a proof for others.
     assert judge(difference("pass@1", 0.0, 0.0, half=0.0, n=12), still, 64).kind is Kind.UNKNOWN
     assert judge(difference("pass@1", 0.5, 0.5, half=0.0, n=90), still, 64).kind is Kind.NO_CHANGE
     rose = difference("pass@1", 0.5, 0.6, p=0.001)
