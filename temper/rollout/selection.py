@@ -2,7 +2,6 @@
 
 Owns: the rules, as pure functions of scored attempts; equal scores are told apart by order, never by luck. Shared by
 rejection sampling, which trains on what is kept, and best-of-N, which says it. Refuses: rolling and scoring.
-Specification 3.6.
 """
 
 from __future__ import annotations

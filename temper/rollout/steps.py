@@ -1,7 +1,7 @@
 """What a state in the middle of an answer is worth: the mean reward of fresh continuations from it (VinePPO).
 
 Owns: where reasoning steps begin, and the value of each beginning. Refuses: what is made of the values (objectives/),
-and episodes of more than one turn: their environment would have to be forked. Specification 1.2, arXiv 2410.01679.
+and episodes of more than one turn: their environment would have to be forked. arXiv 2410.01679.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_asynchrony_really_happens_within_the_bound() -> None:
 
 
 def test_admission_follows_the_worked_example() -> None:
-    # Specification 4.4: staleness 2, four groups a step, version 3, 18 accepted, 3 running -> room for 3.
+    # Worked numbers: staleness 2, four groups a step, version 3, 18 accepted, 3 running -> room for 3.
     async def run() -> int:
         buffer = Buffer(groups_per_step=4, max_staleness=2, max_rounds=10, version=3)
         buffer._num_accepted = 18

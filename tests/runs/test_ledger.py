@@ -1,4 +1,4 @@
-"""The seconds of a step add up to its wall clock; FLOPs and peaks are those of specification 5.5."""
+"""The seconds of a step add up to its wall clock; FLOPs are the worked numbers, peaks those of data sheets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of metrics: every name of specification 5 has one definition, and every definition says what it is."""
+"""The table of metrics: every name listed here has one definition, and every definition says what it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECIFIED = {
     "sys": "rollout_tok_s train_tok_s step_time trainer_idle_frac rollout_idle_frac queue_groups inflight kv_use "
     "preemptions prefix_hit_rate publish_latency mfu",
 }
-"""Tables 5.1 to 5.5. stale/dropped is missing: no group is ever dropped for its age (rollout/buffer.py)."""
+"""There is no stale/dropped among them: no group is ever dropped for its age (rollout/buffer.py)."""
 
 
 @pytest.mark.parametrize("name", [f"{area}/{name}" for area, names in SPECIFIED.items() for name in names.split()])
