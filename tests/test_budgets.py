@@ -60,7 +60,7 @@ def test_files_stay_short() -> None:
 
 
 def test_folders_stay_small() -> None:
-    """Whoever looks for a thing reads the names of one folder. A larger one wants to be wings."""
+    """Whoever looks for a thing reads the names of one folder. A larger folder should be split."""
     folders = {path.parent for path in (ROOT / "temper").rglob("*.py")}
     counts = {str(folder): len(list(folder.glob("*.py"))) for folder in folders}
     assert {folder: count for folder, count in counts.items() if count > FOLDER_FILES} == {}

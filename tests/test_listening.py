@@ -29,7 +29,7 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Of a server that has little patience and little room."""
+    """Port of a server that has little patience and little room."""
     monkeypatch.setattr(listening, "HEADER_SECONDS", 0.5)
     monkeypatch.setattr(listening, "most_connections", lambda: 8)
     server = make_server(hello, shutdown_seconds=1, missing="")

@@ -49,7 +49,7 @@ class Guard:
     def __init__(self, app: App, hosts: frozenset[str] | None) -> None:
         self._app = app
         self._hosts = hosts
-        """As of listening.own_names()."""
+        """Host names that are answered, from listening.own_names()."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -17,7 +17,7 @@ from temper.runs.store.schema import prepare_reading
 
 DATABASE = "run.db"
 QUERY_SECONDS = 8.0
-"""All queries of one answer together."""
+"""Deadline of all queries of one answer together."""
 BUSY_SECONDS = 5.0
 """A reader waits for a writer only while a crashed run's log is recovered."""
 CHECK_EVERY = 20_000

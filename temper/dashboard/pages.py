@@ -28,12 +28,12 @@ DATA = ("data/all_pass", "data/all_fail", "data/degenerate")
 LOSS = "loss"
 """Every step has one, supervised ones included; it is a column of its own, not a metric."""
 RECENT_STEPS = 50
-"""Over which idle time and staleness are shown."""
+"""Steps over which idle time and staleness are shown."""
 WAITING = ("rollout", "data")
 """Phases in which the trainer has nothing to do."""
 NUM_BINS = 10
 NUM_PROMPTS = 20
-"""Hardest and easiest ones that are listed."""
+"""Prompts that are listed as the hardest, and as many as the easiest."""
 NUM_FAMILIES = 12
 FLOAT_ARRAYS = ("behavior_logprobs", "policy_logprobs", "entropies", "advantages", "weights")
 
@@ -241,7 +241,7 @@ def _staleness(rows: Sequence[tuple[int, bytes, bytes, str]]) -> dict[str, list[
     ages: Counter[int] = Counter()
     for version, mask, versions, codec in rows:
         drawn = unpack_array(versions, "versions", codec)[unpack_array(mask, "loss_mask", codec) == 1]
-        drawn = drawn[drawn >= 0]  # the rest is no version's: a data set's or an opponent's
+        drawn = drawn[drawn >= 0]  # no version drew the rest: it is a data set's or an opponent's
         if len(drawn):
             ages[version - 1 - int(drawn.min())] += 1  # a step trains on the weights before its own version
     return {"ages": sorted(ages), "counts": [ages[age] for age in sorted(ages)]}

@@ -73,7 +73,7 @@ def evaluations(database: Database) -> list[dict[str, Any]]:
 
 
 def audits(database: Database, most: int = 1000) -> list[dict[str, Any]]:
-    """The newest, oldest first."""
+    """The newest audits, the oldest of them first."""
     rows = database.records(
         "SELECT * FROM audits ORDER BY stage DESC, step DESC, evaluation DESC, kind DESC, place DESC LIMIT ?", most
     )
@@ -81,7 +81,7 @@ def audits(database: Database, most: int = 1000) -> list[dict[str, Any]]:
 
 
 def alarms(database: Database, most: int = 2000) -> list[dict[str, Any]]:
-    """The newest, oldest first."""
+    """The newest alarms, the oldest of them first."""
     rows = database.records(
         "SELECT stage, step, time, rule, level, value, text, meaning, advice FROM alarms "
         "ORDER BY stage DESC, step DESC, time DESC, rule DESC LIMIT ?",
@@ -91,7 +91,7 @@ def alarms(database: Database, most: int = 2000) -> list[dict[str, Any]]:
 
 
 def events(database: Database, most: int = 200) -> list[dict[str, Any]]:
-    """The newest, oldest first."""
+    """The newest events, the oldest of them first."""
     return database.records("SELECT time, level, text FROM events ORDER BY rowid DESC LIMIT ?", most)[::-1]
 
 
@@ -213,7 +213,7 @@ def verdicts(database: Database, stage: int, step: int, group_id: str, member: i
 
 
 def token_rows(database: Database, stage: int, step: int, group_id: str) -> list[dict[str, Any]]:
-    """Of every member of a group, arrays still packed."""
+    """Rows of tokens of every member of a group, arrays still packed."""
     return database.records(
         "SELECT * FROM token_rows WHERE stage = ? AND step = ? AND group_id = ? ORDER BY member, row",
         *(stage, step, group_id),

@@ -24,7 +24,7 @@ SCAN_EVERY_SECONDS = 2.0
 DEPTH = 3
 """Folders below the named one in which runs are looked for."""
 OWN_FOLDERS = {"checkpoints", "model"}
-"""Of a run: there are no runs in them, but thousands of files."""
+"""Folders inside a run that are not searched: there are no runs in them, but thousands of files."""
 
 
 class UnknownRun(Exception):

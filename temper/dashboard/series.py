@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 MOST_POINTS = 1000
-"""Of one metric, all its stages together."""
+"""Most points of one metric, all its stages together."""
 
 Point = tuple[int, int, float | None]
 """Stage, step, value; None: it was not a number."""

@@ -29,7 +29,7 @@ LOOK_EVERY_SECONDS = 1.0
 TICK_SECONDS = 0.25
 ALIVE_EVERY_SECONDS = 15.0
 SEND_SECONDS = 20.0
-"""For a client to take what it is sent; then it is given up."""
+"""Time for a client to take what it is sent; then it is given up."""
 MOST_WAITING = 200
 """Events that wait for one client; the oldest give way, since each only says "look again"."""
 
@@ -136,7 +136,7 @@ class Streams:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self.feeds: dict[str, Feed] = {}
-        """Of the runs that somebody listens to."""
+        """Feeds of the runs that somebody listens to."""
         self.is_closing: Callable[[], bool] = lambda: False
         """Streams end by themselves when the server should, which otherwise waits for them."""
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "evaluations"
-"""Of a run."""
+"""Folder of a run that holds its results."""
 FORMAT = 1
-"""As of runs/results.py, which imports torch: a dashboard must start without."""
+"""The same as FORMAT of runs/results.py, which imports torch: a dashboard must start without."""
 KEYS = ("suite", "checkpoint", "weights_sha256", "created", "budget", "constant_score", "metrics")
 
 
 def suites(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    """Results, oldest first; and the files that are none, each as {"file", "reason"}, by name."""
+    """Results, oldest first; and the files that are not results, each as {"file", "reason"}, by name."""
     found: list[dict[str, Any]] = []
     unreadable: list[dict[str, str]] = []
     for path in sorted((folder / FOLDER).glob("*.json")):

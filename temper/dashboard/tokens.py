@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-"""What decoders write for bytes that are no character, e.g. the first half of one."""
+"""What decoders write for bytes that are not a character, e.g. the first half of one."""
 NAME = "tokenizer.json"
 
 Decode = Callable[[list[int]], str]

@@ -28,7 +28,7 @@ class TensorFacts:
     dtype: str
     """Without "torch.", e.g. "bfloat16"."""
     sha256: str
-    """Of the bytes in row-major order, on whatever device and with whatever strides they live."""
+    """Hash of the tensor's bytes in row-major order, whatever its device and strides."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Manifest:
     version: int
     tensors: Mapping[str, TensorFacts]
     sha256: str
-    """Over the names and facts of all tensors, whatever their order; the version does not change it."""
+    """Hash over the names and facts of all tensors, whatever their order; the version does not change it."""
 
     def to_json(self) -> str:
         facts = {name: asdict(self.tensors[name]) for name in sorted(self.tensors)}
@@ -44,7 +44,7 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str) -> Manifest:
-        """Raises BackendError for text that is no manifest, or one that does not fit its own hash."""
+        """Raises BackendError for text that is not a manifest, or a manifest that does not fit its own hash."""
         try:
             data = json.loads(text)
             tensors = {
@@ -66,7 +66,7 @@ def manifest_of(publication: Publication) -> Manifest:
 
 
 def manifest_of_tensors(version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
-    """Of any named tensors: what was sent, or what an engine found in itself."""
+    """The manifest of any named tensors: what was sent, or what an engine found in itself."""
     with ThreadPoolExecutor(HASHING_THREADS) as threads:  # hashing lets go of the interpreter lock
         facts = dict(threads.map(lambda item: (item[0], facts_of(item[1])), tensors))
     return Manifest(version, facts, hash_of_all(facts))

@@ -19,9 +19,9 @@ class Budget:
     """Largest |sampled - recomputed| log-probability, in nats."""
 
     mean_gap: float
-    """Over the drawn tokens that are compared."""
+    """Largest mean gap over the drawn tokens that are compared."""
     max_gap: float
-    """Of any one of the few hundred that a gate compares. A whole batch has unluckier ones."""
+    """Largest gap of any one of the few hundred tokens that a gate compares. A whole batch has unluckier ones."""
 
 
 EXACT = Budget(mean_gap=0.0, max_gap=0.0)
@@ -35,7 +35,7 @@ FAST: Mapping[tuple[str, str, str], Budget] = {
     (ANY, "float32", ANY): Budget(mean_gap=1e-4, max_gap=1e-2),
     (ANY, "bfloat16", ANY): Budget(mean_gap=0.03, max_gap=2.0),
 }
-"""By (model_type, dtype, engine)."""
+"""Budgets by (model_type, dtype, engine)."""
 
 
 def budget_of(family: str, dtype: str, engine: str, numerics: Literal["fast", "exact"]) -> Budget:

@@ -39,15 +39,15 @@ from temper.types import (
 Recompute = Callable[[Sequence[Sample], Literal["policy"]], Sequence[Sequence[float]]]
 """Trainer.score."""
 FindStale = Callable[[], Sequence[str]]
-"""Names of tensors that the sampler holds otherwise than the trainer."""
+"""Returns the names of tensors that differ between sampler and trainer."""
 
 NUM_PROBES = 4
 """Contexts that are looked at when a gap was found: so many whole prompts and so many single tokens."""
 NUM_CANDIDATES = 8
-"""Most likely next tokens of each."""
+"""Most likely next tokens that are looked at in each of these contexts."""
 CANARY_TOKENS = 8
-"""Drawn after each prompt of a canary; fewer, down to two, when training draws fewer than eight times as many. One
-token would come from the prefill alone."""
+"""Tokens drawn after each prompt of a canary; fewer, down to two, when training draws fewer than eight times as many.
+One token would come from the prefill alone."""
 CANARY_CONTEXT = 64
 """Longest context of a canary. Long ones were compared before step 1; what a publication can break shows in any."""
 
@@ -59,18 +59,18 @@ class Sides:
     sampler: Sampler
     recompute: Recompute
     params: SamplingParams
-    """Of training: what is drawn otherwise proves nothing."""
+    """Sampling parameters of training: what is drawn otherwise proves nothing."""
     budget: Budget
     find_stale: FindStale | None = None
     """None: the sampler's weights cannot be looked at from here."""
     bos_id: int | None = None
-    """Tried as a secret first token of the sampler. None: the tokenizer has none."""
+    """Token that the sampler may add in front in secret; the diagnosis tries it. None: the tokenizer has none."""
     seconds: float = 600.0
     """Deadline of one comparison's sampling."""
 
 
 SECOND_LOOK = 16
-"""Times as many tokens are compared before a canary that was found too far off stops a run."""
+"""A canary that was too far off is repeated with this many times as many tokens before it stops a run."""
 
 
 class Canary:

@@ -44,7 +44,7 @@ class Evidence:
     """What the sampler was asked for."""
     probes: tuple[Probe, ...]
     alone_gap: float
-    """With every row scored by itself."""
+    """Gap with every row scored by itself."""
     other_starts: dict[str, float]
     """Gap by what was done to the start of every row before it was scored again."""
 
@@ -57,13 +57,13 @@ class Agreement:
     mean_gap: float
     max_gap: float
     first_token_gap: float = 0.0
-    """Mean over the first drawn token of each row."""
+    """Mean gap over the first drawn token of each row."""
     slope: float = 1.0
-    """Recomputed over sampled, by least squares through the origin."""
+    """Recomputed over sampled log-probabilities, by least squares through the origin."""
     quarter_gaps: tuple[float, ...] = ()
-    """Mean by quarter of the tokens, in the order of their positions."""
+    """Mean gap by quarter of the tokens, in the order of their positions."""
     stale: tuple[str, ...] | None = None
-    """Tensors that the sampler holds and the trainer has otherwise. None: they were not compared."""
+    """Names of tensors that differ between sampler and trainer. None: they were not compared."""
     evidence: Evidence | None = None
     """None: nothing was tried yet."""
 

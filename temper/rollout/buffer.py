@@ -59,7 +59,7 @@ class Buffer:
         self.num_finished = 0
         """Groups that wait to be trained."""
         self._num_ready = 0
-        """Of them, those among the settled."""
+        """Groups among the settled draws that wait to be trained."""
         self._num_dropped = 0
         """Groups that will not be trained and are not consumed yet; of all draws."""
         self._changed = asyncio.Condition()
@@ -80,7 +80,7 @@ class Buffer:
             # Synchronous refills start together, so that what is batched together, and with it every bit, reproduces.
             return 0
         if self._num_dropped - self._num_settled_drops > self._max_dropped:
-            return 0  # behind one slow draw, nothing but drops: they are no use before it, and fill the memory
+            return 0  # behind one slow draw, nothing but drops: useless before it ends, and they fill the memory
         admitted = self._num_accepted + self.num_running + self.num_finished
         return (self._max_staleness + self._version + 1) * self._groups_per_step - admitted
 

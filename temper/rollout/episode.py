@@ -83,7 +83,7 @@ class EpisodeSetup:
     max_turns: int
     episode_seconds: float
     max_episode_tokens: int = 0
-    """Drawn over all turns of an episode; 0: no limit but that of each turn."""
+    """Most tokens drawn over all turns of an episode; 0: no limit but that of each turn."""
     seed: int
 
 

@@ -32,7 +32,7 @@ class Extras:
 
 NOTHING = Extras()
 GREEDY_INDEX = -1
-"""Place of the greedy baseline, which is no member."""
+"""Place of the greedy baseline, which is not a member."""
 
 
 async def run_group(
@@ -47,7 +47,7 @@ async def run_group(
     """Plays `group_size` episodes at once, and a greedy one if asked. Equal prompts are prefilled once by the engine.
 
     Values of a member's reasoning steps are estimated as soon as it is scored. With an opponent the first half is the
-    policy's and the second half the opponent's, which nobody else draws the same numbers as.
+    policy's and the second half the opponent's, whose random numbers nobody else draws.
     """
     assert extras.opponent is None or group_size % 2 == 0, "each side plays one half"
     num_own = group_size if extras.opponent is None else group_size // 2

@@ -25,7 +25,7 @@ class Opening:
     task: Task
     prompt_ids: tuple[int, ...]
     tools: tuple[str, ...]
-    """Names of those that the chat template shows."""
+    """Names of the tools that the chat template shows."""
 
 
 async def try_openings(

@@ -78,17 +78,17 @@ class Selection:
     """A rule, how answers are told apart, and how many a prompt may keep."""
 
     name: str
-    """For people: "correct(threshold=1.0)"."""
+    """Name for people, e.g. "correct(threshold=1.0)"."""
     rule: Rule
     cap: int = 0
-    """Per prompt; 0: no limit but the rule's."""
+    """Most attempts that are kept per prompt; 0: no limit but the rule's."""
     answer_of: AnswerOf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     kept: tuple[int, ...]
-    """Places, the most wanted first."""
+    """Places of the kept attempts, the most wanted first."""
     duplicates: tuple[int, ...]
     """Places of attempts that said what an earlier one had said."""
 

@@ -25,7 +25,7 @@ LONGEST_STEP_SECONDS = 7 * 24 * 3600.0
 """The feeder sleeps through training and evaluation; a run that stands still longer than this is dead."""
 
 RECENT = "recent prompts"
-"""Name of their list beside the state of the task stream."""
+"""Name under which the list of recent prompts is kept, beside the state of the task stream."""
 
 State = Mapping[str, Scalar | list[Scalar]]
 
@@ -37,7 +37,7 @@ class StepFailure(BackendError):
         super().__init__(text)
         self.step = step
         self.groups = groups
-        """Rolled and not trained, each with what became of it."""
+        """Groups that were rolled and not trained, each with what became of it."""
 
 
 class TaskStream(Protocol):
@@ -76,7 +76,7 @@ class RolloutSource:
         self.num_queued = 0
         """Finished groups that waited when the last batch was taken."""
         self._stream_states: dict[int, dict[str, Scalar | list[Scalar]]] = {}
-        """Before each draw that is not consumed yet."""
+        """State of the task stream before each draw that is not consumed yet."""
         self._drawing = threading.Lock()
         """A checkpoint asks for the state from a thread of its own, and no draw may be lost between two lines."""
         self._feeder: asyncio.Task[None] | None = None

@@ -34,7 +34,7 @@ PHASES: dict[str, str] = {
 }
 WAITING = ("rollout", "data")
 TRAINING = ("proximal", "forward_backward", "optimizer")
-"""What throughput and MFU of training are over."""
+"""Phases whose seconds count for throughput and MFU of training."""
 COUNTED = ("kv_use", "preemptions", "prefix_hit_rate", "occupancy", "prefill_tok_s", "decode_tok_s")
 """What a sampler counts that is a metric as it is."""
 
@@ -97,11 +97,11 @@ class ModelSize:
     """Heads times their size."""
 
     def flops_per_token(self, length: int) -> float:
-        """Of training, in a sequence of this length: 6 N + 6 layers width length, for causal attention."""
+        """FLOPs of training on a token of a sequence this long: 6 N + 6 layers width length, for causal attention."""
         return 6.0 * self.active_parameters + 6.0 * self.num_layers * self.attention_width * length
 
     def flops(self, lengths: Iterable[int]) -> float:
-        """Of training on rows of these lengths."""
+        """FLOPs of training on rows of these lengths."""
         return sum(length * self.flops_per_token(length) for length in lengths)
 
 

@@ -21,12 +21,12 @@ class Metric:
 
 
 TOKENS = "trained tokens"
-"""Drawn by the policy, of responses that are trained; before rejection rules."""
+"""Tokens drawn by the policy, of responses that are trained; before rejection rules."""
 TRAINED = "trained responses"
 CREDITED = "scored responses of trained groups"
 CREDITED_TOKENS = "tokens of scored responses of trained groups"
 SCORED = "scored responses"
-"""Of all groups this step rolled, trained and dropped, so that filtering does not flatter; the next three likewise."""
+"""Those of all groups this step rolled, dropped ones too, so that filtering does not flatter; also the next three."""
 RESPONSES = "responses with tokens"
 GENERATED = "generated groups"
 EPISODES = "all responses"

@@ -24,7 +24,7 @@ FOLDER = "mirrors"
 QUEUE_SIZE = 256
 """Steps and evaluations that may wait for a slow mirror; what comes then is dropped and counted."""
 PATIENCE_SECONDS = 30.0
-"""For what is left, when the run ends."""
+"""Time to write what is left when the run ends."""
 
 Scalars = Mapping[str, float]
 
@@ -180,7 +180,7 @@ class _Wandb:
 
 
 WRITERS: dict[str, OpenWriter] = {"tensorboard": _TensorBoard, "trackio": _Trackio, "wandb": _Wandb}
-"""By name, which is also that of the package it needs and of Temper's extra."""
+"""Writers by name, which is also that of the package it needs and of Temper's extra."""
 
 
 def _require(name: str) -> None:

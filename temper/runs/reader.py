@@ -32,7 +32,7 @@ class StageRecord:
     stage: int
     name: str
     steps: int
-    """Planned."""
+    """Number of planned steps."""
     started: float
     """Seconds since 1970."""
 
@@ -48,9 +48,9 @@ class StepRecord:
     groups_dropped: int
     max_staleness: int
     tokens_drawn: int
-    """By the policy, dropped groups included."""
+    """Tokens drawn by the policy, dropped groups included."""
     tokens_trained: int
-    """With a gradient, counted once per update."""
+    """Tokens with a gradient, counted once per update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +91,12 @@ class TokenRow:
     behavior_logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     policy_logprobs: NDArray[np.float32] | None
-    """By the trainer, before the step changed the weights; None when it was not computed or not kept."""
+    """Log-probabilities by the trainer, before the step changed the weights; None: not computed or not kept."""
     advantages: NDArray[np.float32] | None
     """None: not trained."""
     weights: NDArray[np.float32] | None
     entropies: NDArray[np.float32] | None
-    """Of the distribution each token was drawn from; None: not known."""
+    """Entropy of the distribution each token was drawn from; None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class TrajectoryRecord:
     prompt: tuple[Message, ...]
     answer: str | None
     outcome: str
-    """Of its group: "trained" or "dropped:<reason>"."""
+    """What became of its group: "trained" or "dropped:<reason>"."""
     status: str
     score_kind: str
     score: float | None

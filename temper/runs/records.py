@@ -25,15 +25,15 @@ class AuditRecord:
     """Name of the evaluation it belongs to."""
     kind: AuditKind
     place: int
-    """From 0 inside its kind; the highest reward first."""
+    """Number inside its kind, from 0; the highest reward first."""
     task_id: str
     prompt: tuple[Message, ...]
     text: str
     """Untrusted: whoever shows it escapes it."""
     reward: float | None
-    """By the training reward; None: it could not score it."""
+    """Score by the training reward; None: it could not score the transcript."""
     heldout: float | None
-    """By the held-out verifier, which is the training reward unless the recipe names another."""
+    """Score by the held-out verifier, which is the training reward unless the recipe names another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +62,20 @@ class VerdictRecord:
 
     stage: int
     step: int
-    """That trained or dropped its group. Of an evaluation: the step that was evaluated."""
+    """Step that trained or dropped its group; in an evaluation, the step that was evaluated."""
     part: str
-    """Of the reward; "heldout/..." when the held-out verifier asked."""
+    """Part of the reward; "heldout/..." when the held-out verifier asked."""
     task_id: str
     group_id: str
-    """Of an evaluation: the task. "labelled": the judge was measured on its labelled set. "gate", "gate/...": a trial
-    before training."""
+    """Group of the rollout; in an evaluation, the task. "labelled": the judge was measured on its labelled set.
+    "gate", "gate/...": a trial before training."""
     member: int
     kind: str
-    """As of Score."""
+    """Kind of the score, as in Score."""
     value: float | None
     reason: str | None
     """Why there is no value."""
     fingerprint: str
-    """Of prompt, model and decoding; empty when the reward has none."""
+    """Fingerprint of prompt, model and decoding; empty when the reward has none."""
     detail: Mapping[str, Scalar] = field(default_factory=dict)
     """What else the reward noted: the criterion, the step, both orders of a comparison ..."""

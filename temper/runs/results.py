@@ -20,7 +20,7 @@ from temper.storable import storable_json
 from temper.types import Scalar
 
 FORMAT = 1
-"""Of the file. Raised when a field changes its meaning."""
+"""Version of the file format. Raised when a field changes its meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +33,11 @@ class SampleResult:
     answer: str | None = None
     """Normalised final answer, for majority votes; None: it stated none, or the suite has no such thing."""
     num_tokens: int
-    """Drawn by the model, over all turns."""
+    """Tokens drawn by the model, over all turns."""
     num_turns: int = 1
     status: str = "completed"
     seconds: float = 0.0
-    """Of this attempt. Not the same from run to run; everything else is."""
+    """Duration of this attempt. Not the same from run to run; everything else is."""
     events: Mapping[str, int] = field(default_factory=dict)
     """How often each kind of event happened in the environment."""
     cost: float = 0.0
@@ -61,7 +61,7 @@ class PromptResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteResult:
-    """All of it."""
+    """The whole result of one suite."""
 
     suite: str
     checkpoint: str
@@ -71,7 +71,7 @@ class SuiteResult:
     budget: Mapping[str, Scalar]
     """How it was asked and judged. Results with other budgets are about something else."""
     constant_score: float | None
-    """Of always giving the commonest gold answer; None: the suite has no gold answers that can be said."""
+    """Score of always giving the commonest gold answer; None: the suite has no gold answers that can be said."""
     metrics: Mapping[str, Mapping[str, float]]
     """By name ("pass@1", "maj@4", "tokens" ...): {"score", "low", "high"}, 95% interval."""
     prompts: tuple[PromptResult, ...]

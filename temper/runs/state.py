@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 BEAT_SECONDS = 10.0
-"""Between two signs of life of a run's writer, also while a step takes minutes."""
+"""Time between two signs of life of a run's writer, also while a step takes minutes."""
 DEAD_AFTER_SECONDS = 60.0
 """A run that has been silent for longer was killed: one that ends by itself says so."""
 QUERY = "SELECT name, value FROM meta WHERE name IN ('finished', 'ended', 'heartbeat')"

@@ -26,7 +26,7 @@ from temper.sandbox.program import Limits, Outcome, Program, SandboxFailed, Stat
 from temper.sandbox.watch import measure
 
 START_SECONDS = 30.0
-"""For building the sandbox and starting Python in it; not part of a program's deadline."""
+"""Time to build the sandbox and start Python in it; not part of a program's deadline."""
 WATCH_SECONDS = 0.05
 DEATH_SECONDS = 10.0
 GRACE_SECONDS = 1.0
@@ -165,7 +165,7 @@ class Cell:
         return [self._process.pid, *([self._supervisor] if self._supervisor else [])]
 
     def _send(self, program: Program, limits: Limits) -> None:
-        # surrogatepass: text that is no valid Unicode is the program's error, to be found by its interpreter.
+        # surrogatepass: text that is not valid Unicode is the program's error, to be found by its interpreter.
         job = {
             "source": program.source.encode(errors="surrogatepass"),
             "stdin": program.stdin.encode(errors="surrogatepass"),

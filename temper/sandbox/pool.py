@@ -83,7 +83,7 @@ class Sandbox:
 
     @property
     def process_ids(self) -> list[int]:
-        """On the host, of the sandboxes that wait or run."""
+        """Process ids, on the host, of the sandboxes that wait or run."""
         with self._lock:
             return [pid for cell in self._cells for pid in cell.process_ids]
 

@@ -26,17 +26,17 @@ class Limits:
 
     wall_seconds: float = 5.0
     cpu_seconds: float = 5.0
-    """Of all its processes together."""
+    """Processor time of all its processes together."""
     idle_seconds: float = math.inf
     """Time in which none of its processes wanted the processor: asleep, or waiting for each other."""
     memory_bytes: int = 256 << 20
-    """Of all its processes together."""
+    """Memory of all its processes together."""
     processes: int = 16
     """Processes and threads alive at the same time, the program itself included."""
     output_bytes: int = 64 << 10
-    """Of stdout and stderr together."""
+    """Size of stdout and stderr together."""
     file_bytes: int = 16 << 20
-    """Of everything in its folder and /tmp together, the program's own files included; also of /dev/shm."""
+    """Size of everything in its folder and /tmp together, the program's own files included; also of /dev/shm."""
 
     def __post_init__(self) -> None:
         for limit in fields(self):
@@ -76,7 +76,7 @@ class Outcome:
     stderr: str
     seconds: float
     cpu_seconds: float = 0.0
-    """Of all its processes together, as last counted."""
+    """Processor time of all its processes together, as last counted."""
     is_starved: bool = False
     """A timeout at wall_seconds of a program that had neither used cpu_seconds nor been idle for idle_seconds: the
     machine had no time for it, which says nothing about the program."""

@@ -21,7 +21,7 @@ class Usage:
     tasks: int
     """Processes and threads, without the supervisor."""
     cpu_seconds: float
-    """Of the living and of the children they have waited for."""
+    """Processor time of living processes and of the children they have waited for."""
     memory_bytes: int
     is_idle: bool
     """No thread runs, wants to run, or waits for a disk."""
@@ -45,5 +45,5 @@ def measure(supervisor: int) -> Usage:
 
 
 def _fields(folder: Path) -> list[str]:
-    """Of the stat file, from the state on. The name in parentheses before it may hold anything."""
+    """Fields of the stat file, from the state on. The name in parentheses before it may hold anything."""
     return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()

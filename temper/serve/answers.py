@@ -28,7 +28,7 @@ class Head:
     created: int
     model: str
     version: int
-    """Of the weights when the request arrived."""
+    """Version of the weights when the request arrived."""
 
     def body(self, kind: str, choices: Sequence[Shape], **more: Any) -> Shape:
         return {

@@ -32,14 +32,14 @@ class HttpSettings:
     api_key: str = ""
     """Empty: everybody may ask."""
     hosts: frozenset[str] | None = None
-    """As of listening.own_names(): whom a page of another site cannot pretend to call."""
+    """Host names that are answered, from listening.own_names(): a page of another site calls by another name."""
     max_body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
-    """For a body to arrive."""
+    """Time for a body to arrive."""
     send_seconds: float = 60.0
-    """For a client to take what it is sent; then it is dropped."""
+    """Time for a client to take what it is sent; then it is dropped."""
     request_seconds: float = 3600.0
-    """For a whole response."""
+    """Time for a whole response."""
 
 
 class ClientGone(Exception):
@@ -183,7 +183,7 @@ class Client:
 
     @property
     def session(self) -> str:
-        """Of the header, or ''."""
+        """The session that the header names, or ''."""
         return self.header(b"x-temper-session").decode("utf-8", "replace")
 
     async def body(self) -> bytes:

@@ -20,7 +20,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 100.0
-"""Except 0, which is greedy. Logits divided by less would overflow."""
+"""Bounds of a temperature other than 0, which is greedy. Logits divided by less would overflow."""
 COMPLETION_TOKENS = 16
 """Tokens of a /v1/completions answer when max_tokens is not given: OpenAI's default."""
 
@@ -82,13 +82,13 @@ class Asked:
 
     model: str
     params: SamplingParams
-    """Without stop ids, which are the model's; max_new_tokens is 0 when the client leaves it to the context."""
+    """Parameters without stop ids, which are the model's; max_new_tokens is 0 when it is left to the context."""
     num_choices: int
-    """For each prompt."""
+    """Choices for each prompt."""
     messages: tuple[ChatMessage, ...] = ()
-    """Of a chat; empty for a plain completion."""
+    """Messages of a chat; empty for a plain completion."""
     prompts: tuple[str | tuple[int, ...], ...] = ()
-    """Of a plain completion."""
+    """Prompts of a plain completion; empty for a chat."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Empty also when tool_choice is "none": a model that may not call a tool is shown none."""
     seed: int | None = None
@@ -290,7 +290,7 @@ def read_asked(path: str, body: bytes, session: str = "") -> Asked:
 def _json_object(body: bytes) -> dict[str, Any]:
     try:
         given = json.loads(body)
-        if b"\\ud" in body.lower():  # half a surrogate pair is JSON, but no text that can be encoded
+        if b"\\ud" in body.lower():  # half a surrogate pair is JSON, but not text that can be encoded
             json.dumps(given, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # ValueError: UnicodeError is one
         raise Refused(f"the body is not JSON: {error}", code="invalid_json") from None

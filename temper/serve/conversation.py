@@ -169,7 +169,7 @@ def _call_format(tokenizer: Any) -> str | None:
 
 
 def _key(messages: Sequence[ChatMessage]) -> str:
-    """Of what was said, whatever ids the calls have and however their arguments are spaced."""
+    """Key of what was said, whatever ids the calls have and however their arguments are spaced."""
     said = [
         (
             message.role,

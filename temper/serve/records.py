@@ -52,11 +52,11 @@ class Origin:
     """new, extends, or fork: why."""
     parent: int | None = None
     messages: tuple[Message, ...] = ()
-    """Said since the parent; without a parent, everything. Empty for prompts that were no chat."""
+    """Messages since the parent; without a parent, all. Empty for prompts that were not a chat."""
     text: str = ""
     """The prompt as text, special tokens included."""
     num_messages: int = 0
-    """Of the whole conversation that was sent; 0: it was no chat."""
+    """Messages of the whole conversation that was sent; 0: it was not a chat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

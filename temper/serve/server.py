@@ -18,7 +18,7 @@ from temper.serve.app import App
 INSTALL = 'pip install "temper-rl[serve]"'
 LOOK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
-"""For requests that were ended to be recorded and answered, before uvicorn cancels them."""
+"""Time for requests that were ended to be recorded and answered, before uvicorn cancels them."""
 
 
 def make_server(app: App, shutdown_seconds: float) -> Any:
@@ -37,7 +37,7 @@ class Ending:
     close: Callable[[], Awaitable[None]]
     """Lets go of everything, when nothing is under way."""
     shutdown_seconds: float
-    """For requests in flight to end by themselves."""
+    """Time for requests in flight to end by themselves."""
 
 
 async def serve(server: Any, bound: socket.socket, ending: Ending) -> None:
@@ -63,7 +63,7 @@ async def _end_in_time(server: Any, ending: Ending) -> None:
 
 
 def run(server: Any, bound: socket.socket, ending: Ending) -> None:
-    """Serves in this process. A shutdown that was asked for is no failure."""
+    """Serves in this process. A shutdown that was asked for is not a failure."""
 
     def stop(*_: object) -> None:
         server.should_exit = True

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-"""What decoders write for bytes that are no character, e.g. the first half of one."""
+"""What decoders write for bytes that are not a character, e.g. the first half of one."""
 
 
 class Words:
@@ -33,7 +33,7 @@ class Words:
         return tuple(int(token) for token in self._tokenizer.encode(text, add_special_tokens=is_start))
 
     def token(self, token_id: int) -> tuple[str, list[int] | None]:
-        """One token's text and bytes. None: bytes that are no character, of a tokenizer that does not tell them."""
+        """One token's text and bytes. None: bytes that are not a character, of a tokenizer that does not tell them."""
         text = self.decode_all([token_id])
         if REPLACEMENT not in text:
             return text, list(text.encode())

@@ -57,7 +57,7 @@ class Served:
         return next(f"/api/runs/{run['id']}" for run in self.get("/api/runs") if name in (None, run["name"]))
 
     def num_tasks(self) -> int:
-        """Of the server's event loop, its own included."""
+        """Tasks of the server's event loop, its own included."""
         return len(asyncio.all_tasks(self._loop))
 
     def stop(self) -> None:

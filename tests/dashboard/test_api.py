@@ -42,7 +42,7 @@ STAGE, STEP = 1, 8
 
 @pytest.fixture
 def rollouts(trained: Path) -> list[TrajectoryRecord]:
-    """Of the last step."""
+    """Rollouts of the last step."""
     with RunReader(trained) as reader:
         return reader.trajectories(STAGE, STEP)
 

@@ -127,7 +127,7 @@ def estimate(setup: EpisodeSetup, attempt: Trajectory, split: StepSplit) -> Traj
         ([A, NEWLINE_A, B, STOP], [0, 2]),
         # Two boundaries inside one token are one beginning.
         ([A, TWO_LINES, B, STOP], [0, 2]),
-        # Empty lines are no steps.
+        # Empty lines are not steps.
         ([A, NEWLINE, NEWLINE, B, STOP], [0, 3]),
         ([A, TWO_NEWLINES, NEWLINE, B, STOP], [0, 3]),
         # The stop token belongs to the last step, also right after a separator.

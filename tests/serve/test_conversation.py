@@ -71,7 +71,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 def test_special_tokens_drawn_amid_an_answer_come_back(
     conversations: Conversations, records: Records, tokenizer: Any
 ) -> None:
-    # The client sees "ab": the marker between is no text. Encoding "ab" again would lose it.
+    # The client sees "ab": the marker between is not text. Encoding "ab" again would lose it.
     drawn = ids_of(tokenizer, "a<|user|>b<|end|>")
     first, completion = answer(conversations, records, asked_of([("user", "q")]), drawn)
     assert conversations.words.decode(drawn) == "ab"

@@ -128,7 +128,7 @@ class GpuAttend:
     slots_T: Tensor
     blocks_NM: Tensor
     positions_N: Tensor
-    """Of the first query of each row."""
+    """Position of the first query of each row."""
     query_starts: Tensor
     """[N + 1]: which queries belong to which row."""
     longest_query: int

@@ -24,10 +24,10 @@ from temper.engine.local.rows import Rows
 from temper.engine.local.scheduler import Schedule
 
 MOST_TOKENS = 4096
-"""Of a recorded pass. Larger ones keep a GPU busy for longer than they take to launch."""
+"""Most tokens of a recorded pass. Larger passes keep a GPU busy for longer than they take to launch."""
 MOST_GRAPHS = 48
 WORTH_RECORDING = 2
-"""Passes of one size: the first of each is computed as it comes."""
+"""A size is recorded once it was met this often. Passes before that are computed without a recording."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

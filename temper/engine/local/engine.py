@@ -147,8 +147,8 @@ class LocalEngine:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Requests wait inside, and the device is left to whoever else computes on it. In turn both are done sooner
-        than side by side: small decode steps would queue behind large ones, and both have one interpreter."""
+        """While the context is open, requests wait and the device is left to whoever else computes on it. Taking turns
+        is faster than side by side: small decode steps would queue behind large ones, and both have one interpreter."""
         self._may_step.clear()
         try:
             yield
@@ -198,8 +198,8 @@ class LocalEngine:
     async def _delivered(self, future: asyncio.Future[Completion], sequence: Sequence) -> Completion:
         """Waits for the completion. A caller that is cancelled, or whose watcher failed, ends its request.
 
-        Unblocked by: the driver, which delivers or breaks. Not by a look at the driver beside it: with hundreds of
-        requests that look at one task, each would cost the others time.
+        Unblocked by: the driver, which delivers or breaks. This does not watch the driver's task as well: hundreds of
+        requests that watch one task would cost each other time.
         """
         self._waiting.add(future)
         try:
@@ -211,7 +211,7 @@ class LocalEngine:
                 self._scheduler.stop(sequence.request.id, Finish.ABORT)
 
     def _break(self, error: Exception) -> None:
-        """Nobody waits any longer, and nobody begins to."""
+        """Fails every request that waits, and every later one."""
         self._failure = self._failure or error
         for future in self._waiting:
             if not future.done():

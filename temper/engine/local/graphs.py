@@ -28,7 +28,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 tokens' keys and values."""
 
 SHORT = 256
-"""Shorter rows count as so long."""
+"""Rows shorter than this count as this long."""
 LITTLE_MEMORY = 0.1
 """With a smaller share free, cached memory is given back before a graph takes its own."""
 
@@ -37,7 +37,7 @@ LITTLE_MEMORY = 0.1
 class GraphLimits:
     max_rows: int
     max_blocks: int
-    """Per row, of the longest sequence."""
+    """Blocks of a row that holds the longest sequence."""
     max_steps: int
     """Tokens drawn between two looks of the host."""
 
@@ -176,7 +176,7 @@ def bucket(count: int) -> int:
 
 
 def _length(decode_R: Rows_R, rows: Rows) -> int:
-    """Of the longest of these rows, rounded down to a power of two: few values, as each needs a recording."""
+    """Length of the longest of these rows, down to a power of two: few values, as each needs a recording."""
     return max(SHORT, 1 << (int(rows.length[decode_R].max()).bit_length() - 1))
 
 

@@ -28,7 +28,7 @@ from temper.protocols import Sampler
 from temper.types import Completion, Publication, Request
 
 NO_VERSION = -1
-"""Of tokens that no version of the policy drew."""
+"""Version of tokens that no version of the policy drew."""
 
 
 class MixedRunner(Runner):
@@ -89,7 +89,7 @@ class Opponent:
         decode: Callable[[list[int]], str] | None = None,
         follows: Any = None,
     ) -> None:
-        """share: of the reference; with 1 the policy is not asked. policy: the weights of its own sampler, shared.
+        """share: the reference's part; with 1 the policy is not asked. policy: the weights of its own sampler, shared.
 
         follows: the model that `reference` is a copy of, when that one moves. None: it stays, or it is that model.
         """
@@ -114,7 +114,7 @@ class Opponent:
         await self._engine.interrupt(request_id)
 
     async def load(self, publication: Publication) -> None:
-        """Looks at its models again; the policy's own sampler has taken over the new weights before, which are its."""
+        """Looks at its models again. The policy's own sampler has loaded the new weights before; both share them."""
         if self._follows is not None:
             with torch.no_grad():
                 for own, moved in zip(self._reference.parameters(), self._follows.parameters(), strict=True):
@@ -165,7 +165,7 @@ class WithOpponent:
             yield
 
     def stats(self) -> Mapping[str, float]:
-        """The policy's; but the fuller cache of the two, and the preemptions of both."""
+        """The policy's stats, except that kv_use is the larger of the two and preemptions are those of both."""
         own, other = self._sampler.stats(), self._opponent.stats()
         return {
             **own,

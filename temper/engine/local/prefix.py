@@ -73,5 +73,5 @@ class PrefixCache:
 
 
 def _root(weights: int) -> int:
-    """Apart from all numbers of entries."""
+    """Number of the root for these weights. Negative, so that no entry has it."""
     return -1 - weights

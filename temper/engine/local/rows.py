@@ -22,9 +22,9 @@ Tokens_RS = NDArray[np.int64]
 
 NO_TOKEN = -1
 NO_VERSION = np.iinfo(np.int64).min
-"""Of a row that has drawn nothing yet."""
+"""Version of a row that has drawn nothing yet."""
 TOKEN = np.int32
-"""What token ids are kept as. Columns are wide and many: four bytes of each are a gigabyte of 4,096 rows of 64k."""
+"""Dtype in which token ids are kept. At four bytes each, 4,096 rows of 64k tokens take a gigabyte."""
 
 
 class Rows:
@@ -56,7 +56,7 @@ class Rows:
         self.blocks = np.zeros((max_running, 0), dtype=np.int64)
         assert SCRATCH_BLOCK == 0, "zeros are scratch, and cost nothing until they are written"
         self._version = np.full(max_running, NO_VERSION, dtype=np.int64)
-        """By which each row drew last."""
+        """Version of the weights by which each row drew last."""
         self._runs: list[list[tuple[int, int]]] = [[] for _ in range(max_running)]
         """By row, (length, version): from this length on it drew by this version. A version rarely changes midway."""
         self._free = list(range(max_running))
@@ -134,11 +134,11 @@ class Rows:
         return sequence
 
     def is_decode(self) -> NDArray[np.bool_]:
-        """One token to compute, and it was drawn: the last token of a prompt is prefill, others may start from it."""
+        """Rows with one token to compute, a drawn one. A prompt's last token is prefill: others may start from it."""
         return self.is_active & (self.length - self.num_computed == 1) & (self.length > self.num_prompt)
 
     def is_prefill(self, row: int) -> bool:
-        """Whether this active row is none of is_decode()."""
+        """Whether this active row is not one of is_decode()."""
         return bool(self.length[row] - self.num_computed[row] != 1 or self.length[row] <= self.num_prompt[row])
 
     def add_blocks(self, row: int, blocks: Blocks) -> None:

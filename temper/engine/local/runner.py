@@ -37,7 +37,7 @@ class Runner:
     ) -> None:  # fmt: skip
         """graphs: how large recorded decode steps may become; None: nothing is recorded.
 
-        record: how; None: as CUDA graphs. One that is given makes a CPU do all that a GPU would.
+        record: how steps are recorded; None: as CUDA graphs. With one given, a CPU does all that a GPU would.
         """
         self._model, self._cache, self._device = model, cache, device
         self._is_gpu = device.type == "cuda" or record is not None
@@ -205,8 +205,8 @@ def _keep_ids(kept_RV: Tensor) -> list[NDArray[np.int32]]:
 
 
 def _host(tensor: Tensor) -> NDArray[Any]:
-    """Waits for it outside of the copy: one to ordinary memory keeps CUDA's lock until it is done, so that a trainer in
-    another thread could launch nothing meanwhile."""
+    """The tensor on the host. The wait is not inside the copy: a copy to ordinary memory keeps CUDA's lock until it is
+    done, so that a trainer in another thread could launch nothing meanwhile."""
     if tensor.device.type != "cuda":
         return tensor.numpy()
     pinned = tensor.to("cpu", non_blocking=True)

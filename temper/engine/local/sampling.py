@@ -32,14 +32,14 @@ class Draws:
     temperature_R: NDArray[np.float32]
     random_key_R: NDArray[np.uint64]
     position_R: NDArray[np.int64]
-    """Of the token to be drawn: the length of the row so far."""
+    """Position of the token to be drawn: the length of the row so far."""
     top_k_R: NDArray[np.int64]
     top_p_R: NDArray[np.floating[Any]]
     min_p_R: NDArray[np.floating[Any]]
     num_top: int = 0
     """Most likely tokens that the most curious row wants."""
     entropy: bool = False
-    """Whether any row wants it."""
+    """Whether any row wants the entropy."""
 
     @property
     def is_plain(self) -> bool:
@@ -144,7 +144,7 @@ def most_likely(scores_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _tempered(logits_RV: Tensor, temperature_R: NDArray[np.float32]) -> Tensor:
-    """Saves the pass over memory where it would change nothing."""
+    """Logits divided by the temperature. Where all temperatures are 1 or greedy, the pass over memory is saved."""
     divisor_R = np.where(temperature_R == 0, np.float32(1), temperature_R)
     if (divisor_R == 1).all():
         return logits_RV

@@ -40,19 +40,19 @@ class Schedule:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start."""
+    """Counts since the start of the engine."""
 
     preemptions: int = 0
     shared_prefills: int = 0
     prompt_tokens: int = 0
-    """Of requests that were looked up in the prefix cache."""
+    """Prompt tokens of requests that were looked up in the prefix cache."""
     found_tokens: int = 0
-    """Of those, the ones that need not be computed."""
+    """Prompt tokens that were found in the prefix cache and need not be computed."""
     ends: Counter[Finish] = field(default_factory=Counter)
 
 
 class Leaders:
-    """Of the requests with one prompt that wait for its prefill the first leads and the others follow."""
+    """Requests with the same prompt that wait for its prefill: the first leads, the others follow."""
 
     def __init__(self) -> None:
         self._by_prompt: dict[tuple[int, ...], Sequence] = {}
@@ -172,7 +172,7 @@ class Scheduler:
         self.end(self._leave(row), finish)
 
     def end(self, sequence: Sequence, finish: Finish) -> None:
-        """The last of a sequence, which holds no blocks and no row any more."""
+        """Ends a sequence, which holds no blocks and no row any more."""
         del self.live[sequence.request.id]
         self.counters.ends[finish] += 1
         sequence.complete(finish)

@@ -35,7 +35,7 @@ class StopTexts:
 
     @property
     def window(self) -> int:
-        """A token that says anything holds at least one byte."""
+        """How many of the last tokens are decoded: a token that says anything holds at least one byte."""
         return max(len(text.encode()) for text in self.texts) + SPLIT_CHARACTERS
 
     def end(self, before: list[int], drawn: list[int]) -> int | None:
@@ -93,7 +93,7 @@ class Sequence:
     weights: int = -1
     """Generation of the weights that computed the first of them."""
     row: int = NO_ROW
-    """Where it runs."""
+    """Row in which the sequence runs."""
     followers: list[Sequence] = field(default_factory=list)
     """Waiting requests with the same prompt: they start from this one's prefill."""
 

@@ -37,9 +37,9 @@ class Flight:
     """Rows that are prefilled with this step."""
     followers: Followers
     arrival_R: Rows_R
-    """Of the decode rows: whoever sits in such a row later came after that."""
+    """Arrival number of the sequence in each decode row. A sequence that takes the row later has a higher one."""
     seconds: float
-    """It took the host to ask."""
+    """Seconds that the host spent on asking."""
 
 
 class Stepper:
@@ -51,7 +51,7 @@ class Stepper:
         self.meter = Meter(scheduler)
 
     def begin(self, version: int) -> Flight | None:
-        """A step, by weights of this version. A burst is returned as it leaves, to be ended; all else ends here."""
+        """Begins a step by weights of this version. A burst is returned for end(); any other step is ended here."""
         started = time.perf_counter()
         scheduler, runner = self._scheduler, self._runner
         schedule = scheduler.schedule()
@@ -85,7 +85,7 @@ class Stepper:
         return None
 
     def end(self, flight: Flight) -> None:
-        """Waits for the answer and hands it out. Before the next begin()."""
+        """Waits for the answer and hands it out. Call it before the next begin()."""
         started, num_decoded = time.perf_counter(), 0
         drawn = self._runner.fetch(flight.tables)
         self._require_numbers(flight, drawn)
@@ -199,7 +199,7 @@ class Meter:
         self._peak_use = 0.0
 
     def look(self) -> None:
-        """In the middle of a step, when everything that runs in it has its blocks."""
+        """Counts what runs and waits. Called in the middle of a step, when everything that runs has its blocks."""
         self._steps["running"] += self._scheduler.num_running
         self._steps["waiting"] += self._scheduler.num_waiting
         self._peak_use = max(self._peak_use, self._scheduler.pool.use)

@@ -16,15 +16,15 @@ from temper.engine.local.rows import Rows, Rows_R
 
 class BlockTables:
     def __init__(self, num_places: int, width: int, device: torch.device) -> None:
-        # The last line is nobody's: where lines of scratch are copied from.
+        # The last line belongs to no sequence: scratch lines are copied from it.
         self.blocks_NM = torch.full((num_places + 1, width), SCRATCH_BLOCK, dtype=torch.int64, device=device)
         self._rows_R: Rows_R = np.empty(0, dtype=np.int64)
         self._arrival_R: Rows_R = np.empty(0, dtype=np.int64)
-        """With the row it names a sequence: whoever sits there later came after that."""
+        """Arrival number of the sequence in each place. With the row it identifies the sequence."""
         self._sent_R: Rows_R = np.empty(0, dtype=np.int64)
         self._size = 0
         self.bytes_sent = 0
-        """To the device, since the start."""
+        """Bytes sent to the device since the start."""
 
     def seat(self, rows_R: Rows_R, rows: Rows, size: int) -> None:
         """Makes the first lines those of these rows, in this order, and the rest of `size` lines scratch.

@@ -45,11 +45,11 @@ class SglangSettings:
     seed: int = 0
     api_key: str = ""
     control_seconds: float = 60.0
-    """For a call that changes no weights."""
+    """Deadline of a call that changes no weights."""
     update_seconds: float = 600.0
-    """For one publication."""
+    """Deadline of one publication."""
     idle_seconds: float = 300.0
-    """Between two events of a stream."""
+    """Longest wait between two events of a stream."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -57,11 +57,11 @@ class Active:
     """A generate() under way, over all the requests that it takes."""
 
     rid: str = ""
-    """Of the request on the server now; '' when there is none. All have one length: the server aborts by prefix."""
+    """Id of the request on the server now; '' for none. All ids have one length: the server aborts by prefix."""
     wanted: Finish | None = None
     """How its caller wants it to end."""
     is_cut: bool = False
-    """A publication ends the request of now; another one goes on under the new weights."""
+    """Whether a publication ends the current request; another one then goes on under the new weights."""
 
 
 class SglangEngine:

@@ -24,7 +24,7 @@ MAX_LISTED = 64
 CHANCE = 1e-6
 """A finding that a sound server would cause more rarely than this refuses the server."""
 MIN_GAP = 0.02
-"""Between the likeliest and the last listed token; below it the experiment cannot tell temperatures apart."""
+"""Least gap between the likeliest and the last listed token; below it temperatures cannot be told apart."""
 
 
 def refuse_settings(address: str, server: Mapping[str, Any], model: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from temper.types import Publication
 WEIGHT_ENDINGS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS_READ_BACK = 1
-"""Of each tensor. A tensor that was not loaded differs in its first row already."""
+"""Rows of each tensor that are read back. A tensor that was not loaded differs in its first row already."""
 READERS = 16
 
 
@@ -111,7 +111,7 @@ class Reading:
     is_by_name: bool
     """Whether it hands out tensors by name, so that they can be compared with what was published."""
     checksums: Mapping[str, str]
-    """Its own, by rank and its own names; read only when it does not."""
+    """The server's own checksums, by rank and its own names; read only when it hands out no tensors by name."""
 
 
 async def read_before(client: Client, publication: Publication, *, seconds: float) -> Reading:

@@ -94,7 +94,7 @@ class Drawn:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     """(id, log-probability), most likely first; empty when not asked for."""
     meta: Mapping[str, Any] = field(default_factory=dict)
-    """Of the newest event."""
+    """The meta_info of the newest event."""
 
     def add(self, event: Mapping[str, Any]) -> None:
         meta = event["meta_info"]

@@ -35,7 +35,7 @@ FILE = "weights.safetensors"
 ASLEEP = "vLLM sleeps: call wake() first"
 CPU_BLOCK = 32
 STOP_SECONDS = 3.0
-"""For vLLM to end by itself; then its processes are killed."""
+"""Time for vLLM to end by itself; then its processes are killed."""
 Answer = TypeVar("Answer")
 
 
@@ -45,7 +45,7 @@ class VllmSettings:
     """Hugging Face checkpoint the engine starts from."""
     seed: int
     dtype: str
-    """Of weights and cache, e.g. "float32"; the trainer's, or publications are refused."""
+    """Dtype of weights and cache, e.g. "float32". It must be the trainer's, or publications are refused."""
     device: Literal["cpu", "cuda"]
     max_running: int
     tokens_per_step: int
@@ -358,7 +358,7 @@ class VllmEngine:
 
 
 def _seed_of(request: Request, seed: int) -> int:
-    """The length of the prompt too: a request that goes on must not draw its first numbers again."""
+    """Depends on the length of the prompt too: a request that goes on must not draw its first numbers again."""
     key = f"{seed}/{request.id}/{len(request.prompt_ids)}"
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
 

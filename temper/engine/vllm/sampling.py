@@ -149,9 +149,9 @@ class _Listed:
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float64]
     owners: NDArray[np.int64]
-    """Position of each."""
+    """Position at which each token is listed."""
     size: int
-    """Positions."""
+    """Number of positions."""
 
     @staticmethod
     def of(flat: Any, size: int) -> _Listed:

@@ -67,7 +67,7 @@ class _Watched:
 
 
 def _row(rule: Rule, values: Mapping[str, float]) -> tuple[float, ...] | None:
-    """The metrics of a rule, or None when this is no check for it."""
+    """The metrics of a rule, or None when this is not a check for it."""
     is_check = all(name in values for name in rule.needs) if rule.needs else any(n in values for n in rule.otherwise)
     if not is_check:
         return None
@@ -81,7 +81,7 @@ class Alarms:
 
     rules: Sequence[Rule]
     folder: Path
-    """Of the run: a paused run goes on when a file `resume` appears here."""
+    """Folder of the run: a paused run goes on when a file `resume` appears here."""
     tell: Callable[[AlarmRecord], None]
     """Gets every alarm when it is raised."""
     say: Callable[[str], None] = print_line
@@ -217,7 +217,7 @@ def _smoothed(rewards: Sequence[float]) -> dict[str, float]:
     if len(rewards) < REWARD_STEPS:
         return {}
     values = np.array(rewards)
-    # Noise from differences of neighbours: a trend is no noise.
+    # Noise from differences of neighbours: a trend is not noise.
     noise = NORMAL * float(np.median(np.abs(np.diff(values)))) / math.sqrt(2)
     error = math.sqrt(math.pi / 2 / REWARD_STEPS) * noise
     return {"heldout/reward": float(np.median(values[-REWARD_STEPS:])), "heldout/reward_error": error}

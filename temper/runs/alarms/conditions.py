@@ -61,7 +61,7 @@ def checks_failed(rows: Rows, given: Given) -> Sight:
 
 
 def reward_jumped(rows: Rows, given: Given) -> Sight:
-    """Up by more than the noise of steps and by more than half of what responses differ by."""
+    """The reward rose by more than the noise of steps and by more than half of what responses differ by."""
     reward = rows["reward/mean"]
     before, now = _median(_before(reward, given)), _median(_recent(reward, given))
     spread = _median(_before(rows["reward/std"], given))
@@ -80,7 +80,7 @@ def length_grew(rows: Rows, given: Given) -> Sight:
 
 
 def entropy_fell(rows: Rows, given: Given) -> Sight:
-    """Against the oldest checks of the window. A solved task has nothing left to explore."""
+    """Entropy fell against the oldest checks of the window. A solved task is left out: nothing is left to explore."""
     entropy = rows["policy/entropy"]
     before, now = _median(entropy[..., : int(given["oldest"])]), _median(_recent(entropy, given))
     is_solved = _median(_recent(rows["data/all_pass"], given)) >= given["solved"]
@@ -90,7 +90,7 @@ def entropy_fell(rows: Rows, given: Given) -> Sight:
 
 
 def kl_rose(rows: Rows, given: Given) -> Sight:
-    """In the distance from the reference or from the policy that drew, whichever is further."""
+    """The distance from the reference, or from the policy that drew, rose; whichever is further is reported."""
     found = []
     for name in ("policy/kl_ref_k3", "policy/kl_old_k3"):
         before = _before(rows[name], given)
@@ -126,7 +126,7 @@ def _is_repeating(rows: Rows, given: Given) -> NDArray[np.bool_]:
 
 
 def signal_is_gone(rows: Rows, given: Given) -> Sight:
-    """Not when the groups are degenerate because their members are identical: that is an alarm of its own."""
+    """Too many groups are degenerate, and not because their members are identical: that is an alarm of its own."""
     share = _median(_recent(rows["data/degenerate"], given))
     idle = _median(_recent(rows["adv/frac_zero"], given))
     is_true = (share >= given["limit"]) & (idle >= given["idle"]) & ~_is_repeating(rows, given)
@@ -139,7 +139,7 @@ def members_are_identical(rows: Rows, given: Given) -> Sight:
 
 
 def gradient_is_zero(rows: Rows, given: Given) -> Sight:
-    """Though the advantages are not."""
+    """The gradient is zero though the advantages are not."""
     norm = _recent(rows["policy/grad_norm"], given).max(axis=-1)
     return Sight((norm == 0) & (_recent(rows["adv/abs_mean"], given).min(axis=-1) > 0), {"value": norm})
 
@@ -150,7 +150,7 @@ def is_not_finite(rows: Rows, given: Given) -> Sight:
 
 
 def weights_stand_still(rows: Rows, given: Given) -> Sight:
-    """Though there is a gradient."""
+    """The weights do not change though there is a gradient."""
     change = _recent(rows["policy/update_norm_ratio"], given).max(axis=-1)
     norm = _recent(rows["policy/grad_norm"], given).min(axis=-1)
     return Sight((change == 0) & (norm > 0), {"value": change, "norm": norm})
@@ -184,7 +184,7 @@ def judge_changed(rows: Rows, given: Given) -> Sight:
 
 
 def throughput_fell(rows: Rows, given: Given) -> Sight:
-    """And steps take longer: shorter answers also give fewer tokens a second, and are no fault."""
+    """Fewer tokens a second, and longer steps: shorter answers alone also give fewer, and are not a fault."""
     seconds = rows["seconds/total"]
     speed = rows["sys/train_tokens"] / np.maximum(seconds, 1e-9)
     before, now = _median(_before(speed, given)), _median(_recent(speed, given))
@@ -202,7 +202,7 @@ def trainer_waits(rows: Rows, given: Given) -> Sight:
 
 
 def memory_grows(rows: Rows, given: Given) -> Sight:
-    """In every quarter of the window; a longest batch that was just met makes a single stair."""
+    """Memory grows in every quarter of the window; a longest batch that was just met makes a single stair."""
     memory = rows["sys/peak_memory_bytes"] / 2**30
     quarters = [_median(part) for part in np.array_split(memory, 4, axis=-1)]
     steps = [later > given["factor"] * earlier for earlier, later in itertools.pairwise(quarters)]

@@ -18,7 +18,7 @@ from temper.types import Scalar
 Level = Literal["off", "note", "warn", "pause", "stop"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 LONGEST_PAUSE_HOURS = 144.0
-"""Less than what a sleeping source of batches bears."""
+"""Shorter than the longest sleep of a source of batches (rollout/source.py)."""
 MOE_DIVERGENCE = 0.05
 """Budget of "mismatch" for a mixture of experts, whose routers disagree sooner."""
 

@@ -28,7 +28,7 @@ from temper.runs.store.nulls import finite
 from temper.types import EvaluationResult
 
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
-"""Of a checkpoint: all weights, or an adapter alone."""
+"""Files of weights in a checkpoint: all weights, or an adapter alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,9 @@ class Report:
     failures: Mapping[str, int]
     """Rollouts that broke or could not be scored, by reason."""
     checkpoint: str | None
-    """The newest; None when there is none yet."""
+    """The newest checkpoint; None when there is none yet."""
     weights: str | None
-    """The file of weights in it."""
+    """The file of weights in that checkpoint."""
     weights_sha256: str | None
     damage: str | None
     """What is wrong with that checkpoint; None: it is what was written."""
@@ -130,7 +130,7 @@ def _verified_checkpoint(folder: Path) -> tuple[Path | None, str | None]:
 
 
 def _largest(points: Iterable[Point]) -> dict[int, float]:
-    """By stage."""
+    """The largest value by stage."""
     largest: dict[int, float] = {}
     for point in points:
         if point.value is not None:
@@ -139,7 +139,7 @@ def _largest(points: Iterable[Point]) -> dict[int, float]:
 
 
 def _kept(reader: RunReader) -> dict[int, Kept]:
-    """By stage."""
+    """What rejection sampling made, by stage."""
     found: dict[str, dict[int, list[float]]] = {}
     for name in ("keep/rows", "keep/prompts", "keep/share", "keep/best_of_n", "reward/mean"):
         found[name] = {}

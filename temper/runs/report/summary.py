@@ -18,7 +18,7 @@ class Kept:
     rows: int
     prompts: int
     share: float
-    """Of all answers."""
+    """Share of all answers that were kept."""
     mean_reward: float
     best_reward: float
     """Mean over the groups of the highest reward in each: best-of-N, with N the group's size."""
@@ -70,4 +70,4 @@ class StageSummary:
     starts_from: str
     """The earlier stage whose model it takes, "first" for the run's; empty: it goes on from the one before."""
     kept: Kept | None
-    """Of rejection sampling; None for other stages."""
+    """What rejection sampling made; None for other stages."""

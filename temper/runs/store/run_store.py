@@ -82,7 +82,7 @@ def open_run(folder: Path, *, config: str, resume: bool, transcript_bytes: float
 
 
 def _check_folder(folder: Path, resume: bool) -> None:
-    """Refuses a path that is no run before anything is written there."""
+    """Refuses a path that is not a run before anything is written there."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file, not a run directory. Use another --run.")
     if resume and not folder.is_dir():

@@ -18,7 +18,7 @@ GATE = "gate"
 NAMED = ("task", "group", "index", "kind", "value", "reason", "fingerprint")
 """Keys of a record that are columns; all others are detail."""
 MAX_WAITING = 100_000
-"""Of rollouts ahead of their step; older ones are forgotten."""
+"""Most verdicts that are kept for rollouts ahead of their step; older ones are forgotten."""
 
 
 class Verdicts:
@@ -51,7 +51,7 @@ class Verdicts:
         self._record(result.stage, result.step, {})
 
     def _record(self, stage: int, step: int, draws: Mapping[str, int]) -> None:
-        """Writes what was said of these groups and of none, by part, draw and member: order of arrival is chance."""
+        """Writes what was said of these groups or of no group, by part, draw and member: order of arrival is chance."""
         settled: list[Said] = []
         ahead: list[Said] = []
         for part, record in [*self._waiting, *self._said()]:

@@ -305,7 +305,7 @@ def test_a_publication_that_does_not_fit_is_refused_whole(fault: str) -> None:
 
 
 def test_buffers_of_a_checkpoint_are_part_of_a_publication() -> None:
-    """Glm4Moe's routers have a bias that is no parameter."""
+    """Glm4Moe's routers have a bias that is not a parameter."""
     model, other = make_model("glm4_moe"), make_model("glm4_moe")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     other.get_buffer(name).fill_(0.5)

@@ -32,7 +32,7 @@ from temper.types import Completion, Finish, Request, SamplingParams
 STOP = 0
 MAX_LENGTH = 24
 LIVES = range(100)
-"""Seeds."""
+"""Seeds of the random lives that are played."""
 
 
 def next_token(ids: list[int], weights: int) -> int:

@@ -142,7 +142,7 @@ def test_a_table_says_what_each_stage_added(
     store.close()
     report = make_report(store.folder)
     assert [stage.starts_from for stage in report.stages] == ["", "", "", "sft"]
-    # The distilled model is no continuation of RL: its score must not end the run's.
+    # The distilled model is not a continuation of RL: its score must not end the run's.
     greedy = next(change for change in report.scores if change.name == "greedy")
     assert (greedy.first.score, greedy.last.score) == (0.1, 0.9)
     rows = {line.split()[1]: line for line in render(report).splitlines() if line[2:3].isdigit() and line[3:4] == " "}
