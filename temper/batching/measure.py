@@ -2,7 +2,7 @@
 
 Owns: definitions over whole batches, before they are split. "Generated" is what this step rolled, trained and dropped
 groups together, so that filtering does not flatter the reward. A histogram is ten shares, name/00 to name/09; a
-percentile is the value at rank ceil(n * q). Refuses: metrics of the policy (objectives/policy_metrics.py).
+percentile is the value at rank ceil(n * q). Refuses: metrics of the policy (objectives/policy/measures.py).
 """
 
 from __future__ import annotations

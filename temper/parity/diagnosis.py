@@ -1,6 +1,6 @@
 """From two lists of log-probabilities to the name of what sets them apart.
 
-Owns: the comparison and the diagnosis, both pure. Refuses: sampling and scoring (gate.py gathers the evidence), and
+Owns: the comparison and the diagnosis, both pure. Refuses: sampling and scoring (check.py gathers the evidence), and
 guessing: where no single cause explains most of the gap, it says so.
 """
 

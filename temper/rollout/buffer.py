@@ -5,7 +5,7 @@ while (S + version + 1) * groups_per_step groups or fewer have ever been admitte
 n-th accepted group is trained by step ceil(n / groups_per_step), so no token is ever older than S versions, no group is
 dropped for age, and fast prompts are not favoured over slow ones.
 Everything is counted as it happens: a group costs the same however many others wait.
-Refuses: running episodes (roller.py).
+Refuses: running episodes (source.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a run notes beside its steps: transcripts put aside for people to read, alarms, and what judges said.
 
-Owns: records that are written (store.py) and come back (reader.py) as they are.
+Owns: records that are written (store/run_store.py) and come back (reader.py) as they are.
 """
 
 from __future__ import annotations

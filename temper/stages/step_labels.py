@@ -1,7 +1,7 @@
 """Labels for process reward models without people: a step is good when the policy still gets there after it.
 
 Owns: labels from Monte-Carlo continuations, and the rows they are written to. Refuses: drawing and scoring
-continuations (rollout/steps.py), solutions of more than one turn. Specification 3.3; Math-Shepherd, arXiv 2312.08935.
+continuations (rollout/steps.py), solutions of more than one turn. Math-Shepherd, arXiv 2312.08935.
 """
 
 from __future__ import annotations

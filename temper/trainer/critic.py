@@ -1,7 +1,7 @@
 """The value model of PPO and VAPO: what return to expect before each drawn token.
 
-Owns: a decoder of its own with a linear head, its optimiser step, its state. Refuses: targets (objectives/critics.py),
-packing, and any denominator but the drawn tokens of the whole update.
+Owns: a decoder of its own with a linear head, its optimiser step, its state. Refuses: targets
+(objectives/advantage/critics.py), packing, and any denominator but the drawn tokens of the whole update.
 Shapes: _T packed tokens, _A drawn tokens, _D width.
 """
 

@@ -1,7 +1,7 @@
 """One step to the edge of a trust region: gradient, Fisher products, line search (TRPO).
 
 Owns: what the natural-gradient step needs of the model, and that a step is taken whole or not at all. Refuses: the
-direction and its length (objectives/constrained.py), and weights in bfloat16: a line search would step over them.
+direction and its length (policy/constrained.py), and weights in bfloat16: a line search would step over them.
 Logits of one microbatch are held at a time. Parts of microbatches and ranks add up, so it does not matter how a batch
 is cut.
 Shapes: _P trainable parameters laid end to end, _T packed tokens, _A drawn tokens, _D width, _V vocabulary.

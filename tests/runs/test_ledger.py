@@ -105,7 +105,7 @@ def test_idle_shares_and_counters() -> None:
     assert all(describe(name) is not None for name in metrics)
 
 
-def test_flops_of_the_specification() -> None:
+def test_flops_worked_out_by_hand() -> None:
     assert SEVEN.flops_per_token(8192) == pytest.approx(4.693e10, rel=1e-4)
     used = mfu(SEVEN, [8192] * 3, seconds=3 * 8192 / 3000, peak=989e12)
     assert used["sys/mfu"] == pytest.approx(0.14236, abs=5e-6)

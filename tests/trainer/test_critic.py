@@ -162,7 +162,7 @@ def test_observations_give_no_gradient(make_model: MakeModel, make_rows: MakeRow
     assert clean_metrics == dirty_metrics
 
 
-def test_loss_and_metrics_are_those_of_the_specification(make_model: MakeModel, make_rows: MakeRows) -> None:
+def test_loss_and_metrics_are_those_worked_out_by_hand(make_model: MakeModel, make_rows: MakeRows) -> None:
     """V = 1, V_old = .5, clip .2: targets .2 and 2 give losses .32 and .845, the second by the clipped value."""
     critic = Critic(make_model(), SETTINGS, total_steps=10)
     with torch.no_grad():

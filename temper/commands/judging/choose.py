@@ -2,7 +2,7 @@
 and the average of the chosen ones.
 
 Owns: which checkpoints compete, which wins, what is averaged and why. Refuses: choosing by pass@1, which is what RL
-improves; what it starts from must be able to find the answer at all. Specification 3.7.
+improves; what it starts from must be able to find the answer at all.
 """
 
 from __future__ import annotations

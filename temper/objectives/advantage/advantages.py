@@ -22,7 +22,7 @@ AdvantageFn = Callable[[Credit], Tensor]
 
 @factor()
 def raw() -> AdvantageFn:
-    """A = R. Unbiased, high variance. Williams 1992. Specification 1.2."""
+    """A = R. Unbiased, high variance. Williams 1992."""
     return returns_of
 
 
@@ -30,7 +30,7 @@ def raw() -> AdvantageFn:
 def group_mean() -> AdvantageFn:
     """A = R - mean(R) over the group. Its expected gradient is (G-1)/G of the true one.
 
-    Dr. GRPO, Liu et al. 2025. Specification 1.2.
+    Dr. GRPO, Liu et al. 2025.
     """
     return lambda credit: _centred(returns_of(credit), credit.group_ids)
 
@@ -40,7 +40,7 @@ def group_mean_std(eps: float = 1e-6) -> AdvantageFn:
     """A = (R - mean(R)) / (std(R) + eps) over the group, std unbiased.
 
     Small std amplifies both very easy and very hard tasks: three samples of success rate 0.3 give 1.154701 of the true
-    gradient. Shao et al. 2024 (GRPO). Specification 1.2.
+    gradient. Shao et al. 2024 (GRPO).
     """
     require(eps >= 0, f"group_mean_std: eps={eps} must not be negative, e.g. 1e-6")
     return lambda credit: _standardised(returns_of(credit), credit.group_ids, eps)
@@ -50,7 +50,7 @@ def group_mean_std(eps: float = 1e-6) -> AdvantageFn:
 def leave_one_out() -> AdvantageFn:
     """A_i = R_i - mean of the other members = G/(G-1) (R_i - mean(R)). Unbiased.
 
-    RLOO, Kool et al. 2019; Ahmadian et al. 2024. Specification 1.2.
+    RLOO, Kool et al. 2019; Ahmadian et al. 2024.
     """
 
     def advantage(credit: Credit) -> Tensor:
@@ -65,7 +65,7 @@ def leave_one_out() -> AdvantageFn:
 def batch_std(eps: float = 1e-6) -> AdvantageFn:
     """A = (R - mean(R) of the group) / (std of all rewards of the batch + eps), std unbiased.
 
-    Keeps the relative size of easy and hard groups. ScaleRL, Khatri et al. 2025; TRL. Specification 1.2.
+    Keeps the relative size of easy and hard groups. ScaleRL, Khatri et al. 2025; TRL.
     """
     require(eps >= 0, f"batch_std: eps={eps} must not be negative, e.g. 1e-6")
 
@@ -82,7 +82,7 @@ def length_weighted() -> AdvantageFn:
     """A_i = R_i - sum_j T_j R_j / sum_j T_j over the group: the baseline of least variance if scores grow with length.
 
     Biased, as the baseline holds the member itself: (G-1)/G of the true gradient where lengths are equal. OPO, Hao et
-    al. 2025; verl. Specification 1.2 (opo).
+    al. 2025; verl.
     """
 
     def advantage(credit: Credit) -> Tensor:
@@ -105,7 +105,7 @@ def maxrl(variant: str = "baseline") -> AdvantageFn:
     "baseline" is unbiased for order N-1 and what public code runs; "success_only", A_i = R_i / mean(R), for order N;
     "all_fail_baseline", A_i = -1 for all where nobody succeeded, for order N, with a baseline. At p = 0.3 and N = 3
     they give 1.70, 2.19 and 2.19 of the gradient of p. Rewards must not be negative; 0 or 1 is meant.
-    MaxRL; prime-rl, SkyRL. Specification 1.2.
+    MaxRL; prime-rl, SkyRL.
     """
     require(variant in _MAXRL, f'maxrl: variant="{variant}" is unknown. Use one of {", ".join(_MAXRL)}.')
 
@@ -133,7 +133,7 @@ def mgpo(sharpness: float = 1.0, eps: float = 1e-6) -> AdvantageFn:
     """A = exp(-sharpness * D) * A of group_mean_std, D = p ln(2p) + (1-p) ln(2(1-p)), p the group's pass rate.
 
     Turns to tasks that are solved half of the time; sharpness = 0 is GRPO. p is the mean outcome, kept inside [0, 1].
-    VibeThinker-1.5B, section 3.4. Specification 1.2.
+    VibeThinker-1.5B, section 3.4.
     """
     require(sharpness >= 0, f"mgpo: sharpness={sharpness} must not be negative, e.g. 1.0; 0 is group_mean_std")
     require(eps >= 0, f"mgpo: eps={eps} must not be negative, e.g. 1e-6")
@@ -154,7 +154,7 @@ def per_reward(eps: float = 1e-6) -> AdvantageFn:
     A part on a small scale then counts as much as one on a large scale. R_k is the part within its bounds, and 0 where
     a gate is closed: among parts that are never negative, nobody is below a closed gate. A member that lacks a part
     enters none of its statistics and gets nothing from it. Shaping changes the sum and not the parts: it is refused.
-    GDPO; verl, TRL, NeMo-RL, which whiten over the batch afterwards (normalizers.py). Specification 1.2 (gdpo).
+    GDPO; verl, TRL, NeMo-RL, which whiten over the batch afterwards (normalizers.py).
     """
     require(eps >= 0, f"per_reward: eps={eps} must not be negative, e.g. 1e-6")
 

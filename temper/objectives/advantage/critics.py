@@ -31,7 +31,7 @@ def gae_targets(
     """Target_t = A_t + V_t with A of gae, before any whitening; lam = 1 gives the returns themselves, as in VAPO.
 
     `clip` bounds how far one batch moves a value (value_loss). In the first `pretraining_steps` only the critic learns.
-    bootstrap_truncated as in gae. Schulman et al. 2016; TRL, verl. Specification 1.2 and 1.10.
+    bootstrap_truncated as in gae. Schulman et al. 2016; TRL, verl.
     """
     require_share("gae_targets", "gamma", gamma)
     require_share("gae_targets", "lam", lam)

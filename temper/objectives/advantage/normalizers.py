@@ -27,7 +27,7 @@ def whiten(variance: str = "biased") -> NormalizerFn:
     """(A - mean(A)) / sqrt(max(var(A), 1e-8)) over all drawn tokens of the batch that are kept.
 
     Token-weighted: long answers count more. "biased" divides by N (OpenRLHF, NeMo-RL), "unbiased" by N - 1 (verl).
-    For REINFORCE++, PPO, GDPO. Specification 1.3.
+    For REINFORCE++, PPO, GDPO.
     """
     require(
         variance in ("biased", "unbiased"), f'whiten: variance="{variance}" is unknown. Use "biased" or "unbiased".'
@@ -47,7 +47,7 @@ def whiten(variance: str = "biased") -> NormalizerFn:
 
 @factor()
 def clip_advantages(limit: float) -> NormalizerFn:
-    """clip(A, -limit, limit): no single token dominates a step. Specification 1.3."""
+    """clip(A, -limit, limit): no single token dominates a step."""
     require(limit > 0, f"clip_advantages: limit={limit} must be positive, e.g. 5.0")
     return lambda credit, advantages: replace(advantages, tokens=advantages.tokens.clamp(-limit, limit))
 
@@ -56,7 +56,7 @@ def clip_advantages(limit: float) -> NormalizerFn:
 def drop_small(threshold: float) -> NormalizerFn:
     """Removes trajectories whose largest |A_t| is below the threshold; they count in no denominator either.
 
-    Any small threshold above 0 removes exactly those without advantage; 0 removes nothing. Specification 1.3.
+    Any small threshold above 0 removes exactly those without advantage; 0 removes nothing.
     """
     require(threshold >= 0, f"drop_small: threshold={threshold} must not be negative, e.g. 1e-6")
 
@@ -72,7 +72,7 @@ def drop_small(threshold: float) -> NormalizerFn:
 def gaussian_noise(sigma: float) -> NormalizerFn:
     """A_i + sigma * xi_i, xi ~ N(0, 1), one draw per trajectory, the same whatever else is in the batch.
 
-    sigma of 0.05 to 0.1 is suggested for standardised advantages. Specification 1.3.
+    sigma of 0.05 to 0.1 is suggested for standardised advantages.
     """
     require(sigma >= 0, f"gaussian_noise: sigma={sigma} must not be negative, e.g. 0.05")
 
@@ -88,7 +88,7 @@ def gaussian_noise(sigma: float) -> NormalizerFn:
 def add_distillation(coefficient: float = 1.0, discount: float = 0.0) -> NormalizerFn:
     """A_t - coefficient * sum_{k>=0} discount^k (log mu - log pi_T) at t+k: a task's advantage and a teacher's.
 
-    Name it after whiten, or the teacher's part is scaled as well. tinker-cookbook, slime. Specification 3.5.
+    Name it after whiten, or the teacher's part is scaled as well. tinker-cookbook, slime.
     """
     require(coefficient > 0, f"add_distillation: coefficient={coefficient} must be positive, e.g. 1.0")
     require_share("add_distillation", "discount", discount)

@@ -27,7 +27,7 @@ def soft_overlong(buffer: int | None = None, coefficient: float = 1.0) -> Shapin
 
     The limits are max_new_tokens, for the longest turn, and rollout.max_episode_tokens, for all turns together; the
     nearer one counts. Unset: the last fifth of each, as in the paper, where it is 4096 of 20480.
-    Counts drawn tokens only, so long observations are not punished. Yu et al. 2025, eq. 13. Specification 1.1.
+    Counts drawn tokens only, so long observations are not punished. Yu et al. 2025, eq. 13.
     """
     require(buffer is None or buffer > 0, f"soft_overlong: buffer={buffer} must be at least 1 token")
 
@@ -54,7 +54,7 @@ def _nearness(name: str, limit: int, drawn_B: Tensor, buffer: int | None) -> Ten
 
 @factor()
 def length_exact(target: int, alpha: float = 0.0003) -> ShapingFn:
-    """R - alpha * |target - n|, n drawn tokens: answers of one length. L1 (exact), l1 repository. Specification 1.1."""
+    """R - alpha * |target - n|, n drawn tokens: answers of one length. L1 (exact), l1 repository."""
     require(target >= 1, f"length_exact: target={target} must be at least 1 token, e.g. 1000")
     require(alpha >= 0, f"length_exact: alpha={alpha} must not be negative, e.g. 0.0003")
 
@@ -71,7 +71,7 @@ def length_exact(target: int, alpha: float = 0.0003) -> ShapingFn:
 def length_max(target: int, form: str = "paper", alpha: float = 0.0003, delta: float = 0.5) -> ShapingFn:
     """R * clip(alpha * (target - n) + delta, 0, 1): answers of at most one length, wrong ones unchanged at 0.
 
-    form = "repository": R * (clip(alpha * (target - n), -1, 1) + 1) / 2, without delta. L1 (max). Specification 1.1.
+    form = "repository": R * (clip(alpha * (target - n), -1, 1) + 1) / 2, without delta. L1 (max).
     """
     require(target >= 1, f"length_max: target={target} must be at least 1 token, e.g. 1000")
     require(form in ("paper", "repository"), f'length_max: form="{form}" is unknown. Use "paper" or "repository".')
@@ -89,7 +89,7 @@ def length_max(target: int, form: str = "paper", alpha: float = 0.0003, delta: f
 def stop_properly(factor: float) -> ShapingFn:
     """For answers cut at a limit: R * factor if 0 <= factor <= 1, R := factor if it is negative.
 
-    Makes an answer that did not end worth less, whatever it says. OpenRLHF (ProRL v2). Specification 1.1.
+    Makes an answer that did not end worth less, whatever it says. OpenRLHF (ProRL v2).
     """
     require(
         factor <= 1, f"stop_properly: factor={factor} would reward running on. Use 0 to 1, or less than 0, e.g. 0.5"
@@ -107,7 +107,7 @@ def exclude_truncated_from_stats() -> ShapingFn:
     """Answers cut at a limit enter no group's mean or std, and get advantage 0 from estimators that compare members.
 
     Each becomes a group of its own: nobody is compared with it. The rest of overlong filtering, not to train on them,
-    is decided where batches are made; the batch's own std (batch_std) still counts them. TRL. Specification 1.1.
+    is decided where batches are made; the batch's own std (batch_std) still counts them. TRL.
     """
 
     def shaped(credit: Credit) -> Credit:
@@ -121,7 +121,7 @@ def exclude_truncated_from_stats() -> ShapingFn:
 
 @factor()
 def clip_reward(low: float, high: float) -> ShapingFn:
-    """clip(R, low, high) of the outcome; rewards inside a trajectory, such as KL, stay. Specification 1.1."""
+    """clip(R, low, high) of the outcome; rewards inside a trajectory, such as KL, stay."""
     require(low < high, f"clip_reward: low={low} must be below high={high}, e.g. low=-1.0, high=1.0")
     return lambda credit: replace(credit, rewards=credit.rewards.clamp(low, high))
 
@@ -131,7 +131,7 @@ def kl_in_reward(coefficient: float) -> ShapingFn:
     """R_t = -coefficient * (log pi_old - log pi_ref) inside the trajectory: k1 as a constant in the reward.
 
     Through the score function its gradient is that of KL(pi || ref), which k1 as a loss would not give.
-    Ziegler et al. 2019; RLOO, Ahmadian et al. 2024. Specification 1.1 and 1.8.
+    Ziegler et al. 2019; RLOO, Ahmadian et al. 2024.
     """
     require(coefficient >= 0, f"kl_in_reward: coefficient={coefficient} must not be negative, e.g. 0.05")
 

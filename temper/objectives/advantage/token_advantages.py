@@ -26,7 +26,7 @@ def returns_to_go(gamma: float = 1.0) -> AdvantageFn:
     """A_t = G_t = R_t + gamma G_{t+1}; R_t is the reward inside the trajectory, plus the outcome at the last token.
 
     A token is not credited for what came before it. Unbiased at gamma = 1, for groups of any size. REINFORCE++, which
-    whitens over the batch afterwards; OpenRLHF, verl. Specification 1.2 (rf++).
+    whitens over the batch afterwards; OpenRLHF, verl.
     """
     require_share("returns_to_go", "gamma", gamma)
     return lambda credit: discounted_sums(rewards_at_tokens(credit), gamma, credit.lengths)
@@ -36,7 +36,7 @@ def returns_to_go(gamma: float = 1.0) -> AdvantageFn:
 def greedy_baseline(gamma: float = 1.0) -> AdvantageFn:
     """A_t = G_t - R of the greedy answer to the same task. Unbiased at gamma = 1, for groups of any size.
 
-    ReMax, Li et al. 2023; verl. Specification 1.2 (remax).
+    ReMax, Li et al. 2023; verl.
     """
     require_share("greedy_baseline", "gamma", gamma)
 
@@ -54,7 +54,7 @@ def gae(gamma: float = 1.0, lam: float = 0.95, bootstrap_truncated: int = 0) -> 
 
     lam = 1 is unbiased whatever the critic says, lower is biased by its errors and less noisy. bootstrap_truncated = 1:
     after an answer cut at a limit, V is that of its last state, for the task went on.
-    Schulman et al. 2016; verl, OpenRLHF, TRL. Specification 1.2.
+    Schulman et al. 2016; verl, OpenRLHF, TRL.
     """
     require_share("gae", "gamma", gamma)
     require_share("gae", "lam", lam)
@@ -67,7 +67,7 @@ def gae_by_length(gamma: float = 1.0, alpha: float = 0.05) -> AdvantageFn:
     """gae with lam_i = max(0, 1 - 1/(alpha T_i)): 0.8 for 100 tokens, 0.98 for 1000, so long answers decay less.
 
     Slightly biased even with a perfect critic: the decay of a token depends on how many are drawn after it. The floor
-    at 0, for answers shorter than 1/alpha, is ours. VAPO, arXiv 2504.05118. Specification 1.2.
+    at 0, for answers shorter than 1/alpha, is ours. VAPO, arXiv 2504.05118.
     """
     require_share("gae_by_length", "gamma", gamma)
     require(alpha > 0, f"gae_by_length: alpha={alpha} must be positive, e.g. 0.05")
@@ -84,7 +84,7 @@ def step_values(samples: int = 9, separator: str = "\n", tokens: int = 0) -> Adv
 
     Steps end after `separator`, or after `tokens` tokens when that is above 0; `samples` rollouts from each start.
     Every token has the advantage of its step. R_s is what was paid inside the step; the last one has the outcome.
-    VinePPO, Kazemnejad et al. 2024. Specification 1.2.
+    VinePPO, Kazemnejad et al. 2024.
     """
 
     def advantage(credit: Credit) -> Tensor:
@@ -109,7 +109,7 @@ def turn_returns(gamma: float = 1.0) -> AdvantageFn:
     Credit by turn for environments that pay per turn: a good first call is not blamed for a bad last answer. The mean
     is over the members that reached turn k; one alone there gets 0. Without payment per turn: group_mean.
     The outcome is not added: use it when the reward is what the environment pays, or with a process reward by turn,
-    which pays the outcome to the last turn. Shaping changes the outcome: it is refused. Specification 1.2 (group_mean).
+    which pays the outcome to the last turn. Shaping changes the outcome: it is refused.
     """
     require_share("turn_returns", "gamma", gamma)
 
@@ -139,7 +139,7 @@ def distillation(coefficient: float = 1.0, discount: float = 0.0) -> AdvantageFn
 
     Each difference is bounded by 20: a token the teacher rules out must not be worth minus infinity. To add this to a
     task's advantage use the normalizer add_distillation. On-policy distillation, Thinking Machines 2025;
-    tinker-cookbook, slime. Specification 1.2 (opd) and 3.5.
+    tinker-cookbook, slime.
     """
     require(coefficient > 0, f"distillation: coefficient={coefficient} must be positive, e.g. 1.0")
     require_share("distillation", "discount", discount)

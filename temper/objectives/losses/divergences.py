@@ -46,7 +46,7 @@ def gkd(beta: float = 0.5, temperature: float = 0.9, lmbda: float = 0.5) -> Loss
 
     beta 0: KL(Q || S), covers the teacher. beta 1: KL(S || Q), seeks its modes. Between: the generalised Jensen-Shannon
     divergence. A step trains on the student's samples with probability lmbda, else on texts of the data set.
-    Agarwal et al. 2023 (arXiv 2306.13649); TRL (gkd). Specification 3.5.
+    Agarwal et al. 2023 (arXiv 2306.13649); TRL (gkd).
     """
     require_gkd(beta, temperature)
     require_share("gkd", "lmbda", lmbda)
@@ -58,7 +58,7 @@ def top_k_teacher(k: int = 64, lmbda: float = 1.0) -> LossFn:
     """KL(Q || S) over the teacher's k most likely tokens and one bucket for the rest: a lower bound of the whole one.
 
     Both at the sampler's temperature. lmbda as for gkd. Without the bucket the sum may be negative and public code
-    clamps it; with it, a k of the vocabulary's size or more gives the whole one. verl. Specification 3.5.
+    clamps it; with it, a k of the vocabulary's size or more gives the whole one. verl.
     """
     require(k >= 1, f"top_k_teacher: k={k} must be at least 1 token, e.g. k=64")
     require_share("top_k_teacher", "lmbda", lmbda)
@@ -75,7 +75,7 @@ def top_k_teacher(k: int = 64, lmbda: float = 1.0) -> LossFn:
 def k2() -> LossFn:
     """D^2 / 2 at drawn tokens, D = log S - log Q, through the student: follows KL(S || Q) on the student's own samples.
 
-    D is bounded by 20: a token that the teacher rules out must not be an infinite loss. slime, verl. Specification 3.5.
+    D is bounded by 20: a token that the teacher rules out must not be an infinite loss. slime, verl.
     """
     return lambda tokens: _estimated(tokens, k2_estimate)
 
@@ -85,7 +85,7 @@ def k3() -> LossFn:
     """exp(-D) - 1 + D at drawn tokens, D = log S - log Q, bounded by 20, through the student.
 
     Its value estimates KL(S || Q), but differentiated on the student's own samples it follows KL(Q || S), which covers
-    the teacher. k1 = D is not offered: its expected gradient is 0. Schulman 2020; verl. Specification 1.8 and 3.5.
+    the teacher. k1 = D is not offered: its expected gradient is 0. Schulman 2020; verl.
     """
     return lambda tokens: _estimated(tokens, k3_estimate)
 

@@ -132,7 +132,7 @@ def dpo_shift(
     """-logsig(beta (u_w - factor u_l)): less weight on the rejected side, against likelihood displacement.
 
     With `until` the factor goes linearly from `factor` to `until` over the first `steps` steps of the stage, e.g. from
-    0.5 to 1. Yang et al. 2025 (arXiv 2502.07599); DPO-Shift. Specification 3.1.
+    0.5 to 1. Yang et al. 2025 (arXiv 2502.07599); DPO-Shift.
     """
     last = factor if until is None else until
     for value in (factor, last):
@@ -156,7 +156,6 @@ def xpo(beta: float = 0.1, alpha: float = 1e-5, loss: str = "dpo") -> Callable[[
 
     Rows with a version are the policy's, rows with version -1 the reference's: a stage samples both, or the data says
     which is which. Xie et al. 2024 (arXiv 2405.21046); TRL.
-    Specification 3.1.
     """
     rule = preferences.xpo(beta, alpha, loss)
 
@@ -180,7 +179,7 @@ def beta_dpo(beta: float = 0.1, slope: float = 0.6, dropped: float = 0.2, decay:
     """-logsig(b delta) over the pairs kept: b = beta (1 + slope (mean kept delta - M)), at least 0.001.
 
     (1 - dropped) of the pairs of each batch are drawn with weights exp(-((delta - M) / S)^2 / 2); M and S are moving
-    averages, which the controller margin_memory keeps. Wu et al. 2024 (arXiv 2407.08639); beta-DPO. Specification 3.1.
+    averages, which the controller margin_memory keeps. Wu et al. 2024 (arXiv 2407.08639); beta-DPO.
     """
     require(beta > 0, f"beta_dpo: beta={beta} must be positive, e.g. 0.1; a large beta stays close to the reference")
     require(0 <= dropped < 1, f"beta_dpo: dropped={dropped} must lie in [0, 1), e.g. 0.2")
@@ -222,7 +221,7 @@ def beta_dpo(beta: float = 0.1, slope: float = 0.6, dropped: float = 0.2, decay:
 
 @factor()
 def margin_memory() -> Callable[[State, State], State]:
-    """Keeps the moving mean and deviation of margins that the loss beta_dpo goes by. Specification 3.1."""
+    """Keeps the moving mean and deviation of margins that the loss beta_dpo goes by."""
 
     def follow(state: State, metrics: State) -> State:
         """Without a measurement, as before the first step, the state stays as it was."""
@@ -261,7 +260,7 @@ def nash_md(beta: float = 0.1, mixture: float = 0.5) -> Callable[[Tokens], Taugh
     """-(P(win) - 0.5) sum_t log pi_t + beta sum_t sg[log pi_t - log ref_t] log pi_t.
 
     P(win) is against opponents drawn from pi^(1 - mixture) ref^mixture, token by token: the share of those of its group
-    that a completion beats, ties half. Munos et al. 2023 (arXiv 2312.00886); TRL. Specification 3.1.
+    that a completion beats, ties half. Munos et al. 2023 (arXiv 2312.00886); TRL.
     """
     require(beta >= 0, f"nash_md: beta={beta} must not be negative, e.g. 0.1")
     require(0 <= mixture <= 1, f"nash_md: mixture={mixture} must lie between 0 (the policy) and 1 (the reference)")

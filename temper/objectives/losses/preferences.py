@@ -74,7 +74,7 @@ def dpo(beta: float = 0.1) -> PairRule:
     """-logsig(beta delta), delta = u_w - u_l, u = log pi - log ref of a completion.
 
     beta is the KL weight of the underlying problem, whose optimum is ref * exp(R / beta): a LARGE beta stays close to
-    the reference, a small one allows larger drift. Rafailov et al. 2023 (arXiv 2305.18290); TRL. Specification 3.1.
+    the reference, a small one allows larger drift. Rafailov et al. 2023 (arXiv 2305.18290); TRL.
     """
     _require_beta("dpo", beta)
     return lambda pairs: _compared(beta, *_log_ratios(pairs), lambda margin_P: -logsigmoid(margin_P))
@@ -84,7 +84,7 @@ def dpo(beta: float = 0.1) -> PairRule:
 def cdpo(beta: float = 0.1, noise: float = 0.1) -> PairRule:
     """-(1 - noise) logsig(beta delta) - noise logsig(-beta delta): DPO when that share of the labels is flipped.
 
-    Keeps the margin finite. Mitchell 2023; OpenRLHF. Specification 3.1.
+    Keeps the margin finite. Mitchell 2023; OpenRLHF.
     """
     _require_beta("cdpo", beta)
     _require_noise("cdpo", noise)
@@ -99,7 +99,7 @@ def cdpo(beta: float = 0.1, noise: float = 0.1) -> PairRule:
 def robust(beta: float = 0.1, noise: float = 0.1) -> PairRule:
     """[-(1 - noise) logsig(beta delta) + noise logsig(-beta delta)] / (1 - 2 noise): unbiased under flipped labels.
 
-    May be negative. Chowdhury et al. 2024 (arXiv 2403.00409); TRL (robust). Specification 3.1.
+    May be negative. Chowdhury et al. 2024 (arXiv 2403.00409); TRL (robust).
     """
     _require_beta("robust", beta)
     _require_noise("robust", noise)
@@ -115,7 +115,6 @@ def ipo(beta: float = 0.1, average: int = 1) -> PairRule:
     """(u_w / T_w - u_l / T_l - 1 / (2 beta))^2: a target margin instead of an ever larger one.
 
     Averaged over tokens, as its authors meant it; average = 0 takes sums. Azar et al. 2023 (arXiv 2310.12036); TRL.
-    Specification 3.1.
     """
     _require_beta("ipo", beta)
     require(average in (0, 1), f"ipo: average={average} must be 1 (per token) or 0 (sums)")
@@ -126,7 +125,7 @@ def ipo(beta: float = 0.1, average: int = 1) -> PairRule:
 
 @factor(needs=("reference",))
 def hinge(beta: float = 0.1) -> PairRule:
-    """max(0, 1 - beta delta): no gradient once a pair is separated. SLiC, arXiv 2305.10425; TRL. Specification 3.1."""
+    """max(0, 1 - beta delta): no gradient once a pair is separated. SLiC, arXiv 2305.10425; TRL."""
     _require_beta("hinge", beta)
     return lambda pairs: _compared(beta, *_log_ratios(pairs), lambda margin_P: (1 - margin_P).clamp(min=0))
 
@@ -135,7 +134,7 @@ def hinge(beta: float = 0.1) -> PairRule:
 def length_normalized(beta: float = 0.1) -> PairRule:
     """-logsig(beta (u_w / T_w - u_l / T_l)): DPO that gains nothing by length.
 
-    TRL (sigmoid_norm). Specification 3.1.
+    TRL (sigmoid_norm).
     """
     _require_beta("length_normalized", beta)
     return lambda pairs: _compared(beta, *_mean_log_ratios(pairs), lambda margin_P: -logsigmoid(margin_P))
@@ -145,7 +144,7 @@ def length_normalized(beta: float = 0.1) -> PairRule:
 def rpo(beta: float = 0.1, alpha: float = 1.0) -> PairRule:
     """DPO + alpha (-log pi(y_w)) / T_w: the chosen completion is kept likely. alpha 1 (iterative RPO) or 0.005 (RPO).
 
-    Pang et al. 2024 (arXiv 2404.19733); TRL (sigmoid + sft). Specification 3.1.
+    Pang et al. 2024 (arXiv 2404.19733); TRL (sigmoid + sft).
     """
     _require_alpha("rpo", alpha)
     return _with_likelihood(dpo(beta), alpha)
@@ -176,7 +175,7 @@ def shift_schedule(progress: float, start: float = 0.5, end: float = 1.0) -> flo
 def simpo(beta: float = 2.0, margin: float = 1.0) -> PairRule:
     """-logsig(beta (log pi(y_w) / T_w - log pi(y_l) / T_l) - margin): mean log-probability as the reward, no reference.
 
-    Meng et al. 2024 (arXiv 2405.14734); TRL (cpo, simpo; its margin is 0.5). Specification 3.1.
+    Meng et al. 2024 (arXiv 2405.14734); TRL (cpo, simpo; its margin is 0.5).
     """
     _require_beta("simpo", beta)
     return lambda pairs: _compared(beta, *_mean_logprobs(pairs), lambda margin_P: -logsigmoid(margin_P - margin))
@@ -186,7 +185,7 @@ def simpo(beta: float = 2.0, margin: float = 1.0) -> PairRule:
 def cpo(beta: float = 0.1, alpha: float = 1.0) -> PairRule:
     """-logsig(beta (log pi(y_w) - log pi(y_l))) + alpha (-log pi(y_w)) / T_w: DPO with a uniform reference.
 
-    Xu et al. 2024 (arXiv 2401.08417); TRL (cpo). Specification 3.1.
+    Xu et al. 2024 (arXiv 2401.08417); TRL (cpo).
     """
     _require_beta("cpo", beta)
     _require_alpha("cpo", alpha)
@@ -202,7 +201,6 @@ def orpo(weight: float = 0.1) -> PairRule:
     """NLL_w - weight logsig(log odds_w - log odds_l), odds = P / (1 - P), P = exp(mean token log-probability).
 
     Supervised learning and preference in one, no reference. Hong et al. 2024 (arXiv 2403.07691); TRL.
-    Specification 3.1.
     """
     require(weight >= 0, f"orpo: weight={weight} must not be negative, e.g. 0.1")
 

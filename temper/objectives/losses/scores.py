@@ -28,7 +28,7 @@ CHOSEN, REJECTED = 1.0, 0.0
 def bradley_terry(margin: float = 0.0, centring: float = 0.0) -> Callable[[Tokens], tuple[Tensor, MetricSums]]:
     """-logsig(s_w - s_l - margin - margin of the pair) + centring (s_w + s_l)^2, mean over the batch's pairs.
 
-    A pair's own margin is the advantage of its chosen row, 0 where the data has none. Specification 3.2.
+    A pair's own margin is the advantage of its chosen row, 0 where the data has none.
     """
     require(centring >= 0, f"bradley_terry: centring={centring} must not be negative, e.g. 0.01")
 
@@ -46,7 +46,7 @@ def bradley_terry(margin: float = 0.0, centring: float = 0.0) -> Callable[[Token
 def steps(separator: str = "\n\n") -> Callable[[Tokens], tuple[Tensor, MetricSums]]:
     """Binary cross-entropy at the end of every labelled step, mean over the batch's; advantages hold the labels.
 
-    `separator`: what ends a step, and where rows are therefore read. Specification 3.3.
+    `separator`: what ends a step, and where rows are therefore read.
     """
     require(bool(separator), "steps: separator is empty. Use what stands between steps, e.g. a blank line")
 

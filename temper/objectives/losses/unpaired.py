@@ -46,7 +46,7 @@ def kto(
 ) -> Callable[[Labelled], Tensor]:
     """Desirable: w_d (1 - sig(beta (u - z))); undesirable: w_u (1 - sig(beta (z - u))); z = baseline.
 
-    Needs no pairs, only good and bad completions. Ethayarajh et al. 2024 (arXiv 2402.01306); TRL. Specification 3.1.
+    Needs no pairs, only good and bad completions. Ethayarajh et al. 2024 (arXiv 2402.01306); TRL.
     """
     require(beta > 0, f"kto: beta={beta} must be positive, e.g. 0.1; a large beta stays close to the reference")
 

@@ -29,7 +29,7 @@ def trpo(
 
     The longest step whose quadratic KL(pi_old || pi) is delta. The line search then shrinks it by `backtrack`, at most
     `tries` times, until the gain grew and the measured KL is at most delta; else the step is rejected.
-    Schulman et al. 2015, arXiv 1502.05477. Specification 1.5.
+    Schulman et al. 2015, arXiv 1502.05477.
     """
     require(delta > 0, f"trpo: delta={delta} nats must be positive, e.g. 0.01")
     require(iterations >= 1 and tries >= 1, f"trpo: iterations={iterations} and tries={tries} must be at least 1")

@@ -1,6 +1,6 @@
 """Coefficients that follow a measurement: after every step, a few numbers and its metrics give the next numbers.
 
-Owns: the rules and their start. Refuses: storage (a run checkpoints the state) and metrics (policy_metrics.py).
+Owns: the rules and their start. Refuses: storage (a run checkpoints the state) and metrics (policy/measures.py).
 A metric that is missing, as after a step without tokens, or not finite leaves the numbers as they are.
 """
 
@@ -21,7 +21,7 @@ def adaptive_kl(target: float, horizon: int = 10_000, factor: str = "kl") -> Con
 
     `factor` names the penalty, "kl" or "kl_in_reward"; its coefficient is multiplied by scale, which starts at 1.
     KL = mean over trajectories of their summed log pi - log ref, n = trajectories trained in the step.
-    Ziegler et al. 2019; verl, TRL. Specification 1.8.
+    Ziegler et al. 2019; verl, TRL.
     """
     require(target > 0, f"adaptive_kl: target={target} nats per trajectory must be positive, e.g. 6.0")
     require(horizon > 0, f"adaptive_kl: horizon={horizon} trajectories must be positive, e.g. 10000")
@@ -45,7 +45,7 @@ def adaptive_entropy(target: float, step: float = 0.005, low: float = 0.0, high:
     applies c only if H <= target, else 0: an entropy bonus that is there only when it is needed.
 
     Scales entropy_bonus(coefficient=1.0). c starts at `low` and nothing is applied before the first measurement.
-    Skywork-OR1, arXiv 2505.22312; TRL. Specification 1.9.
+    Skywork-OR1, arXiv 2505.22312; TRL.
     """
     require(target > 0, f"adaptive_entropy: target={target} nats must be positive, e.g. 0.2")
     require(step > 0, f"adaptive_entropy: step={step} must be positive, e.g. 0.005")
@@ -69,7 +69,7 @@ def learned_length(rate: float, initial: float = 0.0) -> ControllerFn:
     """lambda <- lambda - rate dL/dlambda: learns the length preference of the weighting length_softmax with the model.
 
     0 weighs as DAPO does, more than 0 favours long answers, less than 0 short ones. lambda-GRPO,
-    arXiv 2510.06870. Specification 1.7.
+    arXiv 2510.06870.
     """
     require(rate > 0, f"learned_length: rate={rate} must be positive, e.g. 0.01")
 

@@ -23,7 +23,7 @@ CorrectionFn = Callable[[Tokens], Correction]
 def token_importance() -> CorrectionFn:
     """rho_t itself, bounded only by exp(20): the token weight of decoupled PPO, where r clips and rho corrects.
 
-    arXiv 2110.00641, 2505.24298; AReaL. Specification 1.6 and 2 (decoupled PPO).
+    arXiv 2110.00641, 2505.24298; AReaL.
     """
 
     def correct(tokens: Tokens) -> Correction:
@@ -34,7 +34,7 @@ def token_importance() -> CorrectionFn:
 
 @factor()
 def token_tis(cap: float = 2.0, low: float = 0.0) -> CorrectionFn:
-    """Truncated importance sampling: clip(rho_t, low, cap). Keeps every token. Yao et al. 2025. Specification 1.6."""
+    """Truncated importance sampling: clip(rho_t, low, cap). Keeps every token. Yao et al. 2025."""
     _require_band("token_tis", low, cap)
 
     def correct(tokens: Tokens) -> Correction:
@@ -46,7 +46,7 @@ def token_tis(cap: float = 2.0, low: float = 0.0) -> CorrectionFn:
 
 @factor()
 def token_mis(low: float = 0.5, high: float = 5.0) -> CorrectionFn:
-    """Masked importance sampling (IcePop): rho_t inside [low, high], else 0. Specification 1.6."""
+    """Masked importance sampling (IcePop): rho_t inside [low, high], else 0."""
     _require_band("token_mis", low, high)
 
     def correct(tokens: Tokens) -> Correction:
@@ -57,9 +57,9 @@ def token_mis(low: float = 0.5, high: float = 5.0) -> CorrectionFn:
 
 @factor()
 def sequence_tis(cap: float = 2.0) -> CorrectionFn:
-    """min(product of rho over the trajectory, cap), for all its tokens. Unbiased below the cap; explodes with length.
+    """min(product of rho over the trajectory, cap), for all its tokens.
 
-    Specification 1.6.
+    Unbiased below the cap; explodes with length.
     """
     require(cap > 0, f"sequence_tis: cap={cap} must be positive, e.g. cap=2.0")
 
@@ -72,7 +72,7 @@ def sequence_tis(cap: float = 2.0) -> CorrectionFn:
 
 @factor()
 def sequence_mis(high: float = 3.0, low: float = 0.0) -> CorrectionFn:
-    """Product of rho over the trajectory when inside [low, high], else 0. Liu, Li et al. 2025. Specification 1.6."""
+    """Product of rho over the trajectory when inside [low, high], else 0. Liu, Li et al. 2025."""
     _require_band("sequence_mis", low, high)
 
     def correct(tokens: Tokens) -> Correction:
@@ -86,7 +86,6 @@ def geometric_keep(low: float = 0.999, high: float = 1.001) -> CorrectionFn:
     """Keeps a trajectory when the geometric mean of its rho is inside [low, high]; weight 1.
 
     A length-free filter, not an unbiased weight. Bounds are on rho = pi_old / mu, not on its reciprocal.
-    Specification 1.6.
     """
     _require_band("geometric_keep", low, high)
 
@@ -99,10 +98,7 @@ def geometric_keep(low: float = 0.999, high: float = 1.001) -> CorrectionFn:
 
 @factor()
 def veto(threshold: float = 1e-4) -> CorrectionFn:
-    """Drops a trajectory when any of its tokens has rho below `threshold`: the trainer finds it all but impossible.
-
-    Specification 1.6.
-    """
+    """Drops a trajectory when any of its tokens has rho below `threshold`: the trainer finds it all but impossible."""
     require(0 < threshold < 1, f"veto: threshold={threshold} must lie between 0 and 1, e.g. 1e-4")
 
     def correct(tokens: Tokens) -> Correction:
@@ -117,7 +113,7 @@ def kl_keep(high: float, estimator: str = "k3", level: str = "sum") -> Correctio
     """Keeps what is close to the sampler: an estimate of KL(mu || pi_old) of at most `high`; weight 1.
 
     k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho, both at least 0. level = "token" judges each token alone; "sum",
-    "mean" and "max" judge a trajectory by that of its tokens. verl. Specification 1.6 (KL rejection).
+    "mean" and "max" judge a trajectory by that of its tokens. verl.
     """
     require(high > 0, f"kl_keep: high={high} must be positive, e.g. 0.01")
     require(estimator in ("k2", "k3"), f'kl_keep: estimator="{estimator}" is unknown. Use "k2" or "k3".')
@@ -141,7 +137,7 @@ def opsm(threshold: float = 0.5) -> CorrectionFn:
     `threshold`: pushing down what the policy has already left teaches nothing and destabilises.
 
     The base is mu and the policy is the current one, detached. Advantages that differ inside a trajectory are averaged.
-    DeepSeek-V3.2; TRL, slime. Specification 1.6.
+    DeepSeek-V3.2; TRL, slime.
     """
 
     def correct(tokens: Tokens) -> Correction:
@@ -157,7 +153,7 @@ def m2po(threshold: float) -> CorrectionFn:
     """Drops the tokens with the largest (log mu - log pi_old)^2 until the mean over the rest is below `threshold`.
 
     Bounds the second moment of the mismatch over the whole batch; of equal tokens the later ones go first.
-    M2PO, arXiv 2510.01161; AReaL. Specification 1.6.
+    M2PO, arXiv 2510.01161; AReaL.
     """
     require(threshold > 0, f"m2po: threshold={threshold} must be positive, e.g. 0.04")
 
@@ -181,7 +177,7 @@ def batch_normalize(level: str = "token") -> CorrectionFn:
     much all count together.
 
     The mean is over all tokens of the whole batch, or over trajectories (level = "sequence", for weights that are the
-    same for a whole trajectory). What a keep rule dropped has W = 0. verl, slime. Specification 1.6.
+    same for a whole trajectory). What a keep rule dropped has W = 0. verl, slime.
     """
     require(level in ("token", "sequence"), f'batch_normalize: level="{level}" is unknown. Use "token" or "sequence".')
 
@@ -200,7 +196,7 @@ def kept_denominator() -> CorrectionFn:
     """sum(weights) / sum(weights of kept tokens): takes what other corrections dropped out of the denominator as well.
 
     Exactly the mean over kept tokens under token_mean; under other weightings one factor for the whole batch. The step
-    then grows with the share that was dropped, which is why it is not the default. verl. Specification 1.7.
+    then grows with the share that was dropped, which is why it is not the default. verl.
     """
 
     def measure(whole: Tokens, objective: Objective) -> Tensor:

@@ -24,7 +24,7 @@ EmphasisFn = Callable[[Tokens], Tensor]
 def entropy_shaped(scale: float = 0.4, bound: float = 2.0) -> EmphasisFn:
     """A_t + min(scale sg[H_t], |A_t| / bound): more credit where the policy was unsure, never a change of sign.
 
-    Reasoning with Exploration, arXiv 2506.14758. Specification 1.3.
+    Reasoning with Exploration, arXiv 2506.14758.
     """
     require(scale >= 0, f"entropy_shaped: scale={scale} must not be negative, e.g. scale=0.4")
     require(bound > 1, f"entropy_shaped: bound={bound} must exceed 1, or signs could flip, e.g. bound=2.0")
@@ -41,7 +41,7 @@ def entropy_shaped(scale: float = 0.4, bound: float = 2.0) -> EmphasisFn:
 def top_choice_penalty(factor: float = 1.1, quantile: float = 0.8) -> EmphasisFn:
     """factor A_t where A_t < 0, the token is a fork (forks.py) and was the most likely one when the batch started.
 
-    Punishes a wrong answer more where it followed the favourite. SimKO, arXiv 2510.14807. Specification 1.5.
+    Punishes a wrong answer more where it followed the favourite. SimKO, arXiv 2510.14807.
     """
     require(factor >= 0, f"top_choice_penalty: factor={factor} must not be negative, e.g. factor=1.1")
     require_quantile("top_choice_penalty", quantile)

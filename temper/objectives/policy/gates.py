@@ -24,7 +24,7 @@ _THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 
 @factor()
 def none() -> GateFn:
-    """A log pi: plain policy gradient, no ratio, omega = 1. Williams 1992. Specification 1.5."""
+    """A log pi: plain policy gradient, no ratio, omega = 1. Williams 1992."""
     return lambda tokens, log_ratio_T: Gain(tokens.advantages * tokens.policy_logprobs, _nowhere(log_ratio_T))
 
 
@@ -32,7 +32,7 @@ def none() -> GateFn:
 def importance(cap: float | None = None) -> GateFn:
     """r A: importance-weighted policy gradient without a trust region, omega = r.
 
-    With `cap`: min(r, cap) A, which has no gradient beyond the cap. Specification 1.5 (pg_is).
+    With `cap`: min(r, cap) A, which has no gradient beyond the cap.
     """
     require(cap is None or cap >= 1, f"importance: cap={cap} must be at least 1, e.g. cap=5.0")
 
@@ -54,7 +54,7 @@ def clip(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> Gate
     With `dual`, tokens of negative advantage lose their gradient beyond r = dual as well: they would otherwise have
     no bound. Dual clip, max(min(...), dual A) for A < 0 (Ye et al. 2020), and INTELLECT-2's two-sided delta,
     min(min(r, delta) A, clip(r) A), are one function of r and A because both bounds exceed 1 + high.
-    Schulman et al. 2017, eq. 7. Specification 1.5.
+    Schulman et al. 2017, eq. 7.
     """
     require(low >= 0 and high >= 0, f"clip: low={low} and high={high} must not be negative, e.g. low=0.2, high=0.28")
     require(dual is None or dual > 1 + high, f"clip: dual={dual} must exceed 1 + high = {1 + high}, e.g. dual=3.0")
@@ -76,8 +76,8 @@ def clip(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> Gate
 def cispo(cap: float = 5.0, low: float = 0.0) -> GateFn:
     """CISPO: sg[clip(r, low, cap)] A log pi. Every token keeps a gradient; only its size is bounded.
 
-    Both bounds are absolute, not 1 - epsilon and 1 + epsilon; low = 0 is no lower bound. MiniMax-M1, arXiv
-    2506.13585; verl, slime, TRL. Specification 1.5.
+    Both bounds are absolute, not 1 - epsilon and 1 + epsilon; low = 0 means no lower bound. MiniMax-M1, arXiv
+    2506.13585; verl, slime, TRL.
     """
     require(0 <= low < cap, f"cispo: low={low} and cap={cap} need 0 <= low < cap, e.g. low=0.0, cap=5.0")
 
@@ -94,7 +94,7 @@ def sapo(positive: float = 1.0, negative: float = 1.05) -> GateFn:
     """SAPO: (4/tau) sigmoid(tau (r - 1)) A, tau = positive for A > 0 and negative otherwise.
 
     A soft trust region: omega = 4 u (1 - u) r, u = sigmoid(tau (r - 1)), fades on both sides and never ends, so
-    nothing counts as clipped. arXiv 2511.20347; verl, TRL, AReaL. Specification 1.5.
+    nothing counts as clipped. arXiv 2511.20347; verl, TRL, AReaL.
     """
     require(
         positive > 0 and negative > 0,
@@ -114,7 +114,7 @@ def acceptance(sharpness: float = 4.0) -> GateFn:
     """RGPO: g(r) A with a smooth acceptance gate g into [0, 1], omega = g'(r) r; here g = sigmoid(sharpness (r - 1)).
 
     omega is sharpness/4 at r = 1, so 4 starts as policy gradient. It is sharpness/4 times sapo with both temperatures
-    equal to sharpness. arXiv 2604.14895 (abstract). Specification 1.5 (rgpo).
+    equal to sharpness. arXiv 2604.14895 (abstract).
     """
     require(sharpness > 0, f"acceptance: sharpness={sharpness} must be positive, e.g. sharpness=4.0")
 
@@ -131,7 +131,7 @@ def dppo_tv(low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> GateFn:
     the direction of its advantage: p - q > high for A > 0, p - q < -low otherwise.
 
     p is the policy's probability, q the proximal policy's: the sampler in DPPO, the trainer in its recompute variant.
-    Rare tokens move freely, whatever their ratio. arXiv 2602.04879; verl (dppo_tv), prime-rl. Specification 1.5.
+    Rare tokens move freely, whatever their ratio. arXiv 2602.04879; verl (dppo_tv), prime-rl.
     """
     return _divergence_gate("dppo_tv", _drawn(binary_tv), low, high, cap)
 
@@ -139,7 +139,7 @@ def dppo_tv(low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> GateFn:
 @factor()
 def dppo_kl(low: float = 0.05, high: float = 0.05, cap: float = 20.0) -> GateFn:
     """DPPO, binary KL: as dppo_tv, with v = 0 where KL((q, 1 - q) || (p, 1 - p)) exceeds high (A > 0, p > q) or low
-    (A <= 0, p < q). Stricter than TV for rare tokens. arXiv 2602.04879; verl (dppo_kl). Specification 1.5.
+    (A <= 0, p < q). Stricter than TV for rare tokens. arXiv 2602.04879; verl (dppo_kl).
     """
     return _divergence_gate("dppo_kl", _drawn(binary_kl), low, high, cap)
 
@@ -153,7 +153,7 @@ def dppo_topk(
     """DPPO, top-K: as dppo_kl, with the divergence over the anchor's K most likely tokens and the rest as one event.
 
     Sees what a binary divergence cannot: probability that moved between other tokens. low and high default to those
-    of the binary forms, 0.15 for "tv" and 0.05 for "kl". arXiv 2602.04879; Stable-RL. Specification 1.5.
+    of the binary forms, 0.15 for "tv" and 0.05 for "kl". arXiv 2602.04879; Stable-RL.
     """
     require(divergence in _THRESHOLDS, f'dppo_topk: divergence="{divergence}" is unknown. Use "tv" or "kl".')
     require(k >= 1, f"dppo_topk: k={k} must be at least 1 token, e.g. k=20")
@@ -174,7 +174,7 @@ def dppo_topk(
 def quad(low: float = 0.2, high: float = 0.2) -> GateFn:
     """prime-rl: v r A with v of dppo_tv; omega = v r. Its pull back to the sampler is a regulariser of its own.
 
-    prime-rl's default loss. Specification 1.5.
+    prime-rl's default loss.
     """
     _require_thresholds("quad", low, high)
     distance = _drawn(binary_tv)
@@ -192,7 +192,7 @@ def gmpo(band: float = 0.4) -> GateFn:
 
     z = sgn(A) min(sgn(A) log r, sgn(A) clip(log r, -band, band)). Under sequence_mean weighting the loss is the mean
     over trajectories. omega = exp(mean z), 0 on bounded tokens; one wild ratio moves a geometric mean little.
-    Takes a token-level ratio. arXiv 2507.20673; verl (geo_mean), TRL. Specification 1.5.
+    Takes a token-level ratio. arXiv 2507.20673; verl (geo_mean), TRL.
     """
     require(band > 0, f"gmpo: band={band} is a bound on |log r| and must be positive, e.g. band=0.4")
 
@@ -213,7 +213,7 @@ def vespo(
     """VESPO: sg[phi(w)] A log pi, phi(w) = w^power exp(decay (1 - w)), with one pair for A >= 0 and one for A < 0.
 
     w is the ratio of the whole trajectory (sequence_product against the sampler). phi is 1 at w = 1 and fades on both
-    sides; below 1e-3 a token counts as clipped. arXiv 2602.10693; TRL. Specification 1.5.
+    sides; below 1e-3 a token counts as clipped. arXiv 2602.10693; TRL.
     """
     shape = (positive_power, positive_decay, negative_power, negative_decay)
     require(min(shape) >= 0, f"vespo: powers and decays {shape} must not be negative, e.g. 2.0, 3.0, 3.0, 2.0")

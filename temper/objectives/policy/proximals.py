@@ -22,7 +22,7 @@ ProximalFn = Callable[[Tokens], Tensor]
 def trainer() -> ProximalFn:
     """log pi_old: the trainer's own log-probabilities when the batch started (decoupled mode: r clips, rho corrects).
 
-    With one update per batch they are those of the same pass, detached, and cost nothing. Specification 0.3.
+    With one update per batch they are those of the same pass, detached, and cost nothing.
     """
     return lambda tokens: tokens.proximal_logprobs
 
@@ -30,7 +30,7 @@ def trainer() -> ProximalFn:
 @factor()
 def behavior() -> ProximalFn:
     """log pi_old := log mu, as sampled (bypass mode). The ratio then holds the correction for the sampler as well, so
-    sampler corrections on top of it would count twice and are refused. Specification 0.3."""
+    sampler corrections on top of it would count twice and are refused."""
     return lambda tokens: tokens.behavior_logprobs
 
 
@@ -38,7 +38,7 @@ def behavior() -> ProximalFn:
 def current() -> ProximalFn:
     """log pi_old := sg[log pi]: no trust region. Corrections then weigh by pi/mu of the policy being trained.
 
-    For plain policy gradients on samples of another policy (REINFORCE with importance weights). Specification 1.6.
+    For plain policy gradients on samples of another policy (REINFORCE with importance weights).
     """
     return lambda tokens: tokens.policy_logprobs.detach()
 
@@ -48,7 +48,7 @@ def interpolated(space: str = "log") -> ProximalFn:
     """A-3PO: log pi_old := log mu + a (sg[log pi] - log mu), a = (d - 1)/d for a token of staleness d >= 1, else 0.
 
     Approximates the policy one publication behind the trainer, without a pass of its own; 1/d of the weight stays on
-    the sampler. space = "probability" mixes probabilities instead of logs. arXiv 2512.06547; AReaL. Specification 1.5.
+    the sampler. space = "probability" mixes probabilities instead of logs. arXiv 2512.06547; AReaL.
     """
     require(space in ("log", "probability"), f'interpolated: space="{space}" is unknown. Use "log" or "probability".')
 

@@ -23,7 +23,7 @@ RatioFn = Callable[[Tokens], Tensor]
 
 @factor()
 def token() -> RatioFn:
-    """log r_t = log pi_t - log pi_old_t. Specification 1.4."""
+    """log r_t = log pi_t - log pi_old_t."""
     return lambda tokens: bounded(_log_ratio(tokens))
 
 
@@ -31,7 +31,7 @@ def token() -> RatioFn:
 def sequence_geometric() -> RatioFn:
     """log s = mean_t (log pi_t - log pi_old_t), the same for all tokens of a trajectory; length-free.
 
-    GSPO, Zheng et al. 2025. Specification 1.4.
+    GSPO, Zheng et al. 2025.
     """
 
     def log_ratio(tokens: Tokens) -> Tensor:
@@ -45,7 +45,7 @@ def sequence_geometric() -> RatioFn:
 def sequence_geometric_token() -> RatioFn:
     """Value of sequence_geometric, gradient of each token's own log-probability: s_t = sg[s] pi_t / sg[pi_t].
 
-    Allows advantages that differ inside a trajectory. GSPO-token, Zheng et al. 2025. Specification 1.4.
+    Allows advantages that differ inside a trajectory. GSPO-token, Zheng et al. 2025.
     """
 
     def log_ratio(tokens: Tokens) -> Tensor:
@@ -58,7 +58,7 @@ def sequence_geometric_token() -> RatioFn:
 
 @factor()
 def sequence_product() -> RatioFn:
-    """log w = sum_t (log pi_t - log pi_old_t): the likelihood ratio of the whole trajectory. Specification 1.4."""
+    """log w = sum_t (log pi_t - log pi_old_t): the likelihood ratio of the whole trajectory."""
 
     def log_ratio(tokens: Tokens) -> Tensor:
         sum_S = tokens.sum_by_trajectory(_log_ratio(tokens))
@@ -71,8 +71,7 @@ def sequence_product() -> RatioFn:
 def router_shift(floor: float = 0.8) -> RatioFn:
     """log r_t + log g_t, g_t = sg[max(exp(-D_t), floor)], D_t = router_deviation.
 
-    Tokens whose experts changed weigh less, before clipping and aggregation. RSPO, arXiv 2510.23027. Specification 2
-    (RSPO detail).
+    Tokens whose experts changed weigh less, before clipping and aggregation. RSPO, arXiv 2510.23027.
     """
     require(0 < floor <= 1, f"router_shift: floor={floor} must be above 0 and at most 1, e.g. floor=0.8")
 
@@ -99,7 +98,7 @@ def top_k_spread(k: int = 3, share: float = 0.01, quantile: float = 0.8) -> Rati
     e = share on fork tokens (forks.py) of positive advantage, else 0: a right answer then also raises its rivals, and
     pass@k survives. r_k is the ratio of the k-th most likely token when the batch started; sg[r_t / r_k] r_k has the
     gradient r_t d(log pi_k), so what the old policy thought of that token cancels.
-    SimKO, arXiv 2510.14807. Specification 1.5.
+    SimKO, arXiv 2510.14807.
     """
     require(k >= 1, f"top_k_spread: k={k} must be at least 1 token, e.g. k=3")
     require(0 <= share <= 1, f"top_k_spread: share={share} must be between 0 and 1, e.g. share=0.01")

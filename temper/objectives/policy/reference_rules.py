@@ -18,7 +18,7 @@ def reset(every: int = 0, patience: int = 0) -> ReferenceRuleFn:
     """reference <- policy, and a fresh optimiser: every `every` steps, or after `patience` held-out evaluations without
     a better score, or both. 0 switches a condition off.
 
-    ProRL, arXiv 2505.24864. Specification 1.8.
+    ProRL, arXiv 2505.24864.
     """
     require(
         every >= 0 and patience >= 0 and every + patience > 0,
@@ -37,7 +37,7 @@ def reset(every: int = 0, patience: int = 0) -> ReferenceRuleFn:
 def soft_update(mix: float = 0.6, every: int = 512) -> ReferenceRuleFn:
     """reference <- mix policy + (1 - mix) reference, every `every` steps; the optimiser goes on.
 
-    TR-DPO, arXiv 2404.09656. Specification 1.8.
+    TR-DPO, arXiv 2404.09656.
     """
     require(0 < mix <= 1, f"soft_update: mix={mix} must lie in (0, 1], e.g. mix=0.6")
     require(every >= 1, f"soft_update: every={every} steps must be at least 1, e.g. every=512")

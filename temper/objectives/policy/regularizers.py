@@ -29,7 +29,7 @@ def kl(coefficient: float, estimator: str = "k3_is") -> RegularizerFn:
     k1 = D: nothing, its expected gradient is 0. k2 = D^2/2: KL(pi || ref). k3 = exp(-D) - 1 + D: KL(ref || pi), the
     other direction. k3_is = r k3, also through r: KL(pi || ref), and unbiased off-policy; the default.
     k1+, k3+: value of k1 or k3, gradient of k2. Both policies are taken over the whole vocabulary, also where top-k,
-    top-p or min-p cut what was drawn. Schulman 2020; Tang and Munos 2025. Specification 1.8.
+    top-p or min-p cut what was drawn. Schulman 2020; Tang and Munos 2025.
     """
     penalty = _estimator("kl", coefficient, estimator)
 
@@ -46,7 +46,7 @@ def teacher_kl(coefficient: float = 1.0, estimator: str = "k3_is") -> Regularize
 
     With D = log pi - log teacher and pi the student, on-policy: k2, k3_is, k1+ and k3+ follow KL(student || teacher),
     which seeks one mode; k3 follows KL(teacher || student), which covers all. k1 is refused: it follows nothing.
-    TRL, slime. Specification 3.5 (OPD by direct loss) and 1.8.
+    TRL, slime.
     """
     require(
         estimator != "k1",
@@ -65,7 +65,7 @@ def teacher_kl(coefficient: float = 1.0, estimator: str = "k3_is") -> Regularize
 def entropy_bonus(coefficient: float) -> RegularizerFn:
     """-coefficient * mean entropy: keep exploring. The mean is over tokens whatever the policy's weighting is.
 
-    Williams and Peng 1991. Specification 1.9.
+    Williams and Peng 1991.
     """
 
     def bonus(tokens: Tokens) -> Tensor:
@@ -81,7 +81,7 @@ def kl_cov(share: float = 2e-4, coefficient: float = 1.0) -> RegularizerFn:
     under the weights of the policy loss: slows down the tokens that collapse entropy.
 
     |k1| has the sign of the drift only, so it follows neither direction of KL; it pulls back to pi_old with constant
-    force. Of equal tokens the earlier ones are chosen. Entropy Mechanism, arXiv 2505.22617; verl. Specification 1.5.
+    force. Of equal tokens the earlier ones are chosen. Entropy Mechanism, arXiv 2505.22617; verl.
     """
     require(0 < share <= 1, f"kl_cov: share={share} must lie in (0, 1], e.g. share=2e-4")
     require(coefficient >= 0, f"kl_cov: coefficient={coefficient} must not be negative, e.g. 1.0")
@@ -104,7 +104,7 @@ def behavior_square(coefficient: float = 1e-3) -> RegularizerFn:
     """coefficient * (log pi - log mu)^2 on all tokens, under the weights of the policy loss: stay near the sampler,
     also where a mask took the policy gradient away.
 
-    Twice k2 towards mu, so on-policy it follows KL(pi || mu). prime-rl. Specification 1.5 (quad).
+    Twice k2 towards mu, so on-policy it follows KL(pi || mu). prime-rl.
     """
     require(coefficient >= 0, f"behavior_square: coefficient={coefficient} must not be negative, e.g. 1e-3")
 
@@ -120,7 +120,7 @@ def positive_nll(coefficient: float = 0.1, threshold: float = 1.0) -> Regularize
     """coefficient * mean of -log pi over the tokens of trajectories with reward >= threshold: imitate what was right.
 
     Its denominator is the number of such tokens in the whole batch; without any, the term is 0.
-    VAPO, arXiv 2504.05118; NeMo-RL. Specification 1.10.
+    VAPO, arXiv 2504.05118; NeMo-RL.
     """
     require(coefficient >= 0, f"positive_nll: coefficient={coefficient} must not be negative, e.g. 0.1")
 

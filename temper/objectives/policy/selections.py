@@ -23,7 +23,7 @@ from temper.objectives.tokens import Tokens
 def top_entropy(share: float = 0.2) -> CorrectionFn:
     """Keeps tokens whose entropy is at least the (1 - share) quantile of the batch: the forks of the reasoning.
 
-    Beyond the 80/20 rule, arXiv 2506.01939; TRL. Specification 1.9.
+    Beyond the 80/20 rule, arXiv 2506.01939; TRL.
     """
     require(0 < share <= 1, f"top_entropy: share={share} must lie in (0, 1], e.g. share=0.2")
 
@@ -42,7 +42,7 @@ def clip_cov(share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Correc
     did not clip already. They are what collapses entropy.
 
     cov_t = (A_t - mean A)(log pi_t - mean log pi), means over the whole batch. The draw depends on the step's seed and
-    on the batch alone. Entropy Mechanism, arXiv 2505.22617; verl. Specification 1.5.
+    on the batch alone. Entropy Mechanism, arXiv 2505.22617; verl.
     """
     require(0 < share <= 1, f"clip_cov: share={share} must lie in (0, 1], e.g. share=2e-4")
     require(low < high, f"clip_cov: the band from {low} to {high} is empty, e.g. low=1.0, high=5.0")

@@ -22,7 +22,7 @@ WeightingFn = Callable[[Extent], Tensor]
 
 @factor()
 def token_mean() -> WeightingFn:
-    """1/N: every token counts the same, long trajectories more. DAPO. Specification 1.7."""
+    """1/N: every token counts the same, long trajectories more. DAPO."""
 
     def weights(extent: Extent) -> Tensor:
         return _present(extent.lengths) / extent.lengths.sum().clamp(min=1)
@@ -34,7 +34,7 @@ def token_mean() -> WeightingFn:
 def sequence_mean() -> WeightingFn:
     """1/(B T_i): every trajectory counts the same. Favours short good answers and forgives long bad ones.
 
-    GRPO, GSPO. Specification 1.7 (seq-mean-token-mean).
+    GRPO, GSPO (seq-mean-token-mean).
     """
 
     def weights(extent: Extent) -> Tensor:
@@ -46,7 +46,7 @@ def sequence_mean() -> WeightingFn:
 
 @factor()
 def sequence_sum() -> WeightingFn:
-    """1/B: the unbiased policy gradient of whole trajectories. REINFORCE. Specification 1.7 (seq-mean-token-sum)."""
+    """1/B: the unbiased policy gradient of whole trajectories. REINFORCE (seq-mean-token-sum)."""
 
     def weights(extent: Extent) -> Tensor:
         present_B = _present(extent.lengths)
@@ -59,7 +59,7 @@ def sequence_sum() -> WeightingFn:
 def constant_length(length: int | None = None) -> WeightingFn:
     """1/(B L) with a constant L, max_new_tokens unless `length` is given. No length bias.
 
-    Dr. GRPO. Specification 1.7 (seq-mean-token-sum-norm).
+    Dr. GRPO (seq-mean-token-sum-norm).
     """
     require(length is None or length >= 1, f"constant_length: length={length} must be at least 1 token")
 
@@ -72,7 +72,7 @@ def constant_length(length: int | None = None) -> WeightingFn:
 
 @factor()
 def prompt_mean() -> WeightingFn:
-    """1/(P N_p): every task counts the same, tokens equal inside its group. ScaleRL. Specification 1.7."""
+    """1/(P N_p): every task counts the same, tokens equal inside its group. ScaleRL."""
 
     def weights(extent: Extent) -> Tensor:
         num_prompts = len(set(extent.group_ids[extent.lengths > 0].tolist()))
@@ -85,7 +85,7 @@ def prompt_mean() -> WeightingFn:
 
 @factor()
 def token_sum() -> WeightingFn:
-    """1: no denominator, for debugging. Specification 1.7."""
+    """1: no denominator, for debugging."""
     return lambda extent: _present(extent.lengths)
 
 
@@ -95,7 +95,7 @@ def length_softmax(power: float = 0.0, slope: float = 1 / 9) -> Sloped:
 
     Learns by its power whether long (> 0) or short (< 0) answers count more; 0 is token_mean. The number that is
     learned replaces `power` under this factor's name in Extent.scales. G and all statistics, std unbiased, are over the
-    members with tokens. lambda-GRPO. Specification 1.7.
+    members with tokens. lambda-GRPO.
     """
     require(0 < slope < 1, f"length_softmax: slope={slope} must be between 0 and 1, e.g. {1 / 9:.4f}")
 

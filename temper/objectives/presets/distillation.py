@@ -37,7 +37,7 @@ OPD_DIRECT = replace(
     name="opd_direct",
     loss=k2(),
     formula="1/N sum_it (log S - log Q)^2 / 2 on tokens that the student drew",
-    source="joschu.net/blog/kl-approx (k2); specification 3.5",
+    source="joschu.net/blog/kl-approx (k2)",
     note="opd without a policy gradient: the same direction, KL(S || Q), backpropagated through the student. Only the "
     "teacher's log-probabilities of drawn tokens are needed.",
 )

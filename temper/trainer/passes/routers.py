@@ -1,7 +1,7 @@
 """Which experts a mixture-of-experts model chose, and how likely its routers thought them.
 
 Owns: reading router logits out of a forward pass. Refuses: dense models, and what a change of routes means for the loss
-(objectives/ratios.py).
+(objectives/policy/ratios.py).
 Shapes: _T packed tokens, _D width, _E experts, _L layers with a router, _K experts chosen at a layer.
 """
 

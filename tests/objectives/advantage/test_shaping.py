@@ -154,7 +154,7 @@ def test_penalties_come_before_group_statistics(credit) -> None:
     assert not torch.allclose(advantages, applied_late)
 
 
-def test_the_registry_is_in_the_order_of_the_specification(credit) -> None:
+def test_the_registry_is_in_the_order_of_the_page(credit) -> None:
     # Length terms, truncation, clip range, KL. In another order the result differs: -1 here, if clipped first -1.15.
     places = {name: place for place, name in enumerate(SHAPINGS)}
     assert places["length_exact"] < places["stop_properly"] < places["clip_reward"] < places["kl_in_reward"]

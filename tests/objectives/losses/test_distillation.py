@@ -19,7 +19,7 @@ STUDENT, TEACHER = (0.5, 0.3, 0.2), (0.2, 0.5, 0.3)
 
 
 @pytest.mark.parametrize(("beta", "expected"), [(0.0, 0.193794), (1.0, 0.223805), (0.5, 0.050875), (0.1, 0.017563)])
-def test_divergences_are_those_of_the_specification(beta: float, expected: float) -> None:
+def test_divergences_are_those_worked_out_by_hand(beta: float, expected: float) -> None:
     value = gkd(logits(*STUDENT), logits(*TEACHER), beta=beta, temperature=1.0)
     assert value.tolist() == pytest.approx([expected], abs=1e-6)
 
@@ -126,7 +126,7 @@ def test_models_with_different_vocabularies_are_refused() -> None:
             gkd(torch.zeros(1, 3), torch.zeros(1, 3), **wrong)
 
 
-def test_the_bound_of_best_of_n_is_that_of_the_specification() -> None:
+def test_the_bound_of_best_of_n_is_that_worked_out_by_hand() -> None:
     assert best_of_n_kl_bound(1) == 0.0
     assert best_of_n_kl_bound(4) == pytest.approx(0.636294, abs=1e-6)
     assert best_of_n_kl_bound(16) == pytest.approx(1.835089, abs=1e-6)

@@ -43,7 +43,7 @@ def drawn(policy: Tensor, **fields: object) -> Tokens:
 
 
 @pytest.mark.parametrize(("beta", "expected"), [(beta, loss) for (beta,), loss in LOSSES.items()])
-def test_gkd_is_the_weighted_sum_of_the_divergences_of_the_specification(beta: float, expected: float) -> None:
+def test_gkd_is_the_weighted_sum_of_the_worked_divergences(beta: float, expected: float) -> None:
     direct_loss = gkd(beta=beta, temperature=1.0)
     assert isinstance(direct_loss.run, Compared)
     divergence = direct_loss.run.divergence(logs(*STUDENT)[None], logs(*TEACHER)[None])

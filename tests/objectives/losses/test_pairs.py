@@ -90,7 +90,7 @@ def test_numbers_on_f3(name: str, arguments: dict[str, Any], expected: float, is
     assert taught(PAIR_LOSSES[name](**arguments), tokens_of(rows)) == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_gradient_of_dpo_is_that_of_the_specification_at_every_token() -> None:
+def test_the_gradient_of_dpo_is_that_worked_out_by_hand_at_every_token() -> None:
     tokens = tokens_of(rows_f3())
     PAIR_LOSSES["dpo"]()(tokens)[0].backward()
     gradient = tokens.policy_logprobs.grad

@@ -101,7 +101,7 @@ def part(pairs: Pairs, rows: list[int]) -> Pairs:
     ],
     ids=str,
 )
-def test_losses_are_those_of_the_specification(rule: Preference, expected: float) -> None:
+def test_losses_are_those_worked_out_by_hand(rule: Preference, expected: float) -> None:
     loss, metrics = preference_loss(rule, f3(**SAMPLED))
     assert loss.item() == pytest.approx(expected, abs=1e-6)
     assert metrics.finish()["loss/preference"] == pytest.approx(expected, abs=1e-6)

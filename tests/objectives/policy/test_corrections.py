@@ -219,7 +219,7 @@ def test_needs_and_doubts_are_declared() -> None:
 
 
 @pytest.mark.parametrize(("member", "mean"), enumerate([1.141678, 2.236068, 0.975610, 0.912871]))
-def test_geometric_keep_bounds_the_geometric_mean_of_the_specification(f1, member, mean) -> None:
+def test_geometric_keep_bounds_the_geometric_mean_as_worked_out(f1, member, mean) -> None:
     tokens = f1()
     inside = geometric_keep(low=mean - 2e-6, high=mean + 2e-6)(tokens).multiplier
     assert set(tokens.trajectory_ids[inside > 0].tolist()) == {member}
@@ -227,7 +227,7 @@ def test_geometric_keep_bounds_the_geometric_mean_of_the_specification(f1, membe
 
 
 @pytest.mark.parametrize("base", ["behavior", "proximal"])
-def test_opsm_bounds_the_mean_log_ratio_of_the_specification(f1, base) -> None:
+def test_opsm_bounds_the_mean_log_ratio_as_worked_out(f1, base) -> None:
     """Worked numbers; with pi_old as the base the means are those of the second list."""
     means = {"behavior": [-0.180532, 0.052680, -0.070618, -0.655291]}
     means["proximal"] = [-0.048033, 0.857399, -0.095310, -0.746452]

@@ -57,7 +57,7 @@ def plain_percentile(ratios: list[float]) -> float:
     return math.exp(round(min(max(math.log(value), -5.0), 5.0), 2))
 
 
-def test_f1_has_the_numbers_of_the_specification(f1: MakeTokens) -> None:
+def test_f1_has_the_worked_numbers(f1: MakeTokens) -> None:
     tokens = f1()
     policy, mismatch = policy_sums(tokens).finish(), mismatch_sums(tokens).finish()
     for name, expected in {"ratio_max": 5.0, "ratio_min": 0.2, "kl_old_k1": -0.002190, "kl_old_k3": 0.421560,
@@ -71,7 +71,7 @@ def test_f1_has_the_numbers_of_the_specification(f1: MakeTokens) -> None:
     assert mismatch["mismatch/corr"] == pytest.approx(statistics.correlation(*probabilities), abs=1e-12)
 
 
-def test_f1_under_clip_and_tis_has_the_shares_of_the_specification(f1: MakeTokens) -> None:
+def test_f1_under_clip_and_tis_has_the_worked_shares(f1: MakeTokens) -> None:
     objective = resolve("grpo", {"corrections": ["token_tis"]})
     _, sums = objective_loss(objective, f1())
     metrics = sums.finish()

@@ -78,7 +78,7 @@ def closed_form(direction: str) -> tuple[float, list[float]]:
     return value.item(), logits.grad.tolist()
 
 
-def test_the_numbers_of_the_specification_are_the_closed_form() -> None:
+def test_the_worked_numbers_are_the_closed_form() -> None:
     assert closed_form("reverse")[0] == pytest.approx(0.145097, abs=1e-6)
     assert closed_form("forward")[0] == pytest.approx(0.140847, abs=1e-6)
     assert closed_form("reverse")[1] == pytest.approx(REVERSE, abs=1e-6)

@@ -60,7 +60,7 @@ def make(folder: Path, **options: object) -> DiscriminatorReward:
     return DiscriminatorReward(path=str(folder), **{"learning_rate": 3e-3, **options})  # type: ignore[arg-type]
 
 
-def test_its_loss_is_that_of_the_specification() -> None:
+def test_its_loss_is_that_worked_out_by_hand() -> None:
     assert discriminator_loss(torch.tensor(1.5), torch.tensor([0.5])).item() == pytest.approx(0.313262, abs=1e-6)
     teacher, students = torch.tensor(0.3), torch.tensor([0.9, -0.4])
     expected = specified_loss(teacher.expand(2), students).mean()

@@ -148,7 +148,7 @@ def set_scores(model: Any, rows: Sequence[Sample], wanted: Sequence[float]) -> N
     [(0.0, 0.0, 0.0, 0.403186), (1.0, 0.0, 0.0, 0.854355), (0.0, 1.0, 0.0, 0.854355), (0.4, 0.6, 0.0, 0.854355),
      (0.0, 0.0, 0.01, 0.403186 + 0.0289)],
 )  # fmt: skip
-def test_the_numbers_of_specification_3_2_come_out_of_a_real_model(
+def test_the_worked_numbers_of_pairs_come_out_of_a_real_model(
     scorer: Any, margin: float, pair_margin: float, centring: float, expected: float
 ) -> None:
     chosen, rejected = PAIRS[0]
@@ -159,7 +159,7 @@ def test_the_numbers_of_specification_3_2_come_out_of_a_real_model(
     assert loss == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_numbers_of_specification_3_3_come_out_of_a_real_model(scorer: Any) -> None:
+def test_the_worked_numbers_of_steps_come_out_of_a_real_model(scorer: Any) -> None:
     rows = [row([3, 5, 7, 9, 6, 8], {1: 1.0, 3: 1.0, 5: 0.0}, weight=1 / 3)]
     set_scores(scorer, rows, torch.logit(torch.tensor([0.9, 0.8, 0.7], dtype=torch.float64)).tolist())
     loss, _ = backward(scorer, rows, 1000, PROCESS_REWARD_MODEL)
