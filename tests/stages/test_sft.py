@@ -208,7 +208,7 @@ def test_trained_turns_says_which_assistants_are_learned(turns: str | None, text
 
 
 @pytest.mark.parametrize(
-    "loss", [likelihood(), likelihood(smoothing=0.2), likelihood(noise=5.0), likelihood(0.1, 10.0)], ids=str
+    "direct_loss", [likelihood(), likelihood(smoothing=0.2), likelihood(noise=5.0), likelihood(0.1, 10.0)], ids=str
 )
 def test_the_gradient_does_not_depend_on_packing(tmp_path: Path, direct_loss: Any) -> None:
     objective = replace(SFT, loss=direct_loss)

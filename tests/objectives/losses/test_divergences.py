@@ -65,7 +65,7 @@ def test_the_teachers_top_tokens_with_a_bucket_give_the_whole_divergence_when_on
         top_k_teacher(k=1)(drawn(logs(0.3), top=top))
 
 
-@pytest.mark.parametrize("loss", [k2(), k3()])
+@pytest.mark.parametrize("direct_loss", [k2(), k3()])
 def test_direct_losses_are_the_estimators_at_drawn_tokens(direct_loss: DirectLoss) -> None:
     policy, teacher = logs(*STUDENT).requires_grad_(), logs(*TEACHER)
     loss, _ = direct_loss(drawn(policy, teacher_logprobs=teacher))
@@ -78,7 +78,7 @@ def test_direct_losses_are_the_estimators_at_drawn_tokens(direct_loss: DirectLos
     assert policy.grad.tolist() == pytest.approx([slope / 3 for slope in slopes])
 
 
-@pytest.mark.parametrize(("loss", "follows"), [(k2(), 1.0), (k3(), 0.0)])
+@pytest.mark.parametrize(("direct_loss", "follows"), [(k2(), 1.0), (k3(), 0.0)])
 def test_what_each_estimator_follows_on_the_students_own_samples(direct_loss: DirectLoss, follows: float) -> None:
     """Expected gradient over what the student draws: k2 that of KL(S || Q), k3 that of KL(Q || S)."""
     logits = logs(*STUDENT).requires_grad_()
