@@ -16,7 +16,6 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from temper.batching import CreditRules, assign_credit, pack, rows_of_groups
 from temper.batching.measure import measure_groups
 from temper.objectives import PRESETS
 from temper.runs.store.run_store import open_run
-from temper.trainer.traces import keys_of, pack_numbered, traces_of
+from temper.trainer.traces import keys_of, traces_of
 from temper.types import (
     Completion,
     Finish,
@@ -111,11 +110,11 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     timed("metrics", lambda: measure_groups(groups, (), 3))
     seconds["credit"] -= seconds["metrics"]  # it holds them
     (update,) = batch.updates
-    packed = timed("packing", lambda: pack_numbered(partial(pack, tokens_per_microbatch=TOKENS_PER_MICROBATCH), update))
+    packed = timed("packing", lambda: pack(update, TOKENS_PER_MICROBATCH))
     keys, traces = keys_of(update), {}
-    for microbatch, numbers in packed:
+    for microbatch in packed:
         seen = torch.rand(2, int(microbatch.loss_mask.sum()))
-        traces |= timed("traces", lambda m=microbatch, s=seen, n=numbers: traces_of(m, s, [keys[row] for row in n]))
+        traces |= timed("traces", lambda m=microbatch, s=seen: traces_of(m, s, keys))
     report = StepReport(
         stage=0, step=1, version=4, loss=0.0, metrics=batch.metrics, seconds={}, system={},
         groups_trained=len(groups), groups_dropped=0, max_staleness=0, traces=traces,

@@ -14,10 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from temper.types import Microbatch, Sample, array_of, total_tokens
+from temper.types import Microbatch, Sample, array_of
 from temper.types.columns import ragged
 
-Rollout = list[Sample]
+Row = tuple[int, Sample]
+"""A sample and its number among those that are packed."""
+Rollout = list[Row]
 """The rows of one trajectory. They stay together: sequence-level ratios sum over all of them."""
 Block = list[Rollout]
 """What is never split over two microbatches."""
@@ -42,7 +44,7 @@ def pack(
         longest[sample.group_id] = max(longest.get(sample.group_id, 0), len(sample.token_ids))
 
     def long_first(block: Block) -> tuple[int, str, int, int]:
-        first = block[0][0]
+        _, first = block[0][0]
         return -longest[first.group_id], first.group_id, -_longest_row(block), first.index
 
     blocks = sorted(_blocks(_rollouts(samples), together), key=long_first)
@@ -55,7 +57,7 @@ def _packed(blocks: Iterable[Block], tokens_per_microbatch: int) -> list[list[Ro
     packed: list[list[Rollout]] = []
     room = 0
     for block in blocks:
-        size = sum(map(total_tokens, block))
+        size = sum(len(row.token_ids) for rollout in block for _, row in rollout)
         if not packed or size > room:
             packed.append([])
             room = tokens_per_microbatch
@@ -64,8 +66,9 @@ def _packed(blocks: Iterable[Block], tokens_per_microbatch: int) -> list[list[Ro
     return packed
 
 
-def shard(microbatches: Sequence[Microbatch], rank: int, world: int) -> list[Microbatch]:
-    """The share of one rank: most tokens first, each to the rank with the fewest so far. May be empty."""
+def shard(microbatches: Sequence[Microbatch], rank: int, world: int) -> list[int]:
+    """Places of the microbatches of one rank: most tokens first, each to the rank with the fewest so far. May be
+    empty."""
     loads = [0] * world
     share = []
     for place in sorted(range(len(microbatches)), key=lambda place: -sum(microbatches[place].lengths)):
@@ -73,13 +76,13 @@ def shard(microbatches: Sequence[Microbatch], rank: int, world: int) -> list[Mic
         loads[lightest] += sum(microbatches[place].lengths)
         if lightest == rank:
             share.append(place)
-    return [microbatches[place] for place in sorted(share)]
+    return sorted(share)
 
 
 def _rollouts(samples: Iterable[Sample]) -> list[Rollout]:
     rollouts: dict[tuple[str, int], Rollout] = {}
-    for sample in samples:
-        rollouts.setdefault((sample.group_id, sample.index), []).append(sample)
+    for number, sample in enumerate(samples):
+        rollouts.setdefault((sample.group_id, sample.index), []).append((number, sample))
     return list(rollouts.values())
 
 
@@ -87,21 +90,21 @@ def _blocks(rollouts: Sequence[Rollout], together: Literal["trajectory", "group"
     if together == "trajectory":
         return [[rollout] for rollout in rollouts]
     groups: dict[str, Block] = {}
-    for rollout in sorted(rollouts, key=lambda rollout: rollout[0].index):
-        groups.setdefault(rollout[0].group_id, []).append(rollout)
+    for rollout in sorted(rollouts, key=lambda rollout: rollout[0][1].index):
+        groups.setdefault(rollout[0][1].group_id, []).append(rollout)
     return list(groups.values())
 
 
 def _has_credit(block: Block) -> bool:
-    return any(array_of(row.advantages).any() for rollout in block for row in rollout)
+    return any(array_of(row.advantages).any() for rollout in block for _, row in rollout)
 
 
 def _longest_row(block: Block) -> int:
-    return max(len(row.token_ids) for rollout in block for row in rollout)
+    return max(len(row.token_ids) for rollout in block for _, row in rollout)
 
 
 def _microbatch(rollouts: Sequence[Rollout], dtype: torch.dtype) -> Microbatch:
-    rows = [row for rollout in rollouts for row in rollout]
+    rows = [row for rollout in rollouts for _, row in rollout]
     lengths = torch.tensor([len(row.token_ids) for row in rows])
     keep_ids, keep_counts = _keep_sets(rows)
     trajectory_of_row = [place for place, rollout in enumerate(rollouts) for _ in rollout]
@@ -116,6 +119,7 @@ def _microbatch(rollouts: Sequence[Rollout], dtype: torch.dtype) -> Microbatch:
         weights=_floats((row.weights for row in rows), dtype),
         versions=_integers(row.versions for row in rows),
         lengths=tuple(lengths.tolist()),
+        rows=tuple(number for rollout in rollouts for number, _ in rollout),
         rewards=torch.tensor([row.reward for row in rows], dtype=dtype).repeat_interleave(lengths),
         weight_slopes=torch.tensor([row.weight_slope for row in rows], dtype=dtype).repeat_interleave(lengths),
         teachers=tuple(row.teacher for row in rows),

@@ -34,11 +34,13 @@ from temper.trainer.passes.states import set_ordered
 from temper.trainer.policy_step import PolicyStep
 from temper.trainer.ranks import rank_and_world
 from temper.trainer.references import MovingReference
-from temper.trainer.traces import Key, Pack, keys_of, pack_numbered, traces_of
+from temper.trainer.traces import Key, keys_of, traces_of
 from temper.trainer.weights import ModelFiles, Weights, kept_tensors, save_weights, stored_tensors
 from temper.types import Batch, Column, Microbatch, Publication, Sample, Trace, TrainResult
 
-Shard = Callable[[Sequence[Microbatch], int, int], list[Microbatch]]
+Pack = Callable[[Sequence[Sample]], list[Microbatch]]
+Shard = Callable[[Sequence[Microbatch], int, int], list[int]]
+"""(microbatches, rank, number of ranks) -> places of those of this rank."""
 """(microbatches, rank, world) -> the share of that rank; may be empty."""
 
 STATE_FOLDER = "trainer"
@@ -142,10 +144,10 @@ class LocalTrainer:
         self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic"]
     ) -> list[Sequence[float]]:
         rows: list[Sequence[float]] = [[] for _ in samples]
-        for microbatch, numbers in pack_numbered(self._pack, samples):
+        for microbatch in self._pack(samples):
             with self._one_pass:
                 values = self._values(microbatch) if who == "critic" else self._passes.score(microbatch, who)
-            for number, part in zip(numbers, torch.split(values, list(microbatch.lengths)), strict=True):
+            for number, part in zip(microbatch.rows, torch.split(values, list(microbatch.lengths)), strict=True):
                 rows[number] = Column(part.double().cpu().numpy())
         return rows
 
@@ -269,17 +271,14 @@ class LocalTrainer:
 
     def _share(self, update: Sequence[Sample]) -> Share:
         """This rank's part of one optimiser step."""
-        numbered = pack_numbered(self._pack, update)
-        microbatches, rows = [microbatch for microbatch, _ in numbered], [numbers for _, numbers in numbered]
+        microbatches = self._pack(update)
         rank, world = rank_and_world()
         if world == 1:
-            return Share(microbatches, list(range(len(microbatches))), rows)
+            return Share(microbatches, list(range(len(microbatches))))
         if self._shard is None:
             raise BackendError(f"{world} trainer ranks but no `shard`: each would train the whole batch")
-        own = self._shard(microbatches, rank, world)
-        numbers = {id(microbatch): number for number, microbatch in enumerate(microbatches)}
-        places = [numbers[id(microbatch)] for microbatch in own]
-        return Share(own, places, [rows[place] for place in places])
+        places = self._shard(microbatches, rank, world)
+        return Share([microbatches[place] for place in places], places)
 
     def _facts(self, update: Sequence[Sample], number: int) -> StepFacts:
         return StepFacts(
@@ -352,8 +351,8 @@ class _Applied:
     def trace(self, update: Sequence[Sample], share: Share, seen: Sequence[Tensor]) -> None:
         """A row that was trained before keeps the trace of its first time."""
         keys = keys_of(update)
-        for microbatch, rows, values in zip(share.microbatches, share.rows, seen, strict=True):
-            self.traces = traces_of(microbatch, values, [keys[row] for row in rows]) | self.traces
+        for microbatch, values in zip(share.microbatches, seen, strict=True):
+            self.traces = traces_of(microbatch, values, keys) | self.traces
 
     def metrics(self) -> dict[str, float]:
         if not self.norms:

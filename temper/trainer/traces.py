@@ -1,40 +1,21 @@
 """What the policy thought of the tokens it was trained on, row by row, for people to look at.
 
-Owns: which row of a microbatch is which of the samples, and the copy to the host. Refuses: forward passes of its own;
+Owns: names of rows, and the copy to the host. Refuses: forward passes of its own;
 it keeps what the gradient's pass computes anyway. Several ranks: each traces its own rows only.
 Shapes: _A drawn tokens of a microbatch, _T all its tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from temper.types import Column, Microbatch, Sample, Trace, array_of
+from temper.types import Column, Microbatch, Sample, Trace
 
-Pack = Callable[[Sequence[Sample]], list[Microbatch]]
 Key = tuple[str, int, int]
 """Group, member, and number of the row among those of the trajectory."""
-
-
-def pack_numbered(pack: Pack, samples: Sequence[Sample]) -> list[tuple[Microbatch, list[int]]]:
-    """Microbatches, each with the numbers of its rows among the samples: the packer may put them in another order."""
-    # Packing does not look into the versions column; it carries the numbers through, and then gets its own back.
-    numbered = [replace(s, versions=_repeated(number, len(s.token_ids))) for number, s in enumerate(samples)]
-    packed = []
-    for microbatch in pack(numbered):
-        rows = [int(part[0]) for part in torch.split(microbatch.versions, list(microbatch.lengths))]
-        versions = np.concatenate([array_of(samples[number].versions) for number in rows], dtype=np.int64)
-        packed.append((replace(microbatch, versions=torch.from_numpy(versions)), rows))
-    return packed
-
-
-def _repeated(number: int, count: int) -> Column[int]:
-    return Column(np.full(count, number, dtype=np.int32))
 
 
 def keys_of(samples: Sequence[Sample]) -> list[Key]:
@@ -54,11 +35,11 @@ def seen_of(logprobs_A: Tensor, entropy_A: Tensor) -> Tensor:
 
 
 def traces_of(microbatch: Microbatch, seen: Tensor, keys: Sequence[Key]) -> dict[Key, Trace]:
-    """Traces of all rows of a microbatch, one copy to the host; `keys` are those of its rows in order."""
+    """Traces of all rows of a microbatch, one copy to the host; `keys` are those of all samples."""
     spread = torch.zeros(2, len(microbatch.token_ids))
     spread[:, microbatch.loss_mask.bool()] = seen.cpu()
     rows = torch.split(spread, list(microbatch.lengths), dim=1)
     return {
-        key: Trace(policy_logprobs=Column(row[0].numpy()), entropies=Column(row[1].numpy()))
-        for key, row in zip(keys, rows, strict=True)
+        keys[number]: Trace(policy_logprobs=Column(row[0].numpy()), entropies=Column(row[1].numpy()))
+        for number, row in zip(microbatch.rows, rows, strict=True)
     }

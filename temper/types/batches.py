@@ -100,6 +100,8 @@ class Microbatch:
     versions: Tensor
     lengths: tuple[int, ...]
     """Tokens of each row; they sum to T."""
+    rows: tuple[int, ...] = ()
+    """Number of each row among the samples that were packed; empty: not packed from samples."""
     rewards: Tensor | None = None
     """Reward of each token's trajectory, before shaping. None: not packed from samples."""
     weight_slopes: Tensor | None = None
@@ -131,6 +133,7 @@ class Microbatch:
             "advantages", "weights", "versions", *(() if self.keep_counts is None else ("keep_counts",)),
         )  # fmt: skip
         assert sum(self.lengths) == len(self.token_ids), "row lengths must add up to the packed tokens"
+        assert len(self.rows) in (0, len(self.lengths)), "either every row has its number or none"
         assert len(self.teachers) in (0, len(self.lengths)), "either every row has its teacher's name or none"
 
     @property

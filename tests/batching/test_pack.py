@@ -104,6 +104,16 @@ def test_rows_without_credit_come_last_and_by_themselves(together) -> None:
     assert lengths == (sorted([5, 3, 8, 8, 2]) if together == "trajectory" else sorted([8, 8, 2]))
 
 
+def test_every_row_of_a_microbatch_knows_which_sample_it_is() -> None:
+    microbatches = pack(ROWS, 12)
+    numbers = [number for microbatch in microbatches for number in microbatch.rows]
+    assert sorted(numbers) == list(range(len(ROWS)))
+    assert numbers != sorted(numbers), "rows are packed in another order than they come"
+    for microbatch in microbatches:
+        expected = [token for number in microbatch.rows for token in ROWS[number].token_ids]
+        assert microbatch.token_ids.tolist() == expected
+
+
 def test_nothing_packs_to_nothing() -> None:
     assert pack([], 16) == []
 
@@ -112,8 +122,8 @@ def test_nothing_packs_to_nothing() -> None:
 def test_shards_are_disjoint_complete_and_balanced(world) -> None:
     microbatches = pack(ROWS, 12)
     shares = [shard(microbatches, rank, world) for rank in range(world)]
-    assert sorted(id(m) for share in shares for m in share) == sorted(id(m) for m in microbatches)
-    loads = [sum(sum(m.lengths) for m in share) for share in shares]
+    assert sorted(place for share in shares for place in share) == list(range(len(microbatches)))
+    loads = [sum(sum(microbatches[place].lengths) for place in share) for share in shares]
     assert max(loads) - min(loads) <= max(sum(m.lengths) for m in microbatches)
     assert world < 20 or [] in shares
 

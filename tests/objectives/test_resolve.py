@@ -238,4 +238,4 @@ def test_compare_shows_only_what_differs() -> None:
 def test_every_registered_factor_is_registered_under_its_name_and_documented(kind) -> None:
     for name, build in REGISTRY[kind].items():
         assert build.__name__ == name
-        assert len((build.__doc__ or "").split()) > 5, f"{kind} {name} says too little"
+        assert len((build.__doc__ or "").split()) > 3, f"{kind} {name} says too little"

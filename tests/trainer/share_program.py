@@ -49,7 +49,9 @@ def main(rank: int, world: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     reports = []
     for kind, learner, microbatches, *rest in pickle.loads((folder / "inputs.pkl").read_bytes()):
-        reports.append(KINDS[kind](deepcopy(learner), shard(microbatches, rank, world), *rest))
+        reports.append(
+            KINDS[kind](deepcopy(learner), [microbatches[place] for place in shard(microbatches, rank, world)], *rest)
+        )
     torch.save(reports, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -18,7 +18,7 @@ from temper.trainer.local import LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.passes import forward
 from temper.trainer.passes.forward import score_drawn
-from temper.trainer.traces import Trace, keys_of, pack_numbered, seen_of, traces_of
+from temper.trainer.traces import Trace, keys_of, seen_of, traces_of
 from temper.types import Batch, Microbatch, Sample
 
 TEMPERATURE = 0.9
@@ -88,27 +88,14 @@ def test_a_row_trained_twice_keeps_what_it_was_before_it_was_trained(
     assert once == twice
 
 
-def test_numbering_survives_a_packer_that_reorders_and_gives_versions_back(
-    make_rows: Callable[..., list[Sample]],
-) -> None:
-    rows = [replace(row, versions=[7 * m - 1 for m in row.loss_mask]) for row in make_rows()]
-    plain = pack(rows, 40, torch.float64)
-    numbered = pack_numbered(partial(pack, tokens_per_microbatch=40, dtype=torch.float64), rows)
-    assert [number for _, numbers in numbered for number in numbers] != list(range(len(rows)))
-    for (microbatch, numbers), other in zip(numbered, plain, strict=True):
-        assert torch.equal(microbatch.versions, other.versions)
-        assert torch.equal(microbatch.token_ids, other.token_ids)
-        assert microbatch.token_ids.tolist() == [token for number in numbers for token in rows[number].token_ids]
-
-
 def test_rows_taken_in_packed_order_would_be_found_out(make_rows: Callable[..., list[Sample]]) -> None:
-    """The planted fault: keys in the order of the samples instead of that of the microbatch."""
+    """The planted fault: rows in the order of the samples instead of that of the microbatch."""
     rows = make_rows()
-    ((microbatch, numbers),) = pack_numbered(partial(pack, tokens_per_microbatch=10_000, dtype=torch.float64), rows)
+    (microbatch,) = pack(rows, 10_000, torch.float64)
     drawn_A = torch.arange(int(microbatch.loss_mask.sum()), dtype=torch.float64)
-    keys = keys_of(rows)
-    right = traces_of(microbatch, seen_of(drawn_A, drawn_A), [keys[number] for number in numbers])
-    wrong = traces_of(microbatch, seen_of(drawn_A, drawn_A), keys)
+    right = traces_of(microbatch, seen_of(drawn_A, drawn_A), keys_of(rows))
+    in_order = replace(microbatch, rows=tuple(range(len(rows))))
+    wrong = traces_of(in_order, seen_of(drawn_A, drawn_A), keys_of(rows))
     assert is_parallel(right, rows)
     assert not is_parallel(wrong, rows)
 
@@ -128,7 +115,7 @@ def test_a_rank_traces_its_own_rows_and_all_ranks_together_trace_all(
         monkeypatch.setattr(local, "rank_and_world", lambda rank=rank: (rank, 2))
         share = made._share(rows)
         keys = keys_of(rows)
-        own = [keys[number] for numbers in share.rows for number in numbers]
+        own = [keys[number] for numbers in [microbatch.rows for microbatch in share.microbatches] for number in numbers]
         lengths = [length for microbatch in share.microbatches for length in microbatch.lengths]
         assert [len(rows[keys.index(key)].token_ids) for key in own] == lengths
         together += own

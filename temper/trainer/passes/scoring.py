@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -36,8 +36,6 @@ class Share:
 
     microbatches: list[Microbatch]
     numbers: list[int]
-    rows: list[list[int]] = field(default_factory=list)
-    """By microbatch: which of the step's samples its rows are."""
 
 
 class ScoringPasses:
