@@ -9,13 +9,14 @@ import pytest
 
 from temper.commands.judging.verify import compare, read_options, render, verify
 from temper.errors import UserError
+from temper.protocols import Reward
 from temper.rewards.form.text import TextReward
 from temper.types import Score, Task, Trajectory
 
 pytestmark = pytest.mark.heavy
 
 
-class Scripted:
+class Scripted(Reward):
     """Gives the number that the response spells; "down" breaks and "shy" will not answer."""
 
     name = "scripted"
