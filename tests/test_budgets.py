@@ -19,13 +19,13 @@ STAGE_LINES = 9  # and a pipeline of many stages this for each
 MORE_PARAMETERS = {
     "models/tiny.py:make_tiny_model": 9,  # a model shape: all keyword-only, all numbers of one table
     # One per option of the command line.
-    "cli/talking.py:serve": 13,
-    "cli/judging.py:evaluate": 15,
-    "cli/judging.py:compare": 12,
-    "cli/judging.py:scale": 15,
-    "cli/judging.py:best": 15,
-    "cli/judging.py:choose": 12,
-    "cli/judging.py:label_steps": 12,
+    "cli/serve.py:serve": 13,
+    "cli/judging/evaluate.py:evaluate": 15,
+    "cli/judging/compare.py:compare": 12,
+    "cli/judging/scale.py:scale": 15,
+    "cli/judging/best.py:best": 15,
+    "cli/judging/choose.py:choose": 12,
+    "cli/judging/label_steps.py:label_steps": 12,
     "envs/adapters/mcp.py:__init__": 8,  # one per option of a recipe
     # What a kernel reads and writes, tensor by tensor: a bundle of them would only be taken apart again.
     "models/kernels/attention.py:paged_attention": 9,

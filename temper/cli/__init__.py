@@ -11,10 +11,24 @@ import traceback
 from typing import NoReturn
 
 # The verbs register themselves, in the order of --help.
-import temper.cli.training
-import temper.cli.judging
-import temper.cli.talking
-import temper.cli.explaining
+import temper.cli.init
+import temper.cli.train
+import temper.cli.report
+import temper.cli.watch
+import temper.cli.judging.evaluate
+import temper.cli.judging.compare
+import temper.cli.judging.scale
+import temper.cli.judging.best
+import temper.cli.judging.label_steps
+import temper.cli.judging.choose
+import temper.cli.judging.verify
+import temper.cli.sample
+import temper.cli.serve
+import temper.cli.export
+import temper.cli.presets
+import temper.cli.metrics
+import temper.cli.doctor
+import temper.cli.model
 from temper.cli.console import app
 from temper.errors import TemperError
 from temper.terminal import SafeConsole

@@ -101,7 +101,7 @@ def mean_of_microbatch(microbatch: Microbatch, num_microbatches: int) -> Microba
 
 
 def attending_across_rows(microbatch: Microbatch, num_microbatches: int) -> Microbatch:
-    return replace(microbatch, lengths=(sum(microbatch.lengths),), teachers=())
+    return replace(microbatch, lengths=(sum(microbatch.lengths),), teachers=(), rows=())
 
 
 @pytest.mark.parametrize("mutate", [divided_by_microbatches, mean_of_microbatch, attending_across_rows])

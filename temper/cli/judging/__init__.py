@@ -1,0 +1,1 @@
+"""Verbs that judge checkpoints and verifiers."""

@@ -1,0 +1,68 @@
+"""`temper eval`: a checkpoint on a suite or on a recipe's held-out tasks.
+
+Heavy imports happen inside the verb, so --help is instant.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from temper.cli.console import Overrides, app, out
+from temper.terminal import SafeConsole
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint or run directory")],
+    recipe: Annotated[Path | None, typer.Argument(help="Recipe with the held-out set; default: the run's own")] = None,
+    suite: Annotated[str, typer.Option(help="gsm8k, math500, ... or your own .toml; default: the recipe")] = "",
+    data: Annotated[Path | None, typer.Option(help="File with the suite's rows; default: a small sample")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Per prompt; default: as the suite says")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among the tokens that hold this probability")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of one turn")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Only the first prompts; 0: all")] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    target: Annotated[Path | None, typer.Option("--out", help="Result; default evaluations/...")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a result of another budget")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="Last digits then depend on what is batched")] = False,
+    set_: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable")] = False,
+) -> None:
+    """Score of a checkpoint with 95% intervals: on a suite, or on the held-out set of a recipe."""
+    if suite:
+        from temper.commands.judging.evaluate import Asked, evaluate_suite, render
+
+        asked = Asked(
+            suite=suite, data=data, samples=samples, temperature=temperature, top_p=top_p,
+            max_new_tokens=max_new_tokens, limit=limit, seed=seed, out=target, force=force,
+            numerics="fast" if fast else "exact", overrides=set_ or (),
+        )  # fmt: skip
+        notes = SafeConsole(stderr=True, soft_wrap=True)
+        found = evaluate_suite(checkpoint, asked, note=lambda line: notes.print(line, highlight=False))
+        out.print_json(json.dumps(found.metrics)) if as_json else out.print(render(found))
+        return
+    _evaluate_heldout(checkpoint, recipe or checkpoint / "config.toml", set_ or (), as_json)
+
+
+def _evaluate_heldout(checkpoint: Path, recipe: Path, overrides: Sequence[str], as_json: bool) -> None:
+    import dataclasses
+
+    from temper.commands.checkpoints import evaluate_checkpoint
+
+    results = evaluate_checkpoint(checkpoint, recipe, overrides=overrides)
+    if as_json:
+        out.print_json(json.dumps([dataclasses.asdict(result) for result in results]))
+        return
+    table = Table("held out", "score", "95% interval", "prompts", "samples each", "commonest answer")
+    for result in results:
+        interval = f"{result.low:.1%} to {result.high:.1%}"
+        counts = (str(result.num_prompts), str(result.samples_per_prompt))
+        table.add_row(result.name, f"{result.score:.1%}", interval, *counts, f"{result.constant_score:.1%}")
+    out.print(table)
