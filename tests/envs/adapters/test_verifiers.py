@@ -43,7 +43,7 @@ def short(completion):
 
 
 def single(system="Add."):
-    rubric = vf.CompositeReward(funcs=[right, short], weights=[1.0, 0.2])
+    rubric = vf.Rubric(funcs=[right, short], weights=[1.0, 0.2])
     return vf.SingleTurnEnv(dataset=Dataset.from_list(ROWS), system_prompt=system, rubric=rubric)
 
 
@@ -74,7 +74,7 @@ def left(state):
 
 def countdown():
     rows = [{"question": "Count down from 3.", "answer": ""}]
-    return Countdown(dataset=Dataset.from_list(rows), rubric=vf.CompositeReward(funcs=[left]), max_turns=6)
+    return Countdown(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[left]), max_turns=6)
 
 
 def add(a: int, b: int) -> int:
@@ -88,7 +88,7 @@ def add(a: int, b: int) -> int:
 
 
 def tools():
-    rubric = vf.CompositeReward(funcs=[right])
+    rubric = vf.Rubric(funcs=[right])
     return vf.ToolEnv(dataset=Dataset.from_list(ROWS), tools=[add], rubric=rubric, max_turns=4)
 
 
