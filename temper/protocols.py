@@ -5,6 +5,7 @@ Owns: what the loop may ask of a sampler, a trainer, a source of batches, an env
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -206,7 +207,7 @@ class VerdictLog(Protocol):
         ...
 
 
-class Reward:
+class Reward(ABC):
     """Scores finished trajectories. A reward has a name and score(); it overrides what else it has, and the rest does
     nothing.
 
@@ -226,13 +227,13 @@ class Reward:
     log: VerdictLog | None = None
     """Where every verdict is kept."""
 
-    async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        raise NotImplementedError(f"{type(self).__name__} has no score()")
+    @abstractmethod
+    async def score(self, task: Task, trajectory: Trajectory) -> Score: ...
 
     async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, Sequence[float | None]]:
         """The score, for the record, and what each turn is paid, None for nothing. Asked in place of score() where
         pays_turns is true, never beside it: a judge costs money. Without a score nothing is paid."""
-        raise NotImplementedError(f"{type(self).__name__} pays no turns")
+        raise AssertionError(f"{type(self).__name__} has pays_turns and no score_turns()")
 
     def check(self, task: Task) -> str | None:
         """Why this task can never be scored (an unparsable gold answer), or None. Called when data is loaded."""

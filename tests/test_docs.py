@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+ADDRESS = re.compile(r"(?<![\w/.-])((?:\w+/)+\w+\.py)\b")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
@@ -35,3 +36,13 @@ def test_the_tree_in_the_readme_names_every_package() -> None:
     for folder in sorted((ROOT / "temper").iterdir()):
         if folder.is_dir() and folder.name != "__pycache__":
             assert f"{folder.name}/" in readme, f"README's tree lacks temper/{folder.name}/"
+
+
+def test_headers_and_comments_name_files_that_exist() -> None:
+    """ "Refuses: sampling (rollout/source.py)" is an address; after a move nobody finds the house."""
+    packages = {path.parent.name for path in (ROOT / "temper").rglob("__init__.py")}
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "temper").rglob("*.py")]
+    named = [(file, name) for file in files for name in ADDRESS.findall((ROOT / file).read_text())]
+    own = [(file, name) for file, name in named if name.split("/")[0] in packages]
+    assert len(own) > 20
+    assert [one for one in own if not any(f"/{file}".endswith(f"/{one[1]}") for file in files)] == []

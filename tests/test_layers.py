@@ -67,7 +67,7 @@ def test_modules_import_only_lower_layers_and_their_own_package(path: Path) -> N
         other = package_of(module)
         assert other == own or LAYERS[other] < LAYERS[own] or LAYERS[other] == LAYERS[own] == 0, (
             f"{path}:{line} (layer {LAYERS[own]}) imports {module} (layer {LAYERS[other]}). "
-            f"Pass the object in from build.py, or move what both need to a lower layer"
+            f"Pass the object in from build/, or move what both need to a lower layer"
         )
 
 

@@ -1,6 +1,7 @@
 """Paths that name an earlier stage of the same recipe: "stage:rl", "stage:reward_model", "stage:first".
 
-Owns: where such a path may stand, and what it stands for. Refuses: knowing what a stage writes (commands/train.py).
+Owns: where such a path may stand, and what it stands for. Refuses: knowing what a stage writes
+(commands/training/train.py).
 """
 
 from __future__ import annotations

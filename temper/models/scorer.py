@@ -1,7 +1,7 @@
 """A causal language model with a scalar head in place of its own: what reward models are trained from.
 
 Owns: turning a checkpoint of either kind into a scorer with Temper's attention, and where its head is. Refuses: reading
-the head (trainer/scores.py), the scale of the scores, families that transformers has no such head for.
+the head (trainer/passes/scores.py), the scale of the scores, families that transformers has no such head for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rejection sampling as a source of batches without updates: what the rules keep becomes a data set.
 
 Owns: the ledger of kept rows, its file kept.jsonl, the metrics of keeping. Refuses: which attempts are worth keeping
-(rollout/selection.py), sampling (rollout/roller.py), and an empty data set.
+(rollout/selection.py), sampling (rollout/source.py), and an empty data set.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reward models as a source of batches: rows that a scalar head is read on, and the scale that is stored with it.
 
-Owns: rows of pairs and of labelled steps, encoded as rewards/model.py and rewards/process.py encode them; calibration.
+Owns: rows of pairs and of labelled steps, encoded as learned/model.py and learned/process.py encode them; calibration.
 Refuses: the losses (objectives/losses/scores.py), how far scores are to be believed (evals/pairs.py).
 """
 

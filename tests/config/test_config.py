@@ -168,15 +168,15 @@ def test_files_that_are_not_recipes_are_named(tmp_path: Path) -> None:
 
 READ_ELSEWHERE = {
     # Read only where the case arises, each by a test of its own.
-    "RunConfig.name",  # the run directory's name: commands/train.choose_folder
+    "RunConfig.name",  # the run directory's name: commands/training/train.py
     "ModelConfig.path",  # instead of model.new
     "ModelConfig.teacher", "ModelConfig.teachers", "ModelConfig.offload",  # by objectives with another model
     "LoraConfig.rank", "LoraConfig.alpha", "LoraConfig.targets", "LoraConfig.rslora",  # where there is an adapter
     "EngineConfig.address",  # by SGLang
     "RolloutConfig.keep",  # by rejection sampling
-    "RolloutConfig.transcripts_gb",  # before the first stage: commands/train.train
+    "RolloutConfig.transcripts_gb",  # before the first stage: commands/training/train.py
     "SourceConfig.skip_bad",  # by files
-    "RunConfig.mirrors",  # before the first stage: commands/train.train
+    "RunConfig.mirrors",  # before the first stage: commands/training/train.py
     "SourceConfig.path", "SourceConfig.prompt_field", "SourceConfig.answer_field", "SourceConfig.answer_pattern",
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Procedural tasks from the package reasoning-gym, and the reward that asks its own verifiers.
 
-Owns: generators "reasoning_gym" and "reasoning_gym_mix", reward "reasoning_gym". Refuses: a pool of its own; build.py
+Owns: generators "reasoning_gym" and "reasoning_gym_mix", reward "reasoning_gym". Refuses: a pool of its own; data.py
 passes in the one of rewards.
 """
 

@@ -1,7 +1,7 @@
 """Entropy and gradient of rows of float32 logits in one reading each, in Triton. Draws are in draw.py.
 
 Owns: what the trainer takes from logits beside log-probabilities. A row's result depends on that row alone.
-Refuses: keep-sets and most likely tokens (trainer/logprobs.py has torch for those).
+Refuses: keep-sets and most likely tokens (trainer/passes/logprobs.py has torch for those).
 Shapes: _R rows, _V vocabulary, _E entries of one block of it.
 """
 # Triton has no types, and its kernels are not Python functions.

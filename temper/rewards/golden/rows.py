@@ -1,6 +1,6 @@
 """The golden sets and the attack pack: responses whose verdict is known because of how they were made.
 
-Owns: reading and checking the rows, shipped or a user's own. Refuses: running verifiers (commands/verify.py).
+Owns: reading and checking the rows, shipped or a user's own. Refuses: running verifiers (commands/judging/verify.py).
 A row is JSON: response and is_correct, and as the kind needs them prompt, answer, tests (text), options of the reward.
 """
 

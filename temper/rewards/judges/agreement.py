@@ -1,7 +1,7 @@
 """How far a judge says what people say: measured before a run, and again while it trains.
 
 Owns: labelled cases, Cohen's kappa and its interval, and whether kappa fell. Refuses: asking (judge.py and others are
-handed in), and deciding what a fall means (runs/rules.py).
+handed in), and deciding what a fall means (runs/alarms/rules.py).
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class _Worker:
     def __init__(self) -> None:
         self.connection, theirs = socket.socketpair()
         with theirs:
-            # -P: the script's folder stays off sys.path, where rewards/math.py would shadow the standard library's.
+            # -P: the script's folder stays off sys.path, where a file could shadow the standard library's.
             # A new session: a signal typed at the terminal is for the run, which then closes its pools.
             self.process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(program.__file__)), str(os.getpid())],
