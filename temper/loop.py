@@ -96,7 +96,10 @@ async def _run(plan: Plan) -> None:
         for step in range(plan.first_step, plan.steps + 1):
             clock.skip()
             batch = await plan.source.take(step)
-            clock.lap_as(batch.seconds) if batch.seconds else clock.lap("data")
+            if batch.seconds:
+                clock.lap_as(batch.seconds)
+            else:
+                clock.lap("data")
             await canary.passed()
             clock.lap("canary")
             with plan.paused():
