@@ -130,6 +130,11 @@ class Trainer(Protocol):
 class BatchSource(Protocol):
     """Where the loop gets its batches: rollouts for RL, examples for SFT."""
 
+    @property
+    def num_queued(self) -> int | None:
+        """Groups that wait to be trained; None: it draws nothing."""
+        ...
+
     async def start(self) -> None: ...
 
     async def take(self, step: int) -> Batch:

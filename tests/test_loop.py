@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from temper import loop
-from temper.build import build_stage, first_model, make_plan
+from temper.build import Listeners, build_stage, first_model, make_plan
 from temper.config import RunConfig, resolve
 from temper.engine.local.engine import LocalEngine
 from temper.engine.local.step import Flight, Stepper
@@ -49,8 +49,8 @@ def run(config: RunConfig, folder: Path) -> tuple[Notes, list[torch.Tensor]]:
     notes = Notes()
 
     async def go() -> list[torch.Tensor]:
-        stage = build_stage(config, 0, first_model(config, folder))
-        stage.audit = notes.audits.extend
+        listeners = Listeners(audit=notes.audits.extend)
+        stage = build_stage(config, 0, first_model(config, folder), listeners=listeners)
         await loop.run(make_plan(stage, first_step=1, recorders=(notes,), checkpoint=lambda step: None))
         await stage.close()
         return [parameter.detach().clone() for parameter in stage.model.parameters()]

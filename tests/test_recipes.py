@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from temper.build import resolve_objective
+from temper.catalogue import source_of
 from temper.config import load_recipe
-from temper.data import _source
 from temper.envs.env import find_env
 from temper.rewards.registry import REWARDS, make_reward
 
@@ -23,7 +23,7 @@ def test_a_recipe_is_accepted(path: Path) -> None:
         for source in (*config.train, *([config.heldout] if config.heldout else [])):
             if source.path:
                 continue  # the user's own file
-            task = _source(source).task(0)
+            task = source_of(source).task(0)
             find_env(config.env.name or task.env, config.env.options)
         for part in config.reward:
             if part.kind in REWARDS:

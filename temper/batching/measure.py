@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from temper.objectives import Credit, Objective
+from temper.objectives import Credit, Objective, PolicyObjective
 from temper.objectives.objective import shaped
 from temper.types import EventKind, Finish, Group, Status, Trajectory, array_of
 
@@ -57,7 +57,7 @@ def measure_advantages(advantages_N: Tensor, lengths_B: Tensor) -> dict[str, flo
 
 def measure_shaping(objective: Objective, credit: Credit) -> dict[str, float]:
     """Mean reward after the objective's shaping; nothing where it does not shape."""
-    if not objective.shaping or not len(credit.rewards):
+    if not isinstance(objective, PolicyObjective) or not objective.shaping or not len(credit.rewards):
         return {}
     return {"reward/shaped_mean": shaped(objective, credit).rewards.mean().item()}
 

@@ -244,6 +244,7 @@ def _weights(credit: Credit, update_B: Tensor, is_kept_B: Tensor, rules: CreditR
     Each update is a batch of its own: a trajectory that it does not train has length 0 there and counts nowhere.
     """
     weighting = rules.objective.weighting
+    assert weighting is not None, f"objective {rules.objective.name} weighs no tokens"
     weights_B, slopes_B = torch.zeros_like(credit.rewards), torch.zeros_like(credit.rewards)
     for update in range(rules.updates):
         lengths_B = credit.lengths * (is_kept_B & (update_B == update))

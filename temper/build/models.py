@@ -29,7 +29,7 @@ from temper.models.lora.adapters import (
 from temper.models.lora.materialize import whole
 from temper.models.scorer import HEAD, ScorerKind, load_scorer
 from temper.models.tiny import make_tiny_model
-from temper.objectives import Objective
+from temper.objectives import DirectLoss, Objective, PolicyObjective
 from temper.parity.isolation import check_isolation
 from temper.stages.distill import teacher_folders
 from temper.trainer.critic import Critic
@@ -89,7 +89,7 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
     is_scorer = "scores" in objective.needs
     lora = config.model.lora
     if is_scorer:
-        scorer_kind: ScorerKind = "steps" if _name_of_loss(objective) == "steps" else "conversation"
+        scorer_kind: ScorerKind = "steps" if _reads_steps(objective) else "conversation"
         load_any: LoadModel = partial(load_scorer, kind=scorer_kind)
         folder = whole(folder)  # a head is put on weights, not on an adapter
     else:
@@ -109,8 +109,8 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
     return Models(policy=policy, others=others, files=ModelFiles(load=load_any))
 
 
-def _name_of_loss(objective: Objective) -> str | None:
-    return None if objective.loss is None else objective.loss.name
+def _reads_steps(objective: Objective) -> bool:
+    return isinstance(objective, DirectLoss) and objective.loss.reads == "steps"
 
 
 def _other_models(
@@ -119,7 +119,7 @@ def _other_models(
     """Reference and critic start where the stage starts; teachers are given."""
     device = next(policy.parameters()).device
     critic = None
-    if objective.critic is not None:
+    if isinstance(objective, PolicyObjective) and objective.critic is not None:
         rate = config.optim.critic_learning_rate
         critic = Critic(
             load(folder),

@@ -1,42 +1,32 @@
 """Which objective a stage trains with, and whether the two fit.
 
-Owns: what a stage trains with when a recipe does not say, and combinations that would train something else than they
-say. Refuses: the objectives themselves (objectives/).
+Owns: combinations of a stage and an objective that would train something else than they say.
+Refuses: the objectives themselves (objectives/).
 """
 
 from __future__ import annotations
 
 from temper.config import RunConfig
 from temper.errors import UserError
-from temper.objectives import Objective, check_objective, resolve
+from temper.objectives import DirectLoss, Objective, PolicyObjective, check_objective, resolve
 from temper.objectives.advantage.critics import pretraining_steps
 from temper.objectives.combinations import SAMPLER_WEIGHTS, corrects_staleness
-from temper.objectives.losses.table import LOSSES_OF
 from temper.objectives.resolve import REGISTRY
-from temper.rewards.composite import CompositeReward
-
-PRESETS = {
-    "rl": "grpo",
-    "rejection": "grpo",
-    "sft": "sft",
-    "preference": "dpo",
-    "reward_model": "reward_model",
-    "distill": "gkd",
-}
-"""What a stage trains with when the recipe names no preset."""
+from temper.stages.kinds import kind_of
 
 
 def resolve_objective(config: RunConfig) -> Objective:
     """The objective of a stage, with the rules that need no data."""
     wanted = config.objective
     overrides = {kind: getattr(wanted, kind) for kind in REGISTRY}
-    objective = resolve(wanted.preset or PRESETS[config.stage], overrides)
+    objective = resolve(wanted.preset or kind_of(config).preset, overrides)
     _require_fit(config, objective)
     check_objective(objective, group_size=config.rollout.group_size)
     if objective.needs & {"teacher", "teacher_top_k", "divergence"} and not config.model.taught_by:
         raise UserError(f"objective {objective.name} needs a teacher. Set model.teacher to a checkpoint directory")
     sampling = config.sampling
-    if objective.step is not None and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+    is_truncated = sampling.top_k or sampling.top_p < 1 or sampling.min_p
+    if isinstance(objective, PolicyObjective) and objective.step is not None and is_truncated:
         raise UserError(
             f"objective {objective.name} bounds the change of the whole distribution, which a truncated sampler does "
             f"not show. Use sampling.top_k = 0, top_p = 1 and min_p = 0"
@@ -54,8 +44,9 @@ def resolve_objective(config: RunConfig) -> Objective:
 
 def doubts_about(config: RunConfig, objective: Objective) -> list[str]:
     """What a user should know before a stage trains, in sentences; it may be what they want."""
-    is_sampled = config.stage in ("rl", "distill") and objective.loss is None
-    if not config.rollout.max_staleness or not is_sampled or corrects_staleness(objective):
+    if not config.rollout.max_staleness or not kind_of(config).trains:
+        return []
+    if not isinstance(objective, PolicyObjective) or corrects_staleness(objective):
         return []
     known = ", ".join(sorted(SAMPLER_WEIGHTS | {"opsm"}))
     return [
@@ -64,16 +55,6 @@ def doubts_about(config: RunConfig, objective: Objective) -> list[str]:
         f'objective.corrections = ["token_tis"] (or one of {known}), take the ratio against the sampler with '
         f'objective.proximal = "behavior", or use a preset made for it: decoupled_ppo, a3po, olmorl, scalerl, prime_rl'
     ]
-
-
-def require_turn_credit(config: RunConfig, objective: Objective, rubric: CompositeReward) -> None:
-    """Refuses payments by turn that no credit would see."""
-    if config.stage == "rl" and rubric.pays_turns and "turns" not in objective.credit_needs:
-        raise UserError(
-            f"a part of the reward pays turns (by_turn = true), and advantage {objective.advantage.name} of objective "
-            f"{objective.name} gives credit to whole episodes: what it pays would be lost. Use objective.advantage = "
-            f'"turn_returns", or by_turn = false'
-        )
 
 
 def _check_critic_steps(config: RunConfig, objective: Objective) -> str | None:
@@ -109,10 +90,12 @@ def _check_reference_rule(config: RunConfig, objective: Objective) -> str | None
 
 
 def _check_kl_cov(config: RunConfig, objective: Objective) -> str | None:
+    if not isinstance(objective, PolicyObjective):
+        return None
     is_own = objective.proximal.name == "current" or (
         objective.proximal.name == "trainer" and config.trainer.updates_per_batch == 1
     )
-    if not is_own or objective.loss is not None or all(term.name != "kl_cov" for term in objective.regularizers):
+    if not is_own or all(term.name != "kl_cov" for term in objective.regularizers):
         return None
     return (
         f"objective {objective.name}: kl_cov would do nothing. It pulls back to the policy that the batch started "
@@ -121,25 +104,15 @@ def _check_kl_cov(config: RunConfig, objective: Objective) -> str | None:
     )
 
 
-def _check_teaching(config: RunConfig, objective: Objective) -> str | None:
-    """Samples of a distillation stage have no reward: without a teacher in the objective there is nothing to learn."""
-    if config.stage != "distill" or objective.loss is not None or "teacher" in objective.needs:
-        return None
-    return (
-        f"a stage of kind distill has no reward, and objective {objective.name} reads no teacher: it would learn "
-        f'nothing. Use objective.preset = "opd" or "gkd", or a stage of kind rl'
-    )
-
-
-_CHECKS = (_check_critic_steps, _check_reference_rule, _check_kl_cov, _check_teaching)
+_CHECKS = (_check_critic_steps, _check_reference_rule, _check_kl_cov)
 
 
 def _require_fit(config: RunConfig, objective: Objective) -> None:
     """Pairs cannot be trained by a policy gradient, nor rollouts by a loss of pairs."""
-    allowed = LOSSES_OF[config.stage]
-    name = None if objective.loss is None else objective.loss.name
+    allowed = kind_of(config).losses
+    name = objective.loss.name if isinstance(objective, DirectLoss) else None
     if name not in allowed:
-        known = ", ".join("a policy gradient" if direct_loss is None else direct_loss for direct_loss in allowed)
+        known = ", ".join("a policy gradient" if loss is None else loss for loss in allowed)
         raise UserError(
             f"a stage of kind {config.stage} cannot train with objective {objective.name} "
             f"({'a policy gradient' if name is None else f'loss {name}'}). It takes: {known}. Change "

@@ -25,10 +25,8 @@ from temper.parity.isolation import check_isolation
 from temper.protocols import SharesDevice
 from temper.rewards.composite import CompositeReward
 from temper.rollout.group import Extras
-from temper.rollout.source import RolloutSource
 from temper.runs.alarms.rules import configure
 from temper.runs.ledger import TRAINING, ModelSize, active_parameters, mfu, peak_flops, time_metrics
-from temper.stages.rejection import Rejection
 from temper.trainer.ranks import rank_and_world
 from temper.trainer.weights import Weights
 from temper.types import Batch, TrainResult
@@ -42,9 +40,11 @@ def make_plan(
     first_step: int,
     recorders: Sequence[loop.Recorder],
     checkpoint: Callable[[int], None],
+    opened: Callable[[], None] = lambda: None,
     watch: loop.Watch | None = None,
 ) -> loop.Plan:
-    config = stage.config
+    """`opened` is called when the gate has passed, before the first rollout."""
+    config, checks = stage.config, Checks(stage, first_step, opened)
     return loop.Plan(
         stage=stage.index,
         steps=config.steps,
@@ -57,9 +57,9 @@ def make_plan(
         evaluate_every=config.evaluation.every,
         checkpoint=checkpoint,
         checkpoint_every=config.checkpoint.every,
-        gate=partial(_gate, stage, first_step),
-        canary=partial(_look_again, stage),
-        verify=partial(_verify, stage),
+        gate=checks.gate,
+        canary=checks.look_again,
+        verify=checks.verify,
         measure_system=partial(_measure_system, stage, _model_size(stage)),
         watch=watch,
         runs_ahead=config.rollout.max_staleness > 0,
@@ -90,26 +90,59 @@ def _sides(stage: Stage) -> Sides:
     )
 
 
-async def _gate(stage: Stage, first_step: int) -> None:
-    """Rows of a pack are apart, and sampler and trainer agree: both proven on this model before it is trained."""
-    await asyncio.to_thread(check_isolation, stage.model, stage.data.shape.vocab_size)
-    for doubt in doubts_about(stage.config, stage.objective):
-        stage.warn(doubt)
-    if warning := await asyncio.to_thread(contamination.check, stage.data.known, stage.data.heldout):
-        stage.warn(warning)
-    if stage.data.heldout and stage.data.verifier is not stage.data.rubric:
-        for name, value in (await stage.data.verifier.start()).items():
-            stage.note(f"held-out verifier {name} = {value:g}")
-    if stage.config.reward and stage.is_rolling:
-        for name, value in (await stage.data.rubric.start()).items():
-            stage.note(f"reward {name} = {value:g}")
-    if stage.is_rolling:
-        sides, name = _sides(stage), f"gate/{stage.index}/{first_step}"
-        _, rows = await open_gate(stage.setup, stage.data.probe[:GATE_PROMPTS], sides, name=name)
-        stage.canary = Canary(sides, canary_prompts(rows), name=f"canary/{stage.index}")
-    if stage.is_after_imitation and first_step == 1:
-        await _require_ready(stage)
-    stage.opened()
+class Checks:
+    """What may refuse to start a stage or to go on with it."""
+
+    def __init__(self, stage: Stage, first_step: int, opened: Callable[[], None]) -> None:
+        self._stage, self._first_step, self._opened = stage, first_step, opened
+        self._canary: Canary | None = None
+        """None before the gate has passed, and in stages that sample nothing."""
+
+    async def gate(self) -> None:
+        """Rows of a pack are apart, and sampler and trainer agree: both proven on this model before it is trained."""
+        stage, data, listeners = self._stage, self._stage.data, self._stage.listeners
+        await asyncio.to_thread(check_isolation, stage.model, data.shape.vocab_size)
+        for doubt in doubts_about(stage.config, stage.objective):
+            listeners.warn(doubt)
+        if warning := await asyncio.to_thread(contamination.check, data.known, data.heldout):
+            listeners.warn(warning)
+        if data.heldout and data.verifier is not data.rubric:
+            for name, value in (await data.verifier.start()).items():
+                listeners.note(f"held-out verifier {name} = {value:g}")
+        if stage.config.reward and data.is_rolling:
+            for name, value in (await data.rubric.start()).items():
+                listeners.note(f"reward {name} = {value:g}")
+        if data.is_rolling:
+            sides, name = _sides(stage), f"gate/{stage.index}/{self._first_step}"
+            _, rows = await open_gate(stage.setup, data.probe[:GATE_PROMPTS], sides, name=name)
+            self._canary = Canary(sides, canary_prompts(rows), name=f"canary/{stage.index}")
+        if stage.must_be_ready and self._first_step == 1:
+            await _require_ready(stage)
+        self._opened()
+
+    async def look_again(self) -> None:
+        """After a publication: the canary; and as often as held-out tasks, before the step is reported, the judges."""
+        stage = self._stage
+        step, every = stage.trainer.version, stage.config.evaluation.every  # a version is a step
+        if self._canary is not None:
+            await self._canary.check(step)
+        if step == stage.config.steps or (every and step % every == 0):
+            for judging in _judging(stage).values():
+                await judging.measure_again()
+
+    def verify(self, step: int, result: TrainResult) -> None:
+        """After every synchronous step the gap between sampled and recomputed log-probabilities stays within budget."""
+        gap, config = result.metrics.get("mismatch/logp_abs_mean"), self._stage.config
+        is_own = not config.rollout.max_staleness and config.trainer.updates_per_batch == 1
+        if gap is None or not self._stage.data.is_rolling or not is_own:
+            return
+        agreement = Agreement(
+            num_tokens=int(result.metrics.get("data/tokens", 0)),
+            mean_gap=gap,
+            # Fast mode's limit for one token is that of a few hundred; a whole batch has unluckier ones.
+            max_gap=result.metrics.get("mismatch/logp_abs_max", gap) if config.engine.numerics == "exact" else gap,
+        )
+        require_agreement(agreement, budget=_budget(self._stage), when=f"step {step}")
 
 
 async def _require_ready(stage: Stage) -> None:
@@ -128,35 +161,10 @@ async def _require_ready(stage: Stage) -> None:
     )
     answer_of = readiness.answers_of([part.kind for part in stage.config.reward])
     found = readiness.measure(groups, answer_of=answer_of, thresholds=rule.thresholds)
-    stage.show(readiness.render(found))
+    stage.listeners.show(readiness.render(found))
     for check in found.failed:
-        stage.warn(f"not ready for RL: {check.name} is {check.value:.3f}; {check.advice}")
+        stage.listeners.warn(f"not ready for RL: {check.name} is {check.value:.3f}; {check.advice}")
     readiness.require_ready(found, is_forced=rule.level in ("note", "warn"))
-
-
-async def _look_again(stage: Stage) -> None:
-    """After a publication: the canary; and as often as held-out tasks, before the step is reported, the judges."""
-    step, every = stage.trainer.version, stage.config.evaluation.every  # a version is a step
-    if stage.canary is not None:
-        await stage.canary.check(step)
-    if step == stage.config.steps or (every and step % every == 0):
-        for judging in _judging(stage).values():
-            await judging.measure_again()
-
-
-def _verify(stage: Stage, step: int, result: TrainResult) -> None:
-    """After every synchronous step the gap between sampled and recomputed log-probabilities stays within budget."""
-    gap = result.metrics.get("mismatch/logp_abs_mean")
-    config = stage.config
-    if gap is None or not stage.is_rolling or config.rollout.max_staleness or config.trainer.updates_per_batch > 1:
-        return
-    agreement = Agreement(
-        num_tokens=int(result.metrics.get("data/tokens", 0)),
-        mean_gap=gap,
-        # Fast mode's limit for one token is that of a few hundred; a whole batch has unluckier ones.
-        max_gap=result.metrics.get("mismatch/logp_abs_max", gap) if config.engine.numerics == "exact" else gap,
-    )
-    require_agreement(agreement, budget=_budget(stage), when=f"step {step}")
 
 
 def _measure_system(stage: Stage, size: ModelSize, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -173,8 +181,8 @@ def _measure_system(stage: Stage, size: ModelSize, batch: Batch, seconds: Mappin
         **mfu(size, lengths, training_seconds, _peak(stage)),
         **_judge_metrics(stage),
     }
-    if isinstance(stage.source, RolloutSource | Rejection):
-        system["sys/queue_groups"] = float(stage.source.num_queued)
+    if (num_queued := stage.source.num_queued) is not None:
+        system["sys/queue_groups"] = float(num_queued)
     if "rollout" in seconds:
         # Who runs ahead draws all the time; the trainer waits for the rest of it alone.
         drawing = sum(seconds.values()) if stage.config.rollout.max_staleness else seconds["rollout"]

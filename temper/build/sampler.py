@@ -15,7 +15,6 @@ import torch
 
 from temper.build.policy import size_engine
 from temper.config import RunConfig
-from temper.data import StageData
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.mixture import Opponent
 from temper.engine.none import NoSampler
@@ -23,9 +22,9 @@ from temper.errors import UserError
 from temper.models.decoder import lay_end_to_end
 from temper.models.lora.adapters import has_adapter, with_own_weights
 from temper.models.lora.materialize import whole
-from temper.objectives import Objective
-from temper.objectives.losses.pairs import opponent_share
+from temper.objectives import DirectLoss, Objective
 from temper.protocols import Sampler
+from temper.stages.reading.data import StageData
 
 
 def make_sampler(
@@ -49,7 +48,7 @@ def make_sampler(
         return SglangEngine(settings), None
     if kind == "vllm":
         return _vllm(config, data, model, model_folder), None
-    sampler_model = _sampler_model(config, model)
+    sampler_model = _sampler_model(config, model, is_rolling=data.is_rolling)
     lay_end_to_end(sampler_model)
     decode = data.renderer.decode if config.sampling.stop else None
     return LocalEngine(sampler_model, _engine_settings(config, data), decode=decode), sampler_model
@@ -59,10 +58,9 @@ def make_opponent(
     config: RunConfig, objective: Objective, data: StageData, reference: torch.nn.Module | None, sampler_model: Any
 ) -> Opponent | None:
     """Whom a stage that samples compares its policy with; None: nobody. sampler_model: what its sampler draws with."""
-    share = opponent_share(objective.loss)
-    if share is None:
+    share = objective.loss.opponent_share if isinstance(objective, DirectLoss) else None
+    if share is None or not data.is_rolling:
         return None
-    require_opponent(config, objective)
     assert reference is not None, "an objective with opponents needs a reference"
     # Used while the trainer uses it, or on the CPU between passes: then the opponent needs one of its own.
     is_shared = config.rollout.max_staleness == 0 and not config.model.offload
@@ -80,30 +78,13 @@ def make_opponent(
     )
 
 
-def require_opponent(config: RunConfig, objective: Objective) -> None:
-    """Refuses opponents that cannot be drawn."""
-    if opponent_share(objective.loss) is None:
-        return
-    if config.engine.kind != "local":
-        raise UserError(
-            f"objective {objective.name} samples opponents from the reference's weights, which only the engine of this "
-            f'process holds, and engine.kind = "{config.engine.kind}". Use engine.kind = "local", or '
-            f'objective.preset = "online_dpo", which needs no opponent'
-        )
-    if (size := config.rollout.group_size) < 2 or size % 2:
-        raise UserError(
-            f"objective {objective.name} draws one half of each group from the policy and one half from its opponent, "
-            f"and rollout.group_size = {size}. Use an even number, e.g. {max(2, size + size % 2)}"
-        )
-
-
-def _sampler_model(config: RunConfig, model: torch.nn.Module) -> torch.nn.Module:
+def _sampler_model(config: RunConfig, model: torch.nn.Module, *, is_rolling: bool) -> torch.nn.Module:
     """One copy of the weights when nothing is under way while they change; otherwise the engine has its own. So it has
     for a model with an adapter: it draws from merged weights."""
     if has_adapter(model):
         return with_own_weights(model)
-    is_synchronous = config.rollout.max_staleness == 0 or config.stage == "sft"
-    return model if is_synchronous else copy.deepcopy(model)
+    runs_ahead = config.rollout.max_staleness > 0 and is_rolling
+    return copy.deepcopy(model) if runs_ahead else model
 
 
 def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) -> Sampler:

@@ -1,43 +1,56 @@
 """From a configuration to the live parts of one stage.
 
-Owns: which parts are made and how they are wired. Refuses: training (loop.py), checking data (data.py), and what the
-loop calls back (plan.py).
+Owns: which parts are made and how they are wired. Refuses: training (loop.py), what differs from kind to
+kind (stages/), and what the loop calls back (plan.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from temper.batching.pack import pack, shard
-from temper.build.fitting import require_rows
-from temper.build.heldout import Audit, Measure, calibration_writer, make_measure
 from temper.build.models import Models, load_models, optimizer_settings
-from temper.build.objective import require_turn_credit, resolve_objective
+from temper.build.objective import resolve_objective
 from temper.build.sampler import make_opponent, make_sampler
-from temper.build.sources import Parts, is_rolling, keep_rule, make_source
 from temper.config import RunConfig
-from temper.data import StageData, open_data, require_judge
 from temper.engine.local.mixture import WithOpponent
 from temper.envs.env import find_env
 from temper.objectives import Objective
-from temper.parity.check import Canary
 from temper.protocols import BatchSource, Env, Sampler, Trainer
 from temper.rollout.episode import EpisodeSetup, Scorer
 from temper.stages.distill import NoReward
-from temper.stages.rejection import Rejection
+from temper.stages.kind import StageKind
+from temper.stages.kinds import kind_of
+from temper.stages.measures import Audit, Measure
+from temper.stages.parts import Parts
+from temper.stages.reading.data import StageData, open_data, require_judge
+from temper.stages.reading.fitting import require_rows
 from temper.terminal import print_line
 from temper.trainer.checkpoint import read_checkpoint
 from temper.trainer.local import LocalTrainer, TrainerSettings
 from temper.types import EvaluationResult, SamplingParams, Scalar
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
+class Listeners:
+    """Who hears about a stage what the loop does not tell."""
+
+    note: Callable[[str], None] = print_line
+    """Where facts about the run go: the store's events."""
+    warn: Callable[[str], None] = print_line
+    """Where doubts about the run go: the same, more loudly."""
+    show: Callable[[object], None] = print_line
+    """Where tables go that people should see at once: the display."""
+    audit: Audit | None = None
+    """Where held-out transcripts go; None: nowhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stage:
     """The live parts of one stage."""
 
@@ -53,28 +66,15 @@ class Stage:
     source: BatchSource
     setup: EpisodeSetup
     measure: Measure
-    is_rolling: bool
-    """Whether it trains on what it samples; then sampler and trainer must agree."""
-    is_after_imitation: bool = False
-    """Whether RL begins here on what supervised training has left; then that must be fit for it."""
-    note: Callable[[str], None] = print_line
-    """Where facts about the run go: the store's events."""
-    warn: Callable[[str], None] = print_line
-    """Where doubts about the run go: the same, more loudly."""
-    show: Callable[[object], None] = print_line
-    """Where tables go that people should see at once: the display."""
-    opened: Callable[[], None] = lambda: None
-    """Called when the gate has passed, before the first rollout."""
-    audit: Audit | None = None
-    """Where held-out transcripts go; None: nowhere."""
-    canary: Canary | None = None
-    """None before the gate has passed, and in stages that sample nothing."""
+    must_be_ready: bool
+    """Whether the policy must be shown to be fit for this stage, because of the kind of stage that made it."""
+    listeners: Listeners
     writers: Mapping[str, Callable[[Path], None]]
     """What goes into a checkpoint beside the trainer's state, by name."""
 
     async def evaluate(self, step: int, metrics: Mapping[str, float] | None = None) -> list[EvaluationResult]:
         """Held-out scores of the weights of now. metrics: of the step they come from."""
-        return await self.measure(step, metrics or {}, self.audit)
+        return await self.measure(step, metrics or {}, self.listeners.audit)
 
     def verdicts(self) -> dict[str, list[dict[str, Scalar]]]:
         """What judges said since the last call, by part of the reward."""
@@ -90,34 +90,31 @@ class Stage:
             await self.data.verifier.close()
 
 
-def check_stage(config: RunConfig) -> Objective:
-    """The objective of a stage, and every mistake that shows without data and without a model."""
-    objective = resolve_objective(config)
-    if config.stage == "rejection":
-        keep_rule(config)
-    return objective
-
-
 def build_stage(
-    config: RunConfig, index: int, model_folder: Path, checkpoint: Path | None = None, caches: Path | None = None
+    config: RunConfig,
+    index: int,
+    model_folder: Path,
+    checkpoint: Path | None = None,
+    *,
+    caches: Path | None = None,
+    earlier: Collection[str] = (),
+    listeners: Listeners = Listeners(),
 ) -> Stage:
     """Loads the model and wires trainer, sampler, data and reward of one stage.
 
-    `checkpoint` is where it goes on, `caches` a folder for what is worth keeping between two processes.
+    `checkpoint` is where it goes on, `caches` a folder for what is worth keeping between two processes, `earlier` the
+    kinds of the stages before it.
     """
     resumed = read_checkpoint(checkpoint) if checkpoint is not None else None  # first: it verifies every part
-    objective = resolve_objective(config)
-    data = open_data(config, model_folder)
-    require_turn_credit(config, objective, data.rubric)
-    require_judge(config, data)
-    require_rows(config, objective, data)
-    rolls = is_rolling(config, objective, data)
+    kind, objective = kind_of(config), resolve_objective(config)
+    data = open_data(config, objective, kind.reading, model_folder)
+    check_data(config, kind, objective, data)
     models = load_models(config, objective, model_folder)
-    trainer = _trainer(config, objective, data, models, temperature=config.sampling.temperature if rolls else 1.0)
+    trainer = _trainer(config, objective, data, models)
     if checkpoint is not None:
         trainer.load(checkpoint)
     sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder)
-    opponent = make_opponent(config, objective, data, models.others.reference, sampler_model) if rolls else None
+    opponent = make_opponent(config, objective, data, models.others.reference, sampler_model)
     setup = _episode_setup(config, objective, data, sampler)
     parts = Parts(
         config=config,
@@ -130,7 +127,7 @@ def build_stage(
         folder=caches,
         origin=model_folder,
     )
-    source = make_source(parts)
+    source = kind.make_source(parts)
     if checkpoint is not None and resumed is not None:
         source.load_state(resumed["source"])
         data.rubric.load_state(resumed["rubric"])
@@ -147,18 +144,25 @@ def build_stage(
         sampler_model=sampler_model,
         source=source,
         setup=setup,
-        measure=make_measure(parts),
-        is_rolling=rolls,
-        writers=_writers(parts, source),
+        measure=kind.make_measure(parts),
+        must_be_ready=bool(kind.ready_after.intersection(earlier)),
+        listeners=listeners,
+        writers={"reward": data.rubric.save, **kind.writers(parts, source)},
     )
 
 
-def _trainer(
-    config: RunConfig, objective: Objective, data: StageData, models: Models, *, temperature: float
-) -> Trainer:
+def check_data(config: RunConfig, kind: StageKind, objective: Objective, data: StageData) -> None:
+    """Raises UserError for data that a stage cannot train on, or be judged on."""
+    kind.check_data(config, objective, data)
+    require_judge(config, data)
+    if (make_rows := kind.row_maker(objective, data)) is not None:
+        require_rows(config, make_rows, data)
+
+
+def _trainer(config: RunConfig, objective: Objective, data: StageData, models: Models) -> Trainer:
     settings = TrainerSettings(
         optimizer=optimizer_settings(config, config.optim.learning_rate),
-        temperature=temperature,
+        temperature=config.sampling.temperature if data.is_rolling else 1.0,
         total_steps=config.steps,
         gradient_checkpointing=config.model.gradient_checkpointing,
         seed=config.seed,
@@ -170,24 +174,12 @@ def _trainer(
         data.tokenizer,
         objective,
         settings,
-        pack=partial(pack, tokens_per_microbatch=config.trainer.tokens_per_microbatch, together=_together(config)),
+        pack=partial(
+            pack, tokens_per_microbatch=config.trainer.tokens_per_microbatch, together=kind_of(config).together
+        ),
         shard=shard,
         others=models.others,
     )
-
-
-def _together(config: RunConfig) -> Literal["group", "trajectory"]:
-    """A pair is compared inside one microbatch."""
-    return "group" if config.stage in ("preference", "reward_model") else "trajectory"
-
-
-def _writers(parts: Parts, source: BatchSource) -> dict[str, Callable[[Path], None]]:
-    writers: dict[str, Callable[[Path], None]] = {"reward": parts.data.rubric.save}
-    if (calibrate := calibration_writer(parts)) is not None:
-        writers["calibration"] = calibrate
-    if isinstance(source, Rejection):
-        writers["kept rows"] = source.ledger.save
-    return writers
 
 
 def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sampler: Sampler) -> EpisodeSetup:

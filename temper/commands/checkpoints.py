@@ -22,8 +22,9 @@ from temper.integrity import verify
 from temper.models.load import find_checkpoint, read_shape
 from temper.models.lora.adapters import is_adapter_folder
 from temper.models.lora.materialize import load_trained, materialize
-from temper.models.scorer import CLASSES, kind_of, score_head
+from temper.models.scorer import CLASSES, score_head, scorer_kind
 from temper.models.states import Head, hidden_states
+from temper.stages.kinds import KINDS, kind_of
 from temper.trainer.checkpoint import latest_checkpoint
 from temper.trainer.passes.attention import PackedAttention
 from temper.types import EvaluationResult
@@ -38,7 +39,7 @@ def find_model(path: Path) -> Path:
     if not (path / "run.db").is_file():
         return find_checkpoint(str(path))
     stages = sorted((path / "checkpoints").glob("*-*"), key=lambda stage: int(stage.name.partition("-")[0]))
-    policies = [stage for stage in stages if not stage.name.endswith("-reward_model")]
+    policies = [stage for stage in stages if leaves_of(stage) != "scorer"]
     found = [latest for stage in policies if (latest := latest_checkpoint(stage))]
     if not found:
         has_other = len(policies) < len(stages)
@@ -47,10 +48,16 @@ def find_model(path: Path) -> Path:
     return found[-1]
 
 
+def leaves_of(stage: Path) -> str:
+    """What the stage with these checkpoints leaves to later ones."""
+    kind = KINDS.get(stage.name.partition("-")[2])
+    return "policy" if kind is None else kind.leaves
+
+
 def evaluate_checkpoint(path: Path, recipe: Path, *, overrides: Sequence[str] = ()) -> list[EvaluationResult]:
     """Held-out scores of a checkpoint by the last stage of a recipe that holds out tasks for a policy."""
     stages = load_recipe(recipe, overrides)
-    judging = [config for config in stages if config.heldout and config.stage != "reward_model"]
+    judging = [config for config in stages if config.heldout and kind_of(config).leaves != "scorer"]
     if not judging:
         raise UserError(f"{recipe} has no [heldout] table, so there is nothing to evaluate on")
     return calls.run(_evaluate(_referred(judging[-1], stages, path), find_model(path)))
@@ -109,7 +116,7 @@ def _copy(source: Path, out: Path) -> None:
 def compare_logits(ours: Path, theirs: Path) -> float:
     """Largest difference between Temper's forward pass of one directory and plain transformers' of another. Of a reward
     model: of its scores."""
-    kind = kind_of(ours)
+    kind = scorer_kind(ours)
     model = load_trained(ours, torch.float32, torch.device("cpu"))
     reader = AutoModelForCausalLM if kind is None else CLASSES[kind]
     plain: Any = reader.from_pretrained(

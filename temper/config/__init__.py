@@ -1,18 +1,19 @@
 """What a recipe may say (sections), how it is read (recipe) and written (toml)."""
 
 from temper.config.recipe import load_recipe, merge, parse_override, read_table, resolve, section_of
-from temper.config.references import FIRST, check_references, refer, references
+from temper.config.references import DATA_KEYS, FIRST, Reference, refer, references
 from temper.config.section import Section
 from temper.config.sections import RewardConfig, RunConfig, SourceConfig
 from temper.config.toml import to_toml
 
 __all__ = [
+    "DATA_KEYS",
     "FIRST",
+    "Reference",
     "RewardConfig",
     "RunConfig",
     "Section",
     "SourceConfig",
-    "check_references",
     "load_recipe",
     "merge",
     "parse_override",

@@ -13,7 +13,6 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 
 from temper.config.beside import look_beside
-from temper.config.references import check_references
 from temper.config.sections import RunConfig
 from temper.errors import UserError, did_you_mean
 
@@ -65,7 +64,6 @@ def resolve(table: Mapping[str, Any], overrides: Iterable[str], *, where: str, t
         for override in overrides:
             merged = merge(merged, parse_override(override))
         resolved.append(_validate(merged, where=where, text=text))
-    check_references(resolved)
     return resolved
 
 

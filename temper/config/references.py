@@ -1,18 +1,16 @@
 """Paths that name an earlier stage of the same recipe: "stage:rl", "stage:reward_model", "stage:first".
 
-Owns: where such a path may stand, and what it stands for. Refuses: knowing what a stage writes
-(commands/training/train.py).
+Owns: where such a path may stand, and putting something in its place. Refuses: which stage leaves what (stages/).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from temper.config.sections import RewardConfig, RunConfig, SourceConfig
-from temper.errors import UserError, did_you_mean
 
 FIRST = "first"
 """The model that the run started from."""
@@ -39,39 +37,6 @@ def references(config: RunConfig) -> list[Reference]:
 
     _replaced(config, note)
     return found
-
-
-def check_references(stages: Sequence[RunConfig]) -> None:
-    """Raises UserError when a stage reads from one that does not come before it, or from one that leaves nothing of
-    the sort, and when a later stage asks for a new model."""
-    earlier = [FIRST]
-    for number, config in enumerate(stages, start=1):
-        where = f"stage {number} ({config.stage})"
-        for reference in references(config):
-            if reference.kind not in earlier:
-                raise UserError(
-                    f'{where}: {reference.key} is "stage:{reference.kind}", and no stage before it is of that kind.'
-                    f"{did_you_mean(reference.kind, earlier)} Before it: {', '.join(dict.fromkeys(earlier))}."
-                )
-            if problem := _misuse(config, reference):
-                raise UserError(f'{where}: {reference.key} is "stage:{reference.kind}", {problem}')
-        if config.model.new not in (None, stages[0].model.new):
-            raise UserError(f"{where}: only the first stage can make a model, and model.new is another one here")
-        earlier.append(config.stage)
-
-
-def _misuse(config: RunConfig, reference: Reference) -> str | None:
-    """Why what that stage leaves cannot be read here; None: it can."""
-    if (reference.kind == "rejection") != (reference.key in DATA_KEYS):
-        return (
-            "which leaves rows and no model. Give a stage that trains one"
-            if reference.kind == "rejection"
-            else "which leaves a model and no rows. Rows come from a stage of kind rejection"
-        )
-    is_scorer = reference.kind == "reward_model"
-    if is_scorer and reference.key.startswith("model.") and config.stage != "reward_model":
-        return "which leaves a reward model, and that can neither answer nor teach. Give the stage before it"
-    return None
 
 
 def refer(config: RunConfig, outputs: Mapping[str, Path]) -> RunConfig:

@@ -15,8 +15,6 @@ from temper.config.model import ModelConfig
 from temper.config.section import Factor, Section
 from temper.types import Scalar
 
-StageKind = Literal["rl", "sft", "reward_model", "rejection", "preference", "distill"]
-
 
 class SourceConfig(Section):
     """Where tasks come from: a file or a generator, exactly one."""
@@ -272,7 +270,7 @@ class RunConfig(Section):
     """One stage, resolved."""
 
     name: str = "run"
-    stage: StageKind = "rl"
+    stage: str = "rl"
     """rl, sft, reward_model, rejection, preference or distill. In a [[stage]] table it is called `kind`."""
     steps: int = Field(100, ge=1)
     seed: int = 0
@@ -310,21 +308,10 @@ class RunConfig(Section):
             raise ValueError("no training tasks: add a [[train]] table with a path or a generator")
         if self.heldout and self.heldout.generator and not self.heldout.size:
             raise ValueError("heldout.size is missing: a generated held-out set needs a size, e.g. size = 256")
-        # A reward model and preferences are judged by the pairs they are given: data.py looks whether there are any.
-        has_pairs = self.stage in ("reward_model", "preference")
-        needs_reward = self.stage in ("rl", "rejection") or (self.heldout and not has_pairs)
-        if needs_reward and not self.reward:
-            raise ValueError('no reward: add a [[reward]] table, e.g. kind = "exact"')
         if self.evaluation.reward and not self.heldout:
             raise ValueError("evaluation.reward judges held-out tasks, and there are none: add a [heldout] table")
         if bool(self.model.path) == bool(self.model.new):
             raise ValueError("give exactly one of model.path and [model.new]")
         if self.optim.warmup_steps > self.steps:
             raise ValueError(f"optim.warmup_steps={self.optim.warmup_steps} is more than steps={self.steps}")
-        groups, updates = self.rollout.groups_per_step, self.trainer.updates_per_batch
-        if self.stage in ("rl", "preference", "distill") and groups % updates:
-            raise ValueError(
-                f"rollout.groups_per_step={groups} does not divide over trainer.updates_per_batch={updates}. "
-                f"Use a multiple, e.g. groups_per_step={-(-groups // updates) * updates}"
-            )
         return self

@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from temper.catalogue import GENERATORS
 from temper.config.recipe import merge, parse_override
 from temper.config.section import Section
 from temper.config.sections import EnvConfig, PromptConfig, RewardConfig, SourceConfig
@@ -29,7 +30,7 @@ from temper.plugins import load_function
 from temper.rewards.mathematics.answers import find_answers
 from temper.rewards.mathematics.forms import form, plain_number
 from temper.tasks.dataset import read_file
-from temper.tasks.generators import GENERATORS, Generator, make_source
+from temper.tasks.generators import make_source
 from temper.types import Task
 
 FOLDER = Path(__file__).parent / "suites"
@@ -166,7 +167,7 @@ def _explain(problem: Mapping[str, Any], file: Path) -> str:
     return f"{file}: {f'{key}: ' if key else ''}{str(problem['msg']).removeprefix('Value error, ')}{given}."
 
 
-def read_tasks(suite: Suite, *, limit: int = 0, generators: Mapping[str, Generator] = GENERATORS) -> tuple[Task, ...]:
+def read_tasks(suite: Suite, *, limit: int = 0) -> tuple[Task, ...]:
     """The suite's tasks in order, the first `limit` of them; 0: all."""
     data = suite.data
     if data.problems:
@@ -174,7 +175,7 @@ def read_tasks(suite: Suite, *, limit: int = 0, generators: Mapping[str, Generat
     elif data.path:
         tasks = _read_rows(Path(data.path), data)
     else:
-        source = make_source(data.generator, data.options, seed=data.seed, size=data.size, generators=generators)
+        source = make_source(data.generator, data.options, seed=data.seed, size=data.size, generators=GENERATORS)
         tasks = tuple(source.task(index) for index in range(min(data.size, limit or data.size)))
     tasks = tasks[: limit or data.size or len(tasks)]
     if repeated := [name for name, times in Counter(task.id for task in tasks).items() if times > 1]:

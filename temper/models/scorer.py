@@ -58,7 +58,7 @@ def load_scorer(folder: Path, dtype: torch.dtype, device: torch.device, kind: Sc
     return model
 
 
-def kind_of(folder: Path) -> ScorerKind | None:
+def scorer_kind(folder: Path) -> ScorerKind | None:
     """What the description of a directory says; None: it is not a scorer."""
     names = read_config(folder).architectures or [""]
     return next((kind for end, kind in ARCHITECTURES.items() if names[0].endswith(end)), None)

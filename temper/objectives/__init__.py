@@ -9,7 +9,10 @@ from temper.objectives.metrics import MetricSums
 from temper.objectives.objective import (
     DirectLoss,
     Gain,
+    Loss,
     Objective,
+    PolicyObjective,
+    RowKind,
     Sloped,
     advantages_of,
     control,
@@ -18,11 +21,12 @@ from temper.objectives.objective import (
     objective_loss,
     targets_of,
 )
-from temper.objectives.presets.table import FAMILIES, POLICY_GRADIENTS, PRESETS
+from temper.objectives.presets.table import DIRECT_LOSSES, FAMILIES, POLICY_GRADIENTS, PRESETS
 from temper.objectives.resolve import compare, describe, resolve
 from temper.objectives.tokens import Scored, Tokens, TopTokens, join
 
 __all__ = [
+    "DIRECT_LOSSES",
     "FAMILIES",
     "POLICY_GRADIENTS",
     "PRESETS",
@@ -31,8 +35,11 @@ __all__ = [
     "DirectLoss",
     "Extent",
     "Gain",
+    "Loss",
     "MetricSums",
     "Objective",
+    "PolicyObjective",
+    "RowKind",
     "Scored",
     "Sloped",
     "Tokens",

@@ -11,7 +11,7 @@ from typing import Any
 from temper.errors import UserError
 from temper.objectives.advantage.shaping import SHAPINGS
 from temper.objectives.factor import Factor
-from temper.objectives.objective import Objective
+from temper.objectives.objective import DirectLoss, Objective, PolicyObjective
 
 SAMPLER_WEIGHTS = frozenset(
     {
@@ -33,12 +33,14 @@ UNSHAPED = {
 
 def check_objective(objective: Objective, *, group_size: int) -> None:
     """Refuses combinations that would train something else than they say."""
-    for check in _CHECKS:
-        if (problem := check(objective, group_size)) is not None:
-            raise UserError(problem)
+    problems = [check(objective, group_size) for check in _CHECKS]
+    if isinstance(objective, PolicyObjective):
+        problems += [check(objective) for check in _POLICY_CHECKS]
+    for problem in filter(None, problems):
+        raise UserError(problem)
 
 
-def corrects_staleness(objective: Objective) -> bool:
+def corrects_staleness(objective: PolicyObjective) -> bool:
     """Whether something compares the policy with the one that drew the samples, so that older samples count as such."""
     if any(correct.name in SAMPLER_WEIGHTS or correct.name == "opsm" for correct in objective.corrections):
         return True
@@ -57,7 +59,7 @@ def _check_group_size(objective: Objective, group_size: int) -> str | None:
     )
 
 
-def _check_bypass(objective: Objective, group_size: int) -> str | None:
+def _check_bypass(objective: PolicyObjective) -> str | None:
     """A ratio against the sampler already holds the correction; corrections on top would count it twice."""
     twice = [correct.name for correct in objective.corrections if correct.name in SAMPLER_WEIGHTS]
     if objective.proximal.name != "behavior" or not twice:
@@ -77,11 +79,11 @@ def _check_top_tokens(objective: Objective, group_size: int) -> str | None:
     )
 
 
-def _check_critic(objective: Objective, group_size: int) -> str | None:
+def _check_critic(objective: PolicyObjective) -> str | None:
     reads_values = "values" in objective.advantage.needs
     if reads_values and objective.critic is None:
         return f'objective.advantage {objective.advantage.name} needs a critic. Add objective.critic = "gae_targets".'
-    if objective.critic is not None and not reads_values and objective.loss is None:
+    if objective.critic is not None and not reads_values:
         return (
             f"objective.critic = {objective.critic} would train a critic that advantage {objective.advantage.name} "
             f'does not read. Use objective.advantage = "gae", or leave the critic out.'
@@ -109,7 +111,7 @@ def _check_scales(objective: Objective, group_size: int) -> str | None:
 
 def _check_memory(objective: Objective, group_size: int) -> str | None:
     """beta-DPO compares margins with those of earlier batches, and nobody else reads what remembers them."""
-    compares = objective.loss is not None and objective.loss.name == "beta_dpo"
+    compares = isinstance(objective, DirectLoss) and objective.loss.name == "beta_dpo"
     remembers = any(controller.name == "margin_memory" for controller in objective.controllers)
     if compares and not remembers:
         return 'beta_dpo compares margins with those of earlier batches. Add objective.controllers = ["margin_memory"].'
@@ -118,7 +120,7 @@ def _check_memory(objective: Objective, group_size: int) -> str | None:
     return None
 
 
-def _check_shaping(objective: Objective, group_size: int) -> str | None:
+def _check_shaping(objective: PolicyObjective) -> str | None:
     """Terms first, then the rule for cut answers, then the clip, then the KL: in another order they undo each other."""
     names, order = [shape.name for shape in objective.shaping], list(SHAPINGS)
     if names != sorted(names, key=order.index):
@@ -137,9 +139,9 @@ def _check_shaping(objective: Objective, group_size: int) -> str | None:
     return None
 
 
-def _check_gate(objective: Objective, group_size: int) -> str | None:
+def _check_gate(objective: PolicyObjective) -> str | None:
     """Without a ratio in the gate, who it is taken against and at which level would make no difference."""
-    if objective.gate.name != "none" or objective.loss is not None:
+    if objective.gate.name != "none":
         return None
     if objective.ratio.name != "token":
         return (
@@ -160,16 +162,7 @@ def _reads_proximal(factor: Factor[Any, Any]) -> bool:
     return factor.name in SAMPLER_WEIGHTS or factor.name == "kl_cov" or estimator == "k3_is"
 
 
-def _check_step(objective: Objective, group_size: int) -> str | None:
-    if objective.step is None or objective.loss is None:
-        return None
-    return (
-        f"objective.step {objective.step.name} bounds a policy gradient, and {objective.name} has the direct loss "
-        f'{objective.loss.name}, a loss of its own. Use objective.step = "none".'
-    )
-
-
-def _check_rescaling(objective: Objective, group_size: int) -> str | None:
+def _check_rescaling(objective: PolicyObjective) -> str | None:
     names = {correct.name for correct in objective.corrections}
     if names >= RESCALING:
         return "kept_denominator and batch_normalize both make up for dropped tokens, twice together. Use one of them."
@@ -187,24 +180,12 @@ def _check_rescaling(objective: Objective, group_size: int) -> str | None:
     return None
 
 
-def _check_clip_cov(objective: Objective, group_size: int) -> str | None:
+def _check_clip_cov(objective: PolicyObjective) -> str | None:
     reads = (objective.ratio.needs | objective.gate.needs) & {"sampler_top_k", "policy_top_k"}
     if not reads or all(correct.name != "clip_cov" for correct in objective.corrections):
         return None
     return 'clip_cov cannot ask a gate that reads the likeliest tokens. Use ratio = "token" and gate = "clip".'
 
 
-_CHECKS = (
-    _check_group_size,
-    _check_bypass,
-    _check_top_tokens,
-    _check_critic,
-    _check_reference,
-    _check_scales,
-    _check_memory,
-    _check_shaping,
-    _check_gate,
-    _check_step,
-    _check_rescaling,
-    _check_clip_cov,
-)
+_CHECKS = (_check_group_size, _check_top_tokens, _check_reference, _check_scales, _check_memory)
+_POLICY_CHECKS = (_check_bypass, _check_critic, _check_shaping, _check_gate, _check_rescaling, _check_clip_cov)

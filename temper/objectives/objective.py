@@ -8,21 +8,24 @@ Shapes: _T drawn tokens of one microbatch, _B trajectories of a batch, _N drawn 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from temper.errors import UserError
 from temper.objectives.advantage.credit import Advantages, Credit, Extent
-from temper.objectives.factor import Factor
+from temper.objectives.factor import Factor, factor
 from temper.objectives.metrics import MetricSums
 from temper.objectives.policy.measures import clip_sums, correction_sums, mismatch_sums, policy_sums
 from temper.objectives.tokens import Tokens
 
+Arguments = ParamSpec("Arguments")
 Output = TypeVar("Output")
+LossFn = Callable[[Tokens], tuple[Tensor, MetricSums]]
 State = Mapping[str, float]
 """What controllers remember. A key that is a factor's name scales that factor's coefficient."""
 
@@ -55,9 +58,9 @@ class Measured(Generic[Output]):
 
     name: str
     """Name of the factor."""
-    measure: Callable[[Tokens, Objective], Tensor]
-    """Whole batch -> [N], in the same order for every partition. Policy log-probabilities are there, without gradient,
-    when the factor needs "batch"; else they are NaN."""
+    measure: Callable[[Tokens, Any], Tensor]
+    """Whole batch and the objective of which it is a factor -> [N], in the same order for every partition. Policy
+    log-probabilities are there, without gradient, when the factor needs "batch"; else they are NaN."""
     use: Callable[[Tokens, Tensor], Output]
 
     def __call__(self, tokens: Tokens) -> Output:
@@ -121,39 +124,63 @@ Controller = Factor[[State, State], State]
 ReferenceRule = Factor[[Moment], Refresh | None]
 ConstrainedStep = Factor[[FisherProduct, Tensor], Tensor]
 """(Fisher product, gradient of the gain) -> the full step, before the line search."""
-DirectLoss = Factor[[Tokens], tuple[Tensor, MetricSums]]
-"""This microbatch's part of a loss that is not a policy gradient, and sums for its metrics."""
+RowKind = Literal["texts", "pairs", "labelled", "steps", "wins"]
+"""What a loss is computed on: given texts; an answer beside a worse one; answers that are good or bad; solutions with a
+label for every step; samples, each with the share of its opponents that it beats."""
+
+
+@dataclass(frozen=True)
+class Loss(Factor[[Tokens], tuple[Tensor, MetricSums]]):
+    """A loss that is not a policy gradient: this microbatch's part of it, and sums for its metrics."""
+
+    reads: RowKind = field(compare=False)
+    opponent: float | str | None = field(compare=False, default=None)
+    """Share of the reference in the opponent that samples are compared with, or the argument that gives it. None: there
+    is no opponent."""
+
+    @property
+    def opponent_share(self) -> float | None:
+        """1: the opponent is the reference, 0: the policy itself. None: there is none."""
+        return float(self.argument(self.opponent)) if isinstance(self.opponent, str) else self.opponent
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether tokens have the weights of a weighting; pairs and scores all count the same."""
+        return self.reads == "texts"
+
+
+def loss_on(
+    reads: RowKind, *, needs: Iterable[str] = (), min_group: int = 1, opponent: float | str | None = None
+) -> Callable[[Callable[Arguments, LossFn]], Callable[Arguments, Loss]]:
+    """Decorates a builder as `factor` does, and declares the rows that its loss reads."""
+
+    def decorate(build: Callable[Arguments, LossFn]) -> Callable[Arguments, Loss]:
+        build_factor = factor(needs=needs, min_group=min_group)(build)
+
+        @functools.wraps(build)
+        def built(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Loss:
+            return dataclasses.replace(loss_of(build_factor(*args, **kwargs), reads), opponent=opponent)
+
+        return built
+
+    return decorate
+
+
+def loss_of(rule: Factor[Any, Any], reads: RowKind, run: LossFn | None = None) -> Loss:
+    """The loss with a rule's name, arguments and needs; `run` stands in place of the rule's own mathematics."""
+    return Loss(rule.name, rule.arguments, rule.needs, rule.min_group, rule.experimental, run or rule.run, reads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """A point in the product space. A named algorithm is one of these (presets.py)."""
+    """What every algorithm has, whichever of the two types it is: PolicyObjective or DirectLoss."""
 
     name: str
-    advantage: Advantage
-    ratio: Ratio
-    gate: Gate
-    weighting: Weighting
-    proximal: Proximal
-    """What the ratio is taken against."""
-    shaping: tuple[Shaping, ...] = ()
-    """Applied in order, before the advantage."""
-    normalizers: tuple[Normalizer, ...] = ()
-    """Applied in order, after the advantage."""
-    emphasis: tuple[Emphasis, ...] = ()
-    corrections: tuple[SamplerCorrection, ...] = ()
-    """Multiplied; keep rules therefore combine by "and"."""
-    regularizers: tuple[Regularizer, ...] = ()
-    critic: Critic | None = None
-    """None: no critic is trained."""
+    weighting: Weighting | None = None
+    """Weights of tokens. None: rows of the loss all count the same."""
     controllers: tuple[Controller, ...] = ()
     reference: ReferenceRule | None = None
     """When a reference moves. None: never."""
-    step: ConstrainedStep | None = None
-    """None: AdamW on the gradient."""
-    loss: DirectLoss | None = None
-    """A loss of its own in place of ratio, gate, corrections and regularizers: of pairs, of scores, of likelihood, of
-    the distance from a teacher. None: the policy gradient."""
     wants: frozenset[str] = frozenset()
     """Procedures outside the loss that belong to the algorithm: "dynamic_sampling", "overlong_filter" ..."""
     formula: str = ""
@@ -164,26 +191,22 @@ class Objective:
     """Why a constant or the form itself is not established by public code; empty when it is."""
 
     def __post_init__(self) -> None:
-        for kind in ("shaping", "normalizers", "emphasis", "corrections", "regularizers", "controllers"):
-            names = [factor.name for factor in getattr(self, kind)]
+        for kind, own in ((kind.name, getattr(self, kind.name)) for kind in dataclasses.fields(self)):
+            names = [factor.name for factor in own] if isinstance(own, tuple) else []
             if len(set(names)) < len(names):
                 raise UserError(f"objective {self.name}: {kind} = {names} names one twice. Name each at most once.")
 
     @property
     def credit_factors(self) -> tuple[Factor[Any, Any], ...]:
-        critic = () if self.critic is None else (self.critic,)
-        return (*self.shaping, self.advantage, *self.normalizers, *critic)
+        raise NotImplementedError
 
     @property
     def loss_factors(self) -> tuple[Factor[Any, Any], ...]:
-        if self.loss is not None:
-            return (self.weighting, self.loss)
-        single = (self.proximal, self.ratio, self.gate, self.weighting)
-        return (*single, *self.emphasis, *self.corrections, *self.regularizers)
+        raise NotImplementedError
 
     @property
     def factors(self) -> tuple[Factor[Any, Any], ...]:
-        rules = tuple(rule for rule in (self.reference, self.step) if rule is not None)
+        rules = () if self.reference is None else (self.reference,)
         return (*self.credit_factors, *self.loss_factors, *self.controllers, *rules)
 
     @property
@@ -212,6 +235,66 @@ class Objective:
         return tuple(([self.experimental] if self.experimental else []) + reasons)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyObjective(Objective):
+    """A policy gradient: a point in the product space. A named algorithm is one of these (presets/)."""
+
+    advantage: Advantage
+    ratio: Ratio
+    gate: Gate
+    weighting: Weighting
+    proximal: Proximal
+    """What the ratio is taken against."""
+    shaping: tuple[Shaping, ...] = ()
+    """Applied in order, before the advantage."""
+    normalizers: tuple[Normalizer, ...] = ()
+    """Applied in order, after the advantage."""
+    emphasis: tuple[Emphasis, ...] = ()
+    corrections: tuple[SamplerCorrection, ...] = ()
+    """Multiplied; keep rules therefore combine by "and"."""
+    regularizers: tuple[Regularizer, ...] = ()
+    critic: Critic | None = None
+    """None: no critic is trained."""
+    step: ConstrainedStep | None = None
+    """None: AdamW on the gradient."""
+
+    @property
+    def credit_factors(self) -> tuple[Factor[Any, Any], ...]:
+        critic = () if self.critic is None else (self.critic,)
+        return (*self.shaping, self.advantage, *self.normalizers, *critic)
+
+    @property
+    def loss_factors(self) -> tuple[Factor[Any, Any], ...]:
+        single = (self.proximal, self.ratio, self.gate, self.weighting)
+        step = () if self.step is None else (self.step,)
+        return (*single, *self.emphasis, *self.corrections, *self.regularizers, *step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectLoss(Objective):
+    """A loss of its own in place of credit, ratio and gate: of texts, of pairs, of scores, of the distance from a
+    teacher. What rows it reads, the loss declares."""
+
+    loss: Loss
+
+    def __post_init__(self) -> None:
+        # By name: with slots the class is made anew, and super() without arguments would look for the old one.
+        Objective.__post_init__(self)
+        if self.loss.is_weighed == (self.weighting is None):
+            raise UserError(
+                f"objective {self.name}: loss {self.loss.name} reads {self.loss.reads}, which "
+                f"{'need a weighting, e.g. token_mean' if self.loss.is_weighed else 'have no weighting'}"
+            )
+
+    @property
+    def credit_factors(self) -> tuple[Factor[Any, Any], ...]:
+        return ()
+
+    @property
+    def loss_factors(self) -> tuple[Factor[Any, Any], ...]:
+        return (self.loss,) if self.weighting is None else (self.weighting, self.loss)
+
+
 def advantages_of(objective: Objective, credit: Credit, is_trained: Tensor | None = None) -> Advantages:
     """Shapes the rewards, assigns credit, normalises it: one advantage per drawn token.
 
@@ -219,24 +302,25 @@ def advantages_of(objective: Objective, credit: Credit, is_trained: Tensor | Non
     in no statistic over tokens.
     """
     credit = shaped(objective, credit)
-    values = objective.advantage(credit)
+    values = objective.advantage(credit) if isinstance(objective, PolicyObjective) else credit.rewards
     # Both shapes are allowed; where B = N every trajectory has one token and they mean the same.
     tokens_N = credit.spread(values) if len(values) == len(credit.rewards) else values
     assert len(tokens_N) == int(credit.lengths.sum()), "advantages must be per trajectory or per drawn token"
     everyone = torch.ones_like(credit.is_truncated)
     advantages = Advantages(tokens=tokens_N, is_kept=everyone if is_trained is None else is_trained)
-    for normalize in objective.normalizers:
+    for normalize in objective.normalizers if isinstance(objective, PolicyObjective) else ():
         advantages = normalize(credit, advantages)
     return advantages
 
 
 def targets_of(objective: Objective, credit: Credit) -> Tensor | None:
     """What the critic should have predicted before each token [N]; None without a critic."""
-    return None if objective.critic is None else objective.critic(shaped(objective, credit))
+    critic = objective.critic if isinstance(objective, PolicyObjective) else None
+    return None if critic is None else critic(shaped(objective, credit))
 
 
 def shaped(objective: Objective, credit: Credit) -> Credit:
-    for shape in objective.shaping:
+    for shape in objective.shaping if isinstance(objective, PolicyObjective) else ():
         credit = shape(credit)
     return credit
 
@@ -253,7 +337,8 @@ def measure_batch(objective: Objective, whole: Tokens) -> dict[str, Tensor]:
     they were split.
     """
     with torch.no_grad():
-        whole = _against_proximal(objective, whole)
+        if isinstance(objective, PolicyObjective):
+            whole = _against_proximal(objective, whole)
         parts = [factor.run for factor in objective.loss_factors if isinstance(factor.run, Measured)]
         return {part.name: part.measure(whole, objective) for part in parts}
 
@@ -265,8 +350,9 @@ def objective_loss(objective: Objective, tokens: Tokens) -> tuple[Tensor, Metric
     the batch; a microbatch without drawn tokens gives a zero that is still connected to the graph, so that every rank
     runs its backward pass.
     """
-    if objective.loss is not None:
+    if isinstance(objective, DirectLoss):
         return objective.loss(tokens)
+    assert isinstance(objective, PolicyObjective), "an objective is one of the two"
     given, tokens = tokens, _against_proximal(objective, tokens)
     for emphasize in objective.emphasis:
         tokens = dataclasses.replace(tokens, advantages=emphasize(tokens))
@@ -302,7 +388,7 @@ def control(objective: Objective, state: State, metrics: State) -> dict[str, flo
     return following
 
 
-def _against_proximal(objective: Objective, tokens: Tokens) -> Tokens:
+def _against_proximal(objective: PolicyObjective, tokens: Tokens) -> Tokens:
     return dataclasses.replace(tokens, proximal_logprobs=objective.proximal(tokens))
 
 

@@ -19,8 +19,8 @@ from temper.objectives.advantage.shaping import SHAPINGS
 from temper.objectives.advantage.token_advantages import TOKEN_ADVANTAGES
 from temper.objectives.factor import NEEDS, Factor
 from temper.objectives.losses.pairs import PAIR_CONTROLLERS
-from temper.objectives.losses.table import LOSSES, WEIGHED_LOSSES, stages_for
-from temper.objectives.objective import Objective
+from temper.objectives.losses.table import LOSSES
+from temper.objectives.objective import DirectLoss, Loss, Objective
 from temper.objectives.policy.constrained import CONSTRAINED_STEPS
 from temper.objectives.policy.controllers import CONTROLLERS
 from temper.objectives.policy.corrections import CORRECTIONS
@@ -63,48 +63,60 @@ _ACCEPTED: dict[str, tuple[type, ...]] = {"float": (float, int), "int": (int,), 
 _LIST_OF_PRESETS = 'Run "temper presets" to list all.'
 
 
-OPTIONAL_KINDS = ("critic", "reference", "step", "loss")
+OPTIONAL_KINDS = ("critic", "reference", "step")
 """Kinds of which an objective may have none; "none" takes a preset's away."""
-IDLE_KINDS = frozenset(
-    {
-        "shaping", "advantage", "normalizers", "critic", "proximal", "ratio", "gate", "emphasis", "corrections",
-        "regularizers",
-    }
-)  # fmt: skip
-"""Kinds that do nothing beside a direct loss. Nor does a weighting where pairs or scores all count the same."""
-IDLE = "idle"
+ABSENT = "-"
+"""Text for a kind that an objective cannot have."""
 
 
 def resolve(preset: str, overrides: Mapping[str, FactorSpec | Sequence[FactorSpec] | None] | None = None) -> Objective:
     """The preset with the given factors in place of its own; None leaves a factor as it is."""
     objective = preset_named(preset)
-    changes: dict[str, Any] = {}
-    for kind, wanted in (overrides or {}).items():
+    wanted = {kind: spec for kind, spec in (overrides or {}).items() if spec is not None}
+    for kind in wanted:
         if kind not in REGISTRY:
             raise UserError(f"objective.{kind} is unknown.{did_you_mean(kind, REGISTRY)} Kinds: {', '.join(REGISTRY)}.")
-        if wanted is None:
-            continue
-        own = getattr(objective, kind)
-        if kind in OPTIONAL_KINDS and wanted == "none":
-            changes[kind] = None
-        elif not isinstance(own, tuple):
-            changes[kind] = _build(kind, _one(kind, wanted), own)
-        else:
-            if isinstance(wanted, str | Mapping):
-                raise UserError(f"objective.{kind} = {wanted!r} must be a list, e.g. [{wanted!r}].")
-            owns = [*own, *[None] * len(wanted)]
-            changes[kind] = tuple(_build(kind, spec, owns[place]) for place, spec in enumerate(wanted))
-    changed = dataclasses.replace(objective, **changes)
-    if changed.loss is not None and (idle := sorted(changes.keys() & _idle_kinds(changed.loss.name))):
-        raise UserError(
-            f"objective.{idle[0]} would do nothing: {changed.name} has the direct loss {changed.loss.name}. "
-            f"Leave it out here; a key that several stages share goes to the stages that use it"
+    if isinstance(objective, DirectLoss) and "loss" in wanted:
+        objective = _with_loss(objective, _build("loss", _one("loss", wanted.pop("loss")), objective.loss))
+    if strange := sorted(wanted.keys() - kinds_of(objective)):
+        raise UserError(_why_strange(objective, strange[0]))
+    return dataclasses.replace(objective, **{kind: _changed(objective, kind, spec) for kind, spec in wanted.items()})
+
+
+def kinds_of(objective: Objective) -> frozenset[str]:
+    """Kinds of factors that an objective has or may have."""
+    fields = {field.name for field in dataclasses.fields(objective)} & REGISTRY.keys()
+    return frozenset(fields if objective.weighting is not None else fields - {"weighting"})
+
+
+def _with_loss(objective: DirectLoss, loss: AnyFactor) -> DirectLoss:
+    assert isinstance(loss, Loss), f"{loss.name} is registered as a loss"
+    weighting = (objective.weighting or WEIGHTINGS["token_mean"]()) if loss.is_weighed else None
+    return dataclasses.replace(objective, loss=loss, weighting=weighting)
+
+
+def _why_strange(objective: Objective, kind: str) -> str:
+    if not isinstance(objective, DirectLoss):
+        return (
+            f"objective.{kind} would do nothing: {objective.name} is a policy gradient. Name a preset with a direct "
+            f'loss, e.g. objective.preset = "dpo". {_LIST_OF_PRESETS}'
         )
-    return changed
+    return (
+        f"objective.{kind} would do nothing: {objective.name} has the direct loss {objective.loss.name}. "
+        f"Leave it out here; a key that several stages share goes to the stages that use it"
+    )
 
 
-def _idle_kinds(direct_loss: str) -> frozenset[str]:
-    return IDLE_KINDS if direct_loss in WEIGHED_LOSSES else IDLE_KINDS | {"weighting"}
+def _changed(objective: Objective, kind: str, wanted: FactorSpec | Sequence[FactorSpec]) -> Any:
+    own = getattr(objective, kind)
+    if kind in OPTIONAL_KINDS and wanted == "none":
+        return None
+    if not isinstance(own, tuple):
+        return _build(kind, _one(kind, wanted), own)
+    if isinstance(wanted, str | Mapping):
+        raise UserError(f"objective.{kind} = {wanted!r} must be a list, e.g. [{wanted!r}].")
+    owns = [*own, *[None] * len(wanted)]
+    return tuple(_build(kind, spec, owns[place]) for place, spec in enumerate(wanted))
 
 
 def preset_named(name: str) -> Objective:
@@ -118,11 +130,11 @@ def describe(name: str) -> str:
     objective = preset_named(name)
     reasons = objective.why_experimental
     lines = [f"{name}{'  (experimental)' if reasons else ''}", f"  {objective.formula}", ""]
-    texts = {kind: text for kind, text in _factor_texts(objective).items() if getattr(objective, kind)}
-    lines += [f"  {kind:<13} {text}" for kind, text in texts.items() if text != IDLE]
+    texts = {kind: text for kind, text in _factor_texts(objective).items() if getattr(objective, kind, None)}
+    lines += [f"  {kind:<13} {text}" for kind, text in texts.items()]
     lines += [f"  {'experimental':<13} {reason}" for reason in reasons]
-    if objective.loss is not None:
-        lines.append(f"  {'stage':<13} {', '.join(stages_for(objective.loss.name))}")
+    if isinstance(objective, DirectLoss):
+        lines.append(f"  {'reads':<13} {objective.loss.reads}")
     needs = [f"{need}: {NEEDS[need]}" for need in sorted(objective.needs)]
     lines += [f"  {'needs':<13} {text}" for text in needs or ["nothing beyond the sampled log-probabilities"]]
     lines += [
@@ -144,12 +156,9 @@ def _texts(objective: Objective) -> dict[str, str]:
 
 
 def _factor_texts(objective: Objective) -> dict[str, str]:
-    texts = {}
-    for kind in REGISTRY:
+    texts = dict.fromkeys(REGISTRY, ABSENT)
+    for kind in kinds_of(objective):
         own = getattr(objective, kind)
-        if objective.loss is not None and kind in _idle_kinds(objective.loss.name):
-            texts[kind] = IDLE
-            continue
         texts[kind] = ", ".join(map(str, own)) or "none" if isinstance(own, tuple) else str(own or "none")
     return texts
 

@@ -1,6 +1,7 @@
 """Which rewards a recipe can name, and how a name with options becomes one.
 
-Owns: the registry and the check of options. Refuses: rewards that live elsewhere; data.py passes them in.
+Owns: the registry and the check of options. Refuses: rewards that live elsewhere (catalogue.py lists
+them all).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Distillation as a source of batches: the student's own samples, given texts, or now one and now the other.
 
-Owns: which of the two a step trains on, credit without a reward, and which directory teaches which domain.
-Refuses: the loss (objectives/losses/divergences.py), the teacher's passes (trainer/), rolling and reading examples.
+Owns: the kind "distill", which of the two a step trains on, credit without a reward, which directory teaches which
+domain. Refuses: the loss (objectives/losses/divergences.py), the teacher's passes (trainer/), rolling, and reading.
 """
 
 from __future__ import annotations
@@ -9,13 +9,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from temper.config import RunConfig
 from temper.errors import UserError
 from temper.models.load import find_checkpoint, read_shape, require_same_tokenizer
-from temper.objectives import Objective
+from temper.objectives import DirectLoss, Objective, PolicyObjective
+from temper.objectives.losses.divergences import DIVERGENCE_LOSSES
 from temper.protocols import BatchSource
 from temper.rollout.buffer import StepGroups
+from temper.stages.kind import StageKind, require_whole_updates
+from temper.stages.parts import Parts
+from temper.stages.reading.data import Reading
+from temper.stages.reading.examples import example_rows
+from temper.stages.sampling import credit_by_objective, rollout_source
+from temper.stages.sft import examples_of
 from temper.types import Batch, Group, Scalar, Score, Task, Trajectory
 
 REWARD_METRICS = ("reward/", "data/degenerate", "data/all_", "data/group_std", "data/p_hist", "gen/len_correct",
@@ -25,7 +34,9 @@ REWARD_METRICS = ("reward/", "data/degenerate", "data/all_", "data/group_std", "
 
 def share_of_samples(objective: Objective) -> float:
     """Probability that a step trains on samples of the student. Losses of drawn tokens have no other text to train."""
-    return 1.0 if objective.loss is None else float(dict(objective.loss.arguments).get("lmbda", 1.0) or 0.0)
+    if not isinstance(objective, DirectLoss):
+        return 1.0
+    return float(dict(objective.loss.arguments).get("lmbda", 1.0) or 0.0)
 
 
 def trains_on_samples(seed: int, step: int, lmbda: float) -> bool:
@@ -63,6 +74,11 @@ class Mixture:
         self._examples, self._roller = examples, roller
         self._lmbda, self._seed = lmbda, seed
         self._state = dict(examples.state())
+
+    @property
+    def num_queued(self) -> int | None:
+        """Samples are drawn for one step at a time: none wait between two."""
+        return None
 
     async def start(self) -> None:
         await self._examples.start()
@@ -138,3 +154,43 @@ def teacher_folders(student: Path, teachers: Mapping[str, str]) -> dict[str, Pat
         read_shape(folder)  # refuses families that would teach nonsense
         require_same_tokenizer(student, folder)
     return folders
+
+
+def _source(parts: Parts) -> BatchSource:
+    # The recipe's reward judges held-out answers; what it says of a sample must not decide whether that is distilled.
+    unjudged = dataclasses.replace(parts, setup=dataclasses.replace(parts.setup, scorer=NoReward()))
+    credit = unrewarded(credit_by_objective(parts))
+    return distill_source(
+        parts.objective,
+        seed=parts.config.seed,
+        examples=lambda: examples_of(parts),
+        roller=lambda: rollout_source(unjudged, credit, compares=False),
+        max_staleness=parts.config.rollout.max_staleness,
+    )
+
+
+def _check(config: RunConfig, objective: Objective) -> None:
+    """Samples have no reward here: without a teacher in the objective there is nothing to learn."""
+    require_whole_updates(config)
+    if isinstance(objective, PolicyObjective) and "teacher" not in objective.needs:
+        raise UserError(
+            f"a stage of kind distill has no reward, and objective {objective.name} reads no teacher: it would learn "
+            f'nothing. Use objective.preset = "opd" or "gkd", or a stage of kind rl'
+        )
+
+
+def _describe(objective: Objective) -> dict[str, str]:
+    share = share_of_samples(objective)
+    return {"samples": f"of the student in {share:.0%} of the steps; given texts in the others"}
+
+
+KIND = StageKind(
+    name="distill",
+    preset="gkd",
+    losses=(None, *DIVERGENCE_LOSSES),
+    reading=Reading(share_sampled=lambda objective, tasks: share_of_samples(objective)),
+    make_source=_source,
+    make_rows=lambda objective, data, longest: partial(example_rows, data.renderer, max_length=longest),
+    check=_check,
+    describe=lambda config, objective, data: _describe(objective),
+)

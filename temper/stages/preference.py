@@ -1,34 +1,38 @@
 """Preferences as a source of batches: pairs and labelled completions from files, or pairs made from rollouts.
 
-Owns: KTO's baseline, which members of a group are compared, wins over opponents. Refuses: the losses
-(objectives/losses/pairs.py); the loop, the trainer and the roller are those of RL.
+Owns: the kind "preference", KTO's baseline, the held-out measure of pairs. Refuses: rows (reading/preference_rows.py),
+which samples are compared (preference_credit.py), and the losses (objectives/losses/pairs.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 
-from temper.batching.measure import measure_groups
-from temper.batching.rows import rows_of
 from temper.batching.samples import ScoreFn
+from temper.config import RunConfig
 from temper.errors import UserError
-from temper.objectives.losses.pairs import implicit_rewards
+from temper.evals.pairs import pair_results
+from temper.objectives import DirectLoss, Loss, Objective
+from temper.objectives.losses.pairs import PAIR_LOSSES, implicit_rewards
 from temper.objectives.losses.preferences import Pairs
 from temper.objectives.losses.unpaired import kto_baseline, mismatched_rows
-from temper.objectives.objective import DirectLoss, Objective
-from temper.rollout.buffer import StepGroups
-from temper.stages.preference_rows import RowRules, labelled_rows, make_row, on_drawn, pair_rows, rows_maker
-from temper.stages.reference_cache import References
-from temper.stages.sft import MAX_SKIPS, TooLong
-from temper.stages.stream import StreamSource, TaskStream
-from temper.types import Batch, Group, Sample, Task, Trajectory
+from temper.protocols import BatchSource
+from temper.stages.kind import StageKind, require_whole_updates
+from temper.stages.measures import Audit, Measure, budget_of, measure_answers
+from temper.stages.parts import Parts
+from temper.stages.preference_credit import Choose, pairs_of, wins_of
+from temper.stages.reading.data import Reading, StageData
+from temper.stages.reading.examples import MAX_SKIPS, TooLong
+from temper.stages.reading.preference_rows import RowRules, labelled_rows, make_row, on_drawn, pair_rows, rows_maker
+from temper.stages.reading.reference_cache import References
+from temper.stages.reading.stream import StreamSource, TaskStream
+from temper.stages.sampling import rollout_source
+from temper.types import Batch, EvaluationResult, Sample, Task
 
 Draw = tuple[int, Task]
 
@@ -125,7 +129,7 @@ class Preferences(StreamSource):
 
 
 def offline_source(
-    objective: Objective,
+    objective: DirectLoss,
     stream: TaskStream,
     rules: RowRules,
     references: References,
@@ -136,13 +140,12 @@ def offline_source(
 ) -> Preferences:
     """The source of a preference objective that reads a data set. `score` is the trainer's. `drops_long`: tasks longer
     than the rules allow are passed over and counted."""
-    assert objective.loss is not None, "a preference stage trains a direct loss"
-    if objective.loss.name == "nash_md":
+    if objective.loss.reads == "wins":
         raise UserError(
-            "nash_md compares fresh rollouts of policy and opponent, and the training data brings pairs of its own. "
-            "Train on prompts with a [[reward]], or use an objective for pairs, e.g. dpo"
+            f"{objective.loss.name} compares fresh rollouts of policy and opponent, and the training data brings pairs "
+            "of its own. Train on prompts with a [[reward]], or use an objective for pairs, e.g. dpo"
         )
-    is_labelled = objective.loss.name == "kto"
+    is_labelled = objective.loss.reads == "labelled"
     # A reference that moves is asked at every step.
     is_cached = "reference" in objective.needs and objective.reference is None
 
@@ -151,12 +154,12 @@ def offline_source(
             return labelled_batch(draws, rules, references if is_cached else References(score), score)
         return pair_batch(draws, rules, references if is_cached else None)
 
-    make_rows = rows_maker(objective, rules) if drops_long else None
+    make_rows = rows_maker(objective.loss, rules) if drops_long else None
     return Preferences(stream, make_batch, batch_size=batch_size, references=references, make_rows=make_rows)
 
 
 def heldout_rewards(
-    direct_loss: DirectLoss, tasks: Sequence[Task], rules: RowRules, references: References, score: ScoreFn
+    direct_loss: Loss, tasks: Sequence[Task], rules: RowRules, references: References, score: ScoreFn
 ) -> tuple[list[float], list[float]]:
     """Implicit rewards of the chosen and of the rejected side of held-out pairs, by the policy of now."""
     rows = [row for task in tasks for row in pair_rows(rules, task)]
@@ -176,154 +179,116 @@ def heldout_rewards(
     return chosen.tolist(), rejected.tolist()
 
 
-Choose = Literal["extremes", "random", "sides"]
-Scored = tuple[Trajectory, float]
+class _Preferred:
+    """The share of held-out pairs whose chosen side has the higher implicit reward."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._references = parts.references("heldout-references.bin")
+        self._references.start()
+
+    async def __call__(self, step: int, metrics: Mapping[str, float], audit: Audit | None) -> list[EvaluationResult]:
+        parts, tasks = self._parts, self._parts.data.heldout
+        rules = RowRules(parts.data.renderer, parts.data.shape.max_context)
+        loss, score = _direct(parts.objective).loss, parts.trainer.score
+        chosen, rejected = await asyncio.to_thread(heldout_rewards, loss, tasks, rules, self._references, score)
+        return [pair_results(chosen, rejected, stage=parts.index, step=step, budget=budget_of(tasks))]
 
 
-def pairs_of(taken: StepGroups, *, version: int, updates: int = 1, choose: Choose = "extremes", seed: int = 0) -> Batch:
-    """Credit of a step: of each group the best and the worst member, or two drawn at random, as one pair; or, from both
-    sides of groups with opponents, the two whose rewards differ most.
-
-    Groups without a pair, because all rewards or both texts are equal, are dropped with the reason. `version` is that
-    of the weights that will be trained.
-    """
-    kept, dropped = [], list(taken.dropped)
-    for group in sorted(taken.groups, key=lambda group: group.draw):
-        pair = _CHOICES[choose](group, seed)
-        reason = _why_no_pair(pair)
-        if pair is None or reason is not None:
-            dropped.append((group, _ONE_SIDED if pair is None and choose == "sides" else reason or "no pair"))
-            continue
-        sides = zip(pair, (1.0, 0.0), strict=True)
-        kept.append((group, [replace(row, reward=reward) for side, reward in sides for row in rows_of(side)]))
-    return _rolled(kept, dropped, version, _updates([(rows, 1) for _, rows in kept], updates))
+def _direct(objective: Objective) -> DirectLoss:
+    assert isinstance(objective, DirectLoss), "a preference stage trains a direct loss"
+    return objective
 
 
-def wins_of(taken: StepGroups, *, version: int, updates: int = 1) -> Batch:
-    """Credit of a step under nash_md: the policy's members, each with the share of its opponents that it beats, ties
-    half. Opponents are not trained: a policy gradient on what another distribution drew would be biased."""
-    kept, shares, dropped = [], [], list(taken.dropped)
-    for group in sorted(taken.groups, key=lambda group: group.draw):
-        wins = _wins(group)
-        if not wins:
-            dropped.append((group, _ONE_SIDED))
-            continue
-        rows = [replace(row, advantages=on_drawn(row, win)) for member, win in wins for row in rows_of(member)]
-        kept.append((group, rows))
-        shares.append((rows, len(wins)))
-    return _rolled(kept, dropped, version, _updates(shares, updates))
+def _check_data(config: RunConfig, objective: Objective, data: StageData) -> None:
+    """Refuses prompts without pairs where nothing could make them."""
+    if not data.is_rolling:
+        return
+    if not config.reward:
+        raise UserError(
+            "a preference stage compares pairs: its training data has none (columns chosen and rejected, or label), "
+            "and there is no [[reward]] to compare samples by. Add either"
+        )
+    require_opponent(config, objective)
+    if config.rollout.group_size < 2:
+        raise UserError("rollout.group_size = 1 leaves no two answers to compare. Use 2 or more")
+    if (loss := _direct(objective).loss).reads == "labelled":
+        raise UserError(
+            f"objective {loss.name} reads a data set: its baseline comes from mismatched completions. Give data with "
+            f'pairs or labels, or use objective.preset = "online_dpo"'
+        )
 
 
-_ONE_SIDED = "no scored member of the policy, or none of its opponent"
-
-
-def _sides(group: Group) -> tuple[list[Scored], list[Scored]]:
-    """Scored members of the policy, and of its opponent."""
-    members = list(zip(group.trainable, group.rewards, strict=True))
-    return [m for m in members if not m[0].is_opponents], [m for m in members if m[0].is_opponents]
-
-
-def _wins(group: Group) -> list[Scored]:
-    """The policy's members, each with the share of opponents it beats; none without an opponent."""
-    own, opponents = _sides(group)
-    if not opponents:
-        return []
-    rivals = [reward for _, reward in opponents]
-    return [
-        (member, statistics.fmean((reward > rival) + 0.5 * (reward == rival) for rival in rivals))
-        for member, reward in own
-    ]
-
-
-def _best(members: Iterable[Scored]) -> Scored:
-    """The first of them, as below."""
-    return max(members, key=lambda member: member[1])
-
-
-def _worst(members: Iterable[Scored]) -> Scored:
-    return min(members, key=lambda member: member[1])
-
-
-def _extremes(group: Group, seed: int) -> tuple[Trajectory, Trajectory] | None:
-    """The first of the best and the first of the worst."""
-    members = list(zip(group.trainable, group.rewards, strict=True))
-    return (_best(members)[0], _worst(members)[0]) if len(members) > 1 else None
-
-
-def _across(group: Group, seed: int) -> tuple[Trajectory, Trajectory] | None:
-    """One of the policy and one of its opponent, the better one first: those whose rewards differ most."""
-    own, opponents = _sides(group)
-    if not own or not opponents:
-        return None
-    pairs = (_best(own), _worst(opponents)), (_best(opponents), _worst(own))
-    better, worse = max(pairs, key=lambda pair: pair[0][1] - pair[1][1])
-    return better[0], worse[0]
-
-
-def _two_at_random(group: Group, seed: int) -> tuple[Trajectory, Trajectory] | None:
-    """Two members, the better one first; the same after a resume."""
-    members = list(zip(group.trainable, group.rewards, strict=True))
-    if len(members) < 2:
-        return None
-    two = random.Random(f"{seed}/{group.id}").sample(members, 2)
-    better, worse = sorted(two, key=lambda pair: -pair[1])
-    return better[0], worse[0]
-
-
-_CHOICES: dict[Choose, Callable[[Group, int], tuple[Trajectory, Trajectory] | None]] = {
-    "extremes": _extremes,
-    "random": _two_at_random,
-    "sides": _across,
-}
-
-
-def _why_no_pair(pair: tuple[Trajectory, Trajectory] | None) -> str | None:
-    if pair is None:
-        return "fewer than two scored members"
-    better, worse = (side.score.value for side in pair)
-    assert better is not None, "only scored members are compared"
-    assert worse is not None, "only scored members are compared"
-    if better - worse <= 1e-8 * max(1.0, abs(better), abs(worse)):
-        return "equal rewards"
-    drawn = [[turn.completion.token_ids for turn in side.turns] for side in pair]
-    return "both sides say the same" if drawn[0] == drawn[1] else None
-
-
-def _updates(shares: Sequence[tuple[list[Sample], int]], updates: int) -> tuple[tuple[Sample, ...], ...]:
-    """Optimiser steps of consecutive groups, each a batch with its own denominator: the sum of its groups' counts."""
-    parts: list[list[tuple[list[Sample], int]]] = [[] for _ in range(updates)]
-    for place, share in enumerate(shares):
-        parts[place * updates // len(shares)].append(share)
-    weights = [1 / max(1, sum(count for _, count in part)) for part in parts]
-    return tuple(
-        tuple(replace(row, weights=on_drawn(row, weight)) for rows, _ in part for row in rows)
-        for part, weight in zip(parts, weights, strict=True)
-        if part
+def _source(parts: Parts) -> BatchSource:
+    config, trainer, objective = parts.config, parts.trainer, _direct(parts.objective)
+    if not parts.data.is_rolling:
+        return offline_source(
+            objective,
+            parts.data.stream,
+            RowRules(parts.data.renderer, parts.data.longest_row),
+            parts.references(),
+            trainer.score,
+            batch_size=config.trainer.examples_per_step,
+            drops_long=config.trainer.max_length > 0,
+        )
+    updates = config.trainer.updates_per_batch
+    if objective.loss.reads == "wins":
+        return rollout_source(parts, lambda taken: wins_of(taken, version=trainer.version, updates=updates))
+    choose: Choose = "extremes" if objective.loss.opponent_share is None else "sides"
+    return rollout_source(
+        parts,
+        lambda taken: pairs_of(taken, version=trainer.version, updates=updates, choose=choose, seed=config.seed),
     )
 
 
-def _rolled(
-    kept: Sequence[tuple[Group, list[Sample]]],
-    dropped: Sequence[tuple[Group, str]],
-    version: int,
-    updates: tuple[tuple[Sample, ...], ...],
-) -> Batch:
-    groups = tuple(group for group, _ in kept)
-    return Batch(updates=updates, groups=groups, dropped=tuple(dropped), metrics=_measured(groups, dropped, version))
+PREFERENCE_COLUMNS = ("rejected", "label")
+"""Of a task's extra: another answer, which is worse; whether its answer is good."""
 
 
-def _measured(groups: Sequence[Group], dropped: Sequence[tuple[Group, str]], version: int) -> dict[str, float]:
-    """data/... is of whole groups, whose members are compared. All else is of the policy's members: an opponent's
-    rewards, lengths and age say nothing about it."""
-    whole = measure_groups(groups, dropped, version)
-    generated = [*groups, *(group for group, _ in dropped)]
-    if not any(member.is_opponents for group in generated for member in group.trajectories):
-        return whole
-    own = measure_groups([_own(group) for group in groups], [(_own(group), why) for group, why in dropped], version)
-    wins = [win for group in generated for _, win in _wins(group)]
-    compared = {"preference/win_rate": statistics.fmean(wins)} if wins else {}
-    return own | {name: value for name, value in whole.items() if name.startswith("data/")} | compared
+def _share_sampled(objective: Objective, tasks: Sequence[Task]) -> float:
+    """Pairs are sampled when the data says of no answer which is better, or whether it is good."""
+    return 0.0 if any(name in tasks[0].extra for name in PREFERENCE_COLUMNS) else 1.0
 
 
-def _own(group: Group) -> Group:
-    return replace(group, trajectories=tuple(t for t in group.trajectories if not t.is_opponents))
+def _has_pairs(tasks: Sequence[Task]) -> bool:
+    return any("rejected" in task.extra for task in tasks)
+
+
+def _measure(parts: Parts) -> Measure:
+    return _Preferred(parts) if parts.data.is_heldout_compared else measure_answers(parts)
+
+
+def _describe(data: StageData) -> dict[str, str]:
+    return {"pairs": "of each group's samples, by the reward"} if data.is_rolling else {}
+
+
+KIND = StageKind(
+    name="preference",
+    preset="dpo",
+    losses=tuple(PAIR_LOSSES),
+    reading=Reading(share_sampled=_share_sampled, compares=_has_pairs),
+    make_source=_source,
+    make_measure=_measure,
+    make_rows=lambda objective, data, longest: rows_maker(_direct(objective).loss, RowRules(data.renderer, longest)),
+    together="group",
+    check=lambda config, objective: require_whole_updates(config),
+    check_data=_check_data,
+    describe=lambda config, objective, data: _describe(data),
+)
+
+
+def require_opponent(config: RunConfig, objective: Objective) -> None:
+    """Refuses opponents that cannot be drawn."""
+    if _direct(objective).loss.opponent_share is None:
+        return
+    if config.engine.kind != "local":
+        raise UserError(
+            f"objective {objective.name} samples opponents from the reference's weights, which only the engine of this "
+            f'process holds, and engine.kind = "{config.engine.kind}". Use engine.kind = "local", or '
+            f'objective.preset = "online_dpo", which needs no opponent'
+        )
+    if (size := config.rollout.group_size) < 2 or size % 2:
+        raise UserError(
+            f"objective {objective.name} draws one half of each group from the policy and one half from its opponent, "
+            f"and rollout.group_size = {size}. Use an even number, e.g. {max(2, size + size % 2)}"
+        )

@@ -1,7 +1,7 @@
 """Rejection sampling as a source of batches without updates: what the rules keep becomes a data set.
 
-Owns: the ledger of kept rows, its file kept.jsonl, the metrics of keeping. Refuses: which attempts are worth keeping
-(rollout/selection.py), sampling (rollout/source.py), and an empty data set.
+Owns: the kind "rejection", the ledger of kept rows, its file kept.jsonl, the metrics of keeping. Refuses: which
+attempts are worth keeping (rollout/selection.py), sampling (rollout/source.py), and an empty data set.
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ from statistics import fmean
 from typing import Any, cast
 
 from temper.batching.measure import measure_groups
+from temper.config import RunConfig
 from temper.errors import UserError
+from temper.evals.suites import ANSWERS
+from temper.objectives import Objective
+from temper.protocols import BatchSource
 from temper.rollout.buffer import StepGroups
-from temper.rollout.selection import Attempt, Selection, choose, eligible, normalised
+from temper.rollout.selection import Attempt, Selection, choose, eligible, normalised, read_selection
 from temper.rollout.source import RolloutSource
+from temper.stages.kind import StageKind, Writer
+from temper.stages.parts import Parts
+from temper.stages.reading.data import Reading
+from temper.stages.sampling import rollout_source
 from temper.tasks.dataset import fingerprint
 from temper.types import Batch, Group, Message, Scalar, Task, Trajectory
 
@@ -259,3 +267,46 @@ class Rejection:
 
     async def close(self) -> None:
         await self._roller.close()
+
+
+def keep_rule(config: RunConfig) -> Selection:
+    """The recipe's rollout.keep. Raises UserError for one that cannot be read."""
+    return read_selection(config.rollout.keep, ANSWERS)
+
+
+def _require_keep_rule(config: RunConfig, objective: Objective) -> None:
+    keep_rule(config)
+
+
+def _source(parts: Parts) -> BatchSource:
+    config = parts.config
+    ledger = Ledger(keep_rule(config))
+    rules = KeepRules(show=parts.data.renderer.prompt_messages, seed=config.seed)
+    trainer = parts.trainer
+    roller = rollout_source(parts, lambda taken: keep_of(taken, rules, ledger, version=trainer.version), compares=False)
+    return Rejection(roller, ledger, steps=config.steps)
+
+
+def _writers(parts: Parts, source: BatchSource) -> dict[str, Writer]:
+    assert isinstance(source, Rejection), "the stage has made it"
+    return {"kept rows": source.ledger.save}
+
+
+def _describe(config: RunConfig) -> dict[str, str]:
+    rule = keep_rule(config)
+    return {"keeps": f"{rule.name} of each group, {f'at most {rule.cap}' if rule.cap else 'all'} of a prompt"}
+
+
+KIND = StageKind(
+    name="rejection",
+    preset="grpo",
+    losses=(None,),
+    reading=Reading(share_sampled=lambda objective, tasks: 1.0),
+    make_source=_source,
+    is_rewarded=True,
+    leaves="rows",
+    rows_file=KEPT_FILE,
+    check=_require_keep_rule,
+    describe=lambda config, objective, data: _describe(config),
+    writers=_writers,
+)

@@ -1,131 +1,43 @@
 """Reward models as a source of batches: rows that a scalar head is read on, and the scale that is stored with it.
 
-Owns: rows of pairs and of labelled steps, encoded as learned/model.py and learned/process.py encode them; calibration.
-Refuses: the losses (objectives/losses/scores.py), how far scores are to be believed (evals/pairs.py).
+Owns: the kind "reward_model", its held-out measure, calibration. Refuses: rows (reading/scored_rows.py), the losses
+(objectives/losses/scores.py), how far scores are to be believed (evals/pairs.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import compress
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 
-from temper.errors import UserError
+from temper.evals.pairs import Reliability, judge_pairs, judge_steps, result_of
+from temper.objectives import DirectLoss, Loss, Objective
 from temper.objectives.losses.reward_models import ScoreScale
-from temper.objectives.losses.scores import CHOSEN, REJECTED
-from temper.rewards.learned.model import SCALE_FILE, encode, encode_chat, spell_out
-from temper.stages.sft import MAX_SKIPS, TooLong, require_length
-from temper.stages.stream import StreamSource, TaskStream
-from temper.types import Batch, Message, Sample, Task
+from temper.objectives.losses.scores import SCORE_LOSSES
+from temper.protocols import BatchSource
+from temper.rewards.learned.model import SCALE_FILE
+from temper.stages.kind import StageKind
+from temper.stages.measures import Audit, budget_of
+from temper.stages.parts import Parts
+from temper.stages.reading.data import Reading
+from temper.stages.reading.examples import MAX_SKIPS, TooLong
+from temper.stages.reading.scored_rows import RowMaker, scored_rows
+from temper.stages.reading.stream import StreamSource, TaskStream
+from temper.types import Batch, EvaluationResult, Sample, Task
 
 REPORT_FILE = "temper_calibration.json"
 """Beside the weights: what the scores were worth on the calibration set."""
 
-LABELS = {"1": 1.0, "0": 0.0}
-
 Columns = list[list[float]]
 """One list per row."""
-RowMaker = Callable[[Task], list[Sample]]
-"""The rows of one task, without their weights."""
 ScoreFn = Callable[[Sequence[Sample]], Sequence[Sequence[float]]]
 """What the head says at every position of each row; 0.0 where it is not read."""
-
-
-class PairRows:
-    """A pair as two rows, chosen and rejected, each read at its last token. Its margin stands in the chosen row."""
-
-    def __init__(self, tokenizer: Any, *, max_length: int) -> None:
-        if not tokenizer.chat_template:
-            raise UserError("the tokenizer has no chat template, so a conversation has no form to be scored in.")
-        self._tokenizer = tokenizer
-        self._max_length = max_length
-
-    def __call__(self, task: Task) -> list[Sample]:
-        chosen, rejected = task.answer, task.extra.get("rejected")
-        if chosen is None or not isinstance(rejected, str):
-            raise UserError(f"task {task.id} is no pair: a reward model needs a chosen and a rejected answer")
-        margin = float(task.extra.get("margin", 0.0))
-        rows = [self._row(task, 0, chosen, CHOSEN, margin), self._row(task, 1, rejected, REJECTED, 0.0)]
-        if rows[0].token_ids == rows[1].token_ids:
-            raise UserError(f"task {task.id}: both sides of the pair are {chosen!r:.60}. Remove it: it prefers nothing")
-        return rows
-
-    def _row(self, task: Task, index: int, text: str, reward: float, margin: float) -> Sample:
-        said = [*task.messages, Message(role="assistant", content=text)]
-        ids, tools = encode_chat(self._tokenizer, said), task.tools
-        if tools:
-            plain, ids = ids, encode_chat(self._tokenizer, said, tools=tools)
-            if ids == plain:
-                raise UserError(
-                    f"task {task.id} has tools, and the chat template of this model shows none. Describe them in the "
-                    "system message and leave the column tools out"
-                )
-        return replace(_row(task, ids, {len(ids) - 1: margin}, self._max_length), index=index, reward=reward)
-
-
-class StepRows:
-    """A solution as one row: the prompt, then step, separator, step, separator. Read at the end of each separator."""
-
-    def __init__(self, tokenizer: Any, *, separator: str, max_length: int) -> None:
-        self._tokenizer = tokenizer
-        self._separator = separator
-        self._separator_ids = encode(tokenizer, separator)
-        if not self._separator_ids:
-            raise UserError(f"the tokenizer makes no token of separator={separator!r}. Use another one.")
-        self._max_length = max_length
-
-    def __call__(self, task: Task) -> list[Sample]:
-        labels, steps = self._labels(task), self._steps(task)
-        if len(labels) != len(steps):
-            raise UserError(
-                f"task {task.id} has {len(steps)} steps between separators {self._separator!r} and {len(labels)} labels"
-            )
-        ids, labelled = self._prompt(task), dict[int, float]()
-        for step, label in zip(steps, labels, strict=True):
-            ids += self._encode(step) + self._separator_ids
-            labelled[len(ids) - 1] = label
-        return [_row(task, ids, labelled, self._max_length)]
-
-    def _steps(self, task: Task) -> list[str]:
-        return [piece.strip() for piece in (task.answer or "").split(self._separator) if piece.strip()]
-
-    def _labels(self, task: Task) -> list[float]:
-        given = str(task.extra.get("step_labels", ""))
-        labels = [LABELS.get(label.strip()) for label in given.split(",")]
-        known = [label for label in labels if label is not None]
-        if len(known) < len(labels):
-            raise UserError(f'task {task.id}: step_labels={given!r:.60} must be 1 (good) or 0 (bad) each, e.g. "1,1,0"')
-        return known
-
-    def _prompt(self, task: Task) -> list[int]:
-        if self._tokenizer.chat_template:
-            return encode_chat(self._tokenizer, task.messages, for_generation=True)
-        return self._encode("\n\n".join(message.content for message in task.messages) + "\n\n")
-
-    def _encode(self, text: str) -> list[int]:
-        return encode(self._tokenizer, spell_out(self._tokenizer, text))
-
-
-def _row(task: Task, ids: list[int], read: Mapping[int, float], max_length: int) -> Sample:
-    """A row that is read at these positions; what the loss must know of each stands in its advantage."""
-    require_length(task, len(ids), max_length)
-    size = len(ids)
-    return Sample(
-        group_id=task.id,
-        index=0,
-        token_ids=ids,
-        loss_mask=[int(place in read) for place in range(size)],
-        behavior_logprobs=[0.0] * size,
-        versions=[-1] * size,
-        advantages=[read.get(place, 0.0) for place in range(size)],
-        weights=[0.0] * size,
-    )
 
 
 class ScoredExamples(StreamSource):
@@ -200,3 +112,77 @@ class Calibration:
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=1, sort_keys=True))
+
+
+CALIBRATION_TASKS = 512
+"""Training examples that a scale is taken from when nothing is held out."""
+
+
+class _Scores:
+    """How often a scalar head is right about held-out pairs or steps."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def __call__(self, step: int, metrics: Mapping[str, float], audit: Audit | None) -> list[EvaluationResult]:
+        parts, tasks = self._parts, self._parts.data.heldout
+        said, truth = await asyncio.to_thread(_head_scores, parts, tasks)
+        name = "steps" if _reads_steps(parts) else "pairs"
+        reliability = _judged(parts, said, truth)
+        return [result_of(reliability, stage=parts.index, step=step, name=name, budget=budget_of(tasks))]
+
+
+def _calibration(parts: Parts) -> Calibration:
+    """What puts the scale and the calibration report into checkpoints."""
+    tasks = parts.data.heldout or parts.data.probe[:CALIBRATION_TASKS]
+
+    def score() -> tuple[Columns, Columns]:
+        return _head_scores(parts, tasks)
+
+    def judge(said: Columns, truth: Columns) -> Mapping[str, object]:
+        return _judged(parts, said, truth).as_json()
+
+    return Calibration(score, judge, is_scaled=not _reads_steps(parts))
+
+
+def _loss(objective: Objective) -> Loss:
+    assert isinstance(objective, DirectLoss), "a reward model trains a direct loss"
+    return objective.loss
+
+
+def _reads_steps(parts: Parts) -> bool:
+    return _loss(parts.objective).reads == "steps"
+
+
+def _head_scores(parts: Parts, tasks: Sequence[Task]) -> tuple[Columns, Columns]:
+    data = parts.data
+    make_rows = scored_rows(_loss(parts.objective), data.tokenizer, data.shape.max_context)
+    return scores_of(lambda rows: parts.trainer.score(rows, "policy"), tasks, make_rows)
+
+
+def _judged(parts: Parts, said: Columns, truth: Columns) -> Reliability:
+    if _reads_steps(parts):
+        return judge_steps(said, truth)
+    scores = [score for row in said for score in row]  # one per row, the chosen one first
+    return judge_pairs(scores[0::2], scores[1::2])
+
+
+def _source(parts: Parts) -> BatchSource:
+    trainer, data = parts.config.trainer, parts.data
+    make_rows = scored_rows(_loss(parts.objective), data.tokenizer, data.longest_row)
+    drops_long = trainer.max_length > 0
+    return ScoredExamples(data.stream, make_rows, batch_size=trainer.examples_per_step, drops_long=drops_long)
+
+
+KIND = StageKind(
+    name="reward_model",
+    preset="reward_model",
+    losses=tuple(SCORE_LOSSES),
+    reading=Reading(share_sampled=lambda objective, tasks: 0.0, compares=lambda tasks: True),
+    make_source=_source,
+    make_measure=_Scores,
+    make_rows=lambda objective, data, longest: scored_rows(_loss(objective), data.tokenizer, longest),
+    leaves="scorer",
+    together="group",
+    writers=lambda parts, source: {"calibration": _calibration(parts)},
+)

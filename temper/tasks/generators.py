@@ -1,7 +1,7 @@
 """Tasks made in code: a generator is a pure function (index, seed, **options) -> Task.
 
 Owns: the generators that need nothing but Python, loading users' own, the check of options. Refuses: generators that
-live elsewhere; data.py passes them in.
+live elsewhere (catalogue.py lists them all).
 """
 
 from __future__ import annotations

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from temper.errors import BackendError, UserError
 from temper.models.lora.adapters import has_adapter
-from temper.objectives import MetricSums, Objective, control
+from temper.objectives import MetricSums, Objective, PolicyObjective, control
 from temper.objectives.advantage.critics import pretraining_steps
 from temper.objectives.finish import finished as with_derived
 from temper.trainer.critic import Critic, explained
 from temper.trainer.memory import PeakMemory
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
-from temper.trainer.passes.divergence import EVERYONE
 from temper.trainer.passes.forward import StepFacts
 from temper.trainer.passes.scoring import ScoringPasses, Share
 from temper.trainer.passes.states import set_ordered
@@ -70,9 +69,8 @@ class AuxiliaryModels:
     """Models beside the policy; None when the objective does not need them."""
 
     reference: nn.Module | None = None
-    teacher: nn.Module | None = None
     teachers: Mapping[str, nn.Module] = field(default_factory=dict)
-    """By domain, for objectives that distil from several; rows of other domains have the one above."""
+    """By domain; that of "" teaches rows of all other domains."""
     critic: Critic | None = None
 
 
@@ -100,11 +98,11 @@ class LocalTrainer:
         self._objective, self._settings = objective, settings
         self._pack, self._shard = pack, shard
         others = others or AuxiliaryModels()
-        frozen = {"reference": others.reference, "teacher": others.teacher}
-        models = {name: m.requires_grad_(False) for name, m in frozen.items() if m is not None}
-        teachers = {domain: teacher.requires_grad_(False) for domain, teacher in others.teachers.items()}
-        self._passes = ScoringPasses({"policy": model, **models}, objective, settings.temperature, teachers=teachers)
-        self._teachers = ({EVERYONE: models["teacher"]} if "teacher" in models else {}) | teachers
+        models = {"policy": model}
+        if others.reference is not None:
+            models["reference"] = others.reference.requires_grad_(False)
+        self._teachers = {domain: teacher.requires_grad_(False) for domain, teacher in others.teachers.items()}
+        self._passes = ScoringPasses(models, objective, settings.temperature, teachers=self._teachers)
         self._critic = others.critic
         self._reference: MovingReference | None = None
         if objective.reference is not None and others.reference is not None:
@@ -295,6 +293,7 @@ class LocalTrainer:
         return self._critic.score(microbatch)
 
     def _train_critic(self, critic: Critic, share: Share, facts: StepFacts) -> MetricSums:
+        assert isinstance(self._objective, PolicyObjective), "a direct loss has no critic"
         assert self._objective.critic is not None, "a critic needs a rule"
         return critic.step(
             share.microbatches,

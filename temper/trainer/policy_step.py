@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import BackendError
-from temper.objectives import MetricSums, Objective
+from temper.objectives import DirectLoss, MetricSums, Objective, PolicyObjective
 from temper.trainer.optim import MasterAdamW
 from temper.trainer.passes.forward import StepFacts, checkpointing, enable_checkpointing, forward_backward, forward_only
 from temper.trainer.passes.scoring import Share
@@ -38,7 +38,7 @@ class PolicyStep:
         self._model, self._objective, self._optimizer = model, objective, optimizer
         self._temperature = temperature
         self._is_recomputing = gradient_checkpointing
-        self._trains_all = objective.loss is not None
+        self._trains_all = isinstance(objective, DirectLoss)
         """Whether rows without credit have a gradient too; found out with the first that has one."""
         if gradient_checkpointing:
             enable_checkpointing(model)
@@ -56,8 +56,8 @@ class PolicyStep:
         None as norm: the objective takes a step of its own, and has taken it. To `seen`, if given, every microbatch
         adds what traces are made of (traces.seen_of); a step of the objective's own adds nothing.
         """
-        if self._objective.step is not None:
-            return self._constrained(share, facts, measured), None
+        if isinstance(self._objective, PolicyObjective) and self._objective.step is not None:
+            return self._constrained(self._objective, share, facts, measured), None
         parts = list(zip(share.microbatches, measured, strict=True))
         metrics = MetricSums()
         self._optimizer.discard_gradients()  # what an interrupted pass may have left
@@ -78,11 +78,13 @@ class PolicyStep:
             )
         return metrics, norm
 
-    def _constrained(self, share: Share, facts: StepFacts, measured: Sequence[Mapping[str, Tensor]]) -> MetricSums:
+    def _constrained(
+        self, objective: PolicyObjective, share: Share, facts: StepFacts, measured: Sequence[Mapping[str, Tensor]]
+    ) -> MetricSums:
         return constrained_step(
             self._model,
             share.microbatches,
-            self._objective,
+            objective,
             temperature=self._temperature,
             facts=facts,
             measured=measured,

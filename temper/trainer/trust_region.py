@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from temper.errors import BackendError, UserError
 from temper.models.states import Head
-from temper.objectives import MetricSums, Objective, Scored, objective_loss
+from temper.objectives import MetricSums, PolicyObjective, Scored, objective_loss
 from temper.objectives.metrics import mean_sums
 from temper.trainer.passes.forward import StepFacts
 from temper.trainer.passes.states import drawn_states
@@ -32,7 +32,7 @@ Measures = Sequence[Mapping[str, Tensor]]
 def constrained_step(
     model: nn.Module,
     share: Sequence[Microbatch],
-    objective: Objective,
+    objective: PolicyObjective,
     *,
     temperature: float,
     facts: StepFacts,
@@ -96,7 +96,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 @dataclass(frozen=True, slots=True)
 class _Batch:
     share: Sequence[Microbatch]
-    objective: Objective
+    objective: PolicyObjective
     temperature: float
     facts: StepFacts
     measured: Measures

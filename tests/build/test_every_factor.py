@@ -26,11 +26,11 @@ from temper.errors import UserError
 from temper.models.load import prepare
 from temper.models.scorer import load_scorer
 from temper.models.tiny import character_tokenizer, make_tiny_model
-from temper.objectives import Objective
+from temper.objectives import Objective, PolicyObjective
 from temper.objectives.losses.pairs import PAIR_LOSSES
 from temper.objectives.losses.scores import SCORE_LOSSES
-from temper.objectives.losses.table import stages_for
 from temper.objectives.resolve import REGISTRY
+from temper.stages.kinds import KINDS
 from temper.trainer.critic import Critic
 from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
@@ -139,7 +139,8 @@ def tables(kind: str, name: str) -> tuple[Table, Table]:
 def config_of(objective: Table) -> RunConfig:
     direct_loss = objective.get("loss", {})
     name = direct_loss if isinstance(direct_loss, str) else direct_loss.get("name", "")
-    stage = stages_for(name)[-1] if name else "preference" if objective["preset"] == "beta_dpo" else "rl"
+    kinds = [kind.name for kind in KINDS.values() if name in kind.losses]
+    stage = kinds[-1] if name else "preference" if objective["preset"] == "beta_dpo" else "rl"
     table = {
         "model": {"new": {}, "teacher": "somewhere"},
         "train": [{"generator": "spell_backward"}],
@@ -232,14 +233,18 @@ def completed(draw: random.Random, prompt: Sequence[int]) -> Completion:
     )
 
 
+TEACHERS = {"teacher", "teacher_top_k", "divergence"}
+
+
 def make_trainer(config: RunConfig, objective: Objective, model: Any) -> LocalTrainer:
-    critic = None if objective.critic is None else Critic(deepcopy(model), OPTIMIZER, total_steps=config.steps)
+    has_critic = isinstance(objective, PolicyObjective) and objective.critic is not None
+    critic = Critic(deepcopy(model), OPTIMIZER, total_steps=config.steps) if has_critic else None
     others = AuxiliaryModels(
         reference=deepcopy(language_model(1)) if "reference" in objective.needs else None,
-        teacher=deepcopy(language_model(2)) if objective.needs & {"teacher", "teacher_top_k", "divergence"} else None,
+        teachers={"": deepcopy(language_model(2))} if objective.needs & TEACHERS else {},
         critic=critic,
     )
-    together = "group" if config.stage in ("preference", "reward_model") else "trajectory"
+    together = KINDS[config.stage].together
     return LocalTrainer(
         model,
         character_tokenizer("abc"),

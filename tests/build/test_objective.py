@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from temper.build import doubts_about, resolve_objective
+from temper.build import check_stage, doubts_about, resolve_objective
 from temper.config import RunConfig, load_recipe, resolve
 from temper.errors import UserError
 from temper.objectives import PRESETS
@@ -53,10 +53,10 @@ def config_of(objective: dict[str, Any], **changes: Any) -> RunConfig:
 def test_what_could_never_act_in_a_stage_is_refused(objective, changes, message) -> None:
     config = config_of(objective, **changes)
     if message is None:
-        resolve_objective(config)
+        check_stage(config)
         return
     with pytest.raises(UserError, match=message):
-        resolve_objective(config)
+        check_stage(config)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from temper.build.sampler import make_sampler
 from temper.commands.checkpoints import export, find_model
 from temper.commands.training.train import train
 from temper.config import resolve, to_toml
-from temper.data import open_data
 from temper.engine.vllm import engine
 from temper.errors import BackendError
 from temper.models.load import load_model
@@ -25,6 +24,8 @@ from temper.models.lora.adapters import is_adapter_folder, load_merged
 from temper.models.scorer import load_scorer
 from temper.rewards.learned.model import RewardModelReward
 from temper.runs.reader import RunReader
+from temper.stages.kinds import kind_of
+from temper.stages.reading.data import open_data
 from temper.trainer import offload
 from temper.types import Message, Task, Trajectory
 
@@ -166,7 +167,8 @@ def test_engines_that_read_files_get_a_whole_model(
     folder = left(adapted, 0)
     model = load_model(folder, torch.float32, CPU)
     for start in (folder, adapted / "model"):
-        make_sampler(config, resolve_objective(config), open_data(config, start), model, start)
+        objective = resolve_objective(config)
+        make_sampler(config, objective, open_data(config, objective, kind_of(config).reading, start), model, start)
     assert seen == [materialize.whole(folder), adapted / "model"]
     written = load_file(seen[0] / "model.safetensors")
     for name, tensor in model.named_parameters():

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from temper.data import ENV_GENERATORS
+from temper.catalogue import GENERATORS
 from temper.envs.env import ENVS, find_env, make_env
 from temper.envs.library.calculator import arithmetic
 from temper.envs.single_turn import SingleTurn
@@ -32,7 +32,7 @@ def test_every_environment_whose_policy_writes_calls_can_show_its_tools_in_words
 
 @pytest.mark.parametrize("name", ["calculator", "files", "search", "shop"])
 def test_show_tools_of_a_recipe_reaches_the_policy(name: str) -> None:
-    task = ENV_GENERATORS[name](0, 1) if name in ENV_GENERATORS else arithmetic(0, 1)
+    task = GENERATORS[name](0, 1) if name in GENERATORS else arithmetic(0, 1)
 
     async def opening(show: str) -> EnvOpening:
         env = find_env(name, {"show_tools": show, "call_format": "hermes"})()

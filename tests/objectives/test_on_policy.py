@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from temper.objectives import POLICY_GRADIENTS, Extent, Objective, Tokens, TopTokens, objective_loss
+from temper.objectives import POLICY_GRADIENTS, Extent, Objective, PolicyObjective, Tokens, TopTokens, objective_loss
 from temper.objectives.advantage.advantages import raw
 from temper.objectives.objective import Gain, Measured
 from temper.objectives.policy.gates import GATES, clip, gmpo, none
@@ -62,7 +62,9 @@ def plain_gradient(tokens: Tokens, weights_T: Tensor | None = None) -> list[floa
 
 
 def objective(ratio, gate, weighting) -> Objective:
-    return Objective(name="test", advantage=raw(), ratio=ratio, gate=gate, proximal=trainer(), weighting=weighting)
+    return PolicyObjective(
+        name="test", advantage=raw(), ratio=ratio, gate=gate, proximal=trainer(), weighting=weighting
+    )
 
 
 @pytest.mark.parametrize("name", sorted(GATES.keys() - SEQUENCE_GATES))

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, get_args
 
 import pytest
 
 from temper.errors import UserError
-from temper.objectives import FAMILIES, POLICY_GRADIENTS, PRESETS, check_objective, compare, describe, resolve
-from temper.objectives.losses.table import LOSSES, stages_for
+from temper.objectives import (
+    DIRECT_LOSSES,
+    FAMILIES,
+    POLICY_GRADIENTS,
+    PRESETS,
+    DirectLoss,
+    RowKind,
+    check_objective,
+    compare,
+    describe,
+    resolve,
+)
 from temper.objectives.policy.gates import cispo, clip
-from temper.objectives.resolve import IDLE_KINDS, REGISTRY
+from temper.objectives.policy.weighting import token_mean
+from temper.objectives.resolve import REGISTRY, kinds_of
 
 ROWS = """
     reinforce reinforce_is ppo trpo grpo grpo_r1 dr_grpo dapo gspo gspo_token cispo sapo dppo_tv dppo_kl dppo_topk
@@ -143,7 +155,6 @@ KL = {"name": "kl", "coefficient": 0.1}
         ("reinforce", {"proximal": "behavior", "regularizers": [KL | {"estimator": "k2"}]}, "would do nothing"),
         ("beta_dpo", {"controllers": []}, "Add objective.controllers"),
         ("grpo", {"controllers": ["margin_memory"]}, "margin_memory would do nothing"),
-        ("dpo", {"step": "trpo"}, 'Use objective.step = "none"'),
         ("grpo", {"corrections": ["batch_normalize"]}, "rescales what other corrections do, and there is none"),
         ("grpo", {"corrections": ["token_tis", "batch_normalize"]}, None),
         ("grpo", {"corrections": ["token_tis", "kept_denominator"]}, "no correction drops any"),
@@ -172,31 +183,56 @@ def test_a_moving_reference_that_nothing_reads_is_refused() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_description_shows_formula_factors_source_and_note(name) -> None:
     text, preset = describe(name), PRESETS[name]
-    used = (preset.gate, preset.advantage) if preset.loss is None else (preset.loss,)
+    used = (preset.loss,) if isinstance(preset, DirectLoss) else (preset.gate, preset.advantage)
     for part in (preset.formula, preset.source, preset.note, *map(str, used)):
         assert part
         assert part in text
 
 
-def test_a_description_with_a_direct_loss_names_its_stage_and_no_factor_that_does_nothing() -> None:
+def test_a_description_with_a_direct_loss_names_its_rows_and_no_factor_that_it_cannot_have() -> None:
     text = describe("dpo")
-    assert "stage         preference" in text
-    assert not [kind for kind in IDLE_KINDS if f"  {kind} " in text]
-    assert ("gate", "clip(low=0.2, high=0.2)", "idle") in compare("grpo", "dpo")
+    assert "reads         pairs" in text
+    assert kinds_of(PRESETS["dpo"]) == {"loss", "controllers", "reference"}
+    assert kinds_of(PRESETS["sft"]) == {"loss", "controllers", "reference", "weighting"}
+    assert not [kind for kind in REGISTRY.keys() - kinds_of(PRESETS["dpo"]) if f"  {kind} " in text]
+    assert ("gate", "clip(low=0.2, high=0.2)", "-") in compare("grpo", "dpo")
 
 
 @pytest.mark.parametrize(
     ("kind", "value"),
-    [("gate", "cispo"), ("regularizers", [{"name": "kl", "coefficient": 0.1}]), ("weighting", "token_mean")],
+    [
+        ("gate", "cispo"),
+        ("regularizers", [{"name": "kl", "coefficient": 0.1}]),
+        ("weighting", "token_mean"),
+        ("step", "trpo"),
+    ],
 )
 def test_a_factor_that_a_direct_loss_would_leave_idle_is_refused(kind: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"objective.{kind} would do nothing: dpo has the direct loss dpo"):
         resolve("dpo", {kind: value})
-    direct_loss = {"name": "dpo", "beta": 0.3}
-    with pytest.raises(UserError, match="would do nothing"):
-        resolve("grpo", {kind: value, "loss": direct_loss})
-    assert resolve("dpo", {kind: value, "loss": "none"}).loss is None
-    assert resolve("dpo", {"loss": {"beta": 0.3}}).loss == resolve("grpo", {"loss": direct_loss}).loss
+    with pytest.raises(UserError, match=r"objective\.loss would do nothing: grpo is a policy gradient"):
+        resolve("grpo", {kind: value, "loss": {"name": "dpo", "beta": 0.3}})
+    with pytest.raises(UserError, match=r'objective\.loss "none" is unknown'):
+        resolve("dpo", {"loss": "none"})
+
+
+def test_a_loss_changes_with_its_arguments_and_brings_a_weighting_where_it_needs_one() -> None:
+    changed = resolve("dpo", {"loss": {"beta": 0.3}})
+    assert isinstance(changed, DirectLoss)
+    assert changed.loss.argument("beta") == 0.3
+    other = resolve("dpo", {"loss": "gkd"})
+    assert other.weighting is not None
+    assert resolve("gkd", {"loss": "dpo"}).weighting is None
+
+
+@pytest.mark.parametrize("name", DIRECT_LOSSES)
+def test_a_direct_loss_says_what_it_reads_and_has_no_credit(name: str) -> None:
+    preset = DIRECT_LOSSES[name]
+    assert preset.loss.reads in get_args(RowKind)
+    assert preset.loss.is_weighed == (preset.weighting is not None)
+    assert preset.credit_factors == ()
+    with pytest.raises(UserError, match="weighting"):
+        dataclasses.replace(preset, weighting=token_mean() if preset.weighting is None else None)
 
 
 def test_a_weighting_acts_beside_direct_losses_of_tokens_alone() -> None:
@@ -216,16 +252,7 @@ def test_every_preset_is_in_one_family_and_the_first_alone_has_no_losses() -> No
     assert sorted(names) == sorted(PRESETS)
     first, *others = FAMILIES.values()
     assert {preset.name for preset in first} == set(POLICY_GRADIENTS)
-    assert all(preset.loss is not None for family in others for preset in family)
-
-
-def test_every_direct_loss_has_a_stage_and_every_preset_with_one_says_which() -> None:
-    assert all(stages_for(direct_loss) for direct_loss in LOSSES)
-    stages = {preset.name: stages_for(preset.loss.name) for preset in PRESETS.values() if preset.loss is not None}
-    assert stages["sft"] == ("sft",)
-    assert stages["online_dpo"] == ("preference",)
-    assert stages["process_reward_model"] == ("reward_model",)
-    assert stages["opd_direct"] == ("distill",)
+    assert {preset.name for family in others for preset in family} == set(DIRECT_LOSSES)
 
 
 def test_compare_shows_only_what_differs() -> None:

@@ -12,13 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
+from temper.catalogue import reward_of
 from temper.config import RewardConfig
-from temper.data import _rubric
 from temper.errors import UserError
 from temper.protocols import Reward
 from temper.rewards.composite import CompositeReward, Part
 from temper.rewards.form.text import TextReward
-from temper.rewards.registry import REWARDS
 from temper.rewards.user import UserReward
 from temper.types import Group, Message, Score, ScoreKind, Task, Trajectory
 
@@ -246,7 +245,7 @@ def test_a_recipe_says_whether_a_part_is_optional(say: Say) -> None:
 
     def whole(is_optional: bool) -> Score:
         parts = [RewardConfig(kind="exact"), RewardConfig(kind="language", optional=is_optional)]
-        total, _ = asyncio.run(_rubric(parts, REWARDS).score(task, say("2")))
+        total, _ = asyncio.run(reward_of(parts).score(task, say("2")))
         return total
 
     assert whole(True) == Score.of(1.0)

@@ -20,18 +20,11 @@ from temper.models.tiny import character_tokenizer
 from temper.objectives.policy.reference_rules import REFERENCE_RULES
 from temper.objectives.presets.preferences import DPO, KTO, NASH_MD, SIMPO
 from temper.rollout.buffer import StepGroups
-from temper.stages.preference import (
-    Preferences,
-    heldout_rewards,
-    labelled_batch,
-    offline_source,
-    pair_batch,
-    pairs_of,
-    wins_of,
-)
-from temper.stages.preference_rows import RowRules, labelled_rows, pair_rows
-from temper.stages.reference_cache import References
-from temper.stages.sft import example_rows
+from temper.stages.preference import Preferences, heldout_rewards, labelled_batch, offline_source, pair_batch
+from temper.stages.preference_credit import pairs_of, wins_of
+from temper.stages.reading.examples import example_rows
+from temper.stages.reading.preference_rows import RowRules, labelled_rows, pair_rows
+from temper.stages.reading.reference_cache import References
 from temper.tasks.dataset import FileSource, Stream
 from temper.tasks.render import Renderer, SpokenRow
 from temper.types import (

@@ -25,8 +25,8 @@ from temper.rollout.buffer import Buffer, StepGroups
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.selection import read_selection
 from temper.rollout.source import RolloutSettings, RolloutSource
+from temper.stages.reading.examples import example_rows
 from temper.stages.rejection import KEPT_FILE, KeepRules, Ledger, Rejection, Row, keep_of
-from temper.stages.sft import example_rows
 from temper.tasks.dataset import Stream, read_file
 from temper.tasks.generators import make_source
 from temper.tasks.render import Renderer

@@ -26,16 +26,8 @@ from temper.objectives.losses.scores import PROCESS_REWARD_MODEL, REWARD_MODEL
 from temper.objectives.objective import Objective
 from temper.rewards.learned.model import SCALE_FILE, RewardModelReward, Scale, encode_chat
 from temper.rewards.learned.process import ModelSteps, ProcessReward, split_steps
-from temper.stages.reward_model import (
-    REPORT_FILE,
-    Calibration,
-    Columns,
-    PairRows,
-    RowMaker,
-    ScoredExamples,
-    StepRows,
-    scores_of,
-)
+from temper.stages.reading.scored_rows import PairRows, RowMaker, StepRows
+from temper.stages.reward_model import REPORT_FILE, Calibration, Columns, ScoredExamples, scores_of
 from temper.tasks.dataset import FileSource, Stream
 from temper.trainer.local import LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings

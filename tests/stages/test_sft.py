@@ -19,7 +19,8 @@ from temper.models.load import prepare
 from temper.models.tiny import character_tokenizer
 from temper.objectives import Objective
 from temper.objectives.losses.likelihood import SFT, likelihood
-from temper.stages.sft import Examples, example_rows, supervised_objective
+from temper.stages.reading.examples import example_rows
+from temper.stages.sft import Examples
 from temper.tasks.dataset import Stream, read_file
 from temper.tasks.generators import make_source
 from temper.tasks.render import Renderer
@@ -254,7 +255,7 @@ def stream() -> Stream:
 
 def examples(batch_size: int = 4, **options: Any) -> Examples:
     options = {"max_length": 64, **options}
-    return Examples(stream(), Renderer(TOKENIZER), supervised_objective(), batch_size=batch_size, **options)
+    return Examples(stream(), Renderer(TOKENIZER), SFT, batch_size=batch_size, **options)
 
 
 def take(source: Examples, step: int) -> tuple[Sample, ...]:

@@ -33,7 +33,7 @@ def train(model: Any, other: Any, rows: list[Sample], preset: str, budget: int) 
         TrainerSettings(optimizer=optimizer, temperature=1.0, total_steps=4),
         pack=partial(pack, tokens_per_microbatch=budget, dtype=torch.float64, together=together),
         shard=shard,
-        others=AuxiliaryModels(critic=critic, reference=other, teacher=other),
+        others=AuxiliaryModels(critic=critic, reference=other, teachers={"": other}),
     )
     results = [trainer.step(Batch(updates=(tuple(rows),))) for _ in range(2)]
     moments = {name: t for name, t in trainer._optimizer.tensors().items() if name.startswith("exp_avg.")}

@@ -22,9 +22,10 @@ from temper.objectives import Objective
 from temper.objectives.losses.preferences import PREFERENCES, Pairs, preference_loss
 from temper.objectives.presets.preferences import BETA_DPO, DPO, KTO, NASH_MD, PRESETS, XPO
 from temper.rollout.buffer import StepGroups
-from temper.stages.preference import offline_source, pair_batch, pairs_of, wins_of
-from temper.stages.preference_rows import RowRules, pair_rows
-from temper.stages.reference_cache import References
+from temper.stages.preference import offline_source, pair_batch
+from temper.stages.preference_credit import pairs_of, wins_of
+from temper.stages.reading.preference_rows import RowRules, pair_rows
+from temper.stages.reading.reference_cache import References
 from temper.tasks.dataset import FileSource, Stream
 from temper.tasks.render import SpokenRow
 from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings

@@ -81,7 +81,7 @@ def objective_of(name: str) -> Objective:
 def make_trainer(model: Any, objective: Objective, budget: int) -> LocalTrainer:
     others = AuxiliaryModels(
         reference=deepcopy(model) if "reference" in objective.needs else None,
-        teacher=deepcopy(model) if "teacher" in objective.needs else None,
+        teachers={"": deepcopy(model)} if "teacher" in objective.needs else {},
         critic=Critic(deepcopy(model), OPTIMIZER, total_steps=10) if objective.critic is not None else None,
     )
     return LocalTrainer(

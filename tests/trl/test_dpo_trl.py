@@ -24,8 +24,8 @@ from temper.objectives import Objective
 from temper.objectives.losses.pairs import PAIR_LOSSES
 from temper.objectives.presets.preferences import DPO, IPO, ROBUST
 from temper.stages.preference import offline_source
-from temper.stages.preference_rows import RowRules
-from temper.stages.reference_cache import References
+from temper.stages.reading.preference_rows import RowRules
+from temper.stages.reading.reference_cache import References
 from temper.tasks.render import Renderer
 from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings

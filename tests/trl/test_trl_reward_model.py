@@ -21,7 +21,7 @@ from temper.models.save import save_model
 from temper.models.scorer import load_scorer
 from temper.models.tiny import make_tiny_model
 from temper.objectives.losses.scores import REWARD_MODEL, bradley_terry
-from temper.stages.reward_model import PairRows
+from temper.stages.reading.scored_rows import PairRows
 from temper.trainer.passes.forward import StepFacts, forward_backward
 from temper.types import Message, Sample, Task
 

@@ -19,17 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from temper import calls
+from temper.catalogue import reward_of
 from temper.commands.checkpoints import find_model
-from temper.commands.judging.evaluate import Asked, Note, open_rubric, open_setup, with_decoding
+from temper.commands.judging.evaluate import Asked, Note, open_setup, with_decoding
 from temper.config.sections import RewardConfig
-from temper.data import ENV_GENERATORS
 from temper.errors import UserError
 from temper.evals.attempts import Attempts, play
 from temper.evals.best_of import Gain, Pick, gains, pick
 from temper.evals.suites import Suite, SuiteSource, answer_of, load_suite, read_tasks
 from temper.runs.results import PromptResult
 from temper.tasks.dataset import read_file
-from temper.tasks.generators import GENERATORS
 from temper.terminal import print_line
 from temper.types import Message, Scalar, Task
 
@@ -93,7 +92,7 @@ def open_questions(asked: Asked, wanted: Wanted) -> tuple[Suite, tuple[Task, ...
         raise UserError("--options are those of --reward, and none is given")
     suite = with_decoding(suite, dataclasses.replace(asked, samples=wanted.n))
     if not wanted.prompts:
-        return suite, read_tasks(suite, limit=asked.limit, generators={**GENERATORS, **ENV_GENERATORS})
+        return suite, read_tasks(suite, limit=asked.limit)
     tasks = tuple(task for place, text in enumerate(wanted.prompts, 1) for task in _tasks(text, place, wanted))
     return suite, tasks[: asked.limit or len(tasks)]
 
@@ -109,7 +108,7 @@ def _tasks(text: str, place: int, wanted: Wanted) -> tuple[Task, ...]:
 async def _draw(
     suite: Suite, tasks: Sequence[Task], asked: Asked, folder: Path, note: Note
 ) -> tuple[PromptResult, ...]:
-    rubric = open_rubric(suite)
+    rubric = reward_of(suite.reward)
     try:
         rubric.require_scorable(tasks, advice="With a file, --answer-field names the column of gold answers.")
         await rubric.start()

@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from temper.commands.checkpoints import find_model
+from temper.commands.checkpoints import find_model, leaves_of
 from temper.commands.judging.evaluate import Asked, Note, budget_of, evaluate_suite, open_suite, weights_sha256
 from temper.errors import UserError
 from temper.evals.passk import pass_at_k
@@ -27,9 +27,6 @@ from temper.models.average import average_checkpoints
 from temper.runs.results import SuiteResult, load
 from temper.terminal import print_line
 from temper.trainer.checkpoint import list_checkpoints
-
-NO_POLICY = ("reward_model", "rejection")
-"""Stages whose checkpoints are no candidates: another kind of model, or the one before unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +100,7 @@ def find_candidates(paths: Sequence[Path], *, stage: str = "") -> list[Path]:
             continue
         folders = sorted((path / "checkpoints").glob("*-*"), key=lambda folder: int(folder.name.partition("-")[0]))
         kinds = {folder: folder.name.partition("-")[2] for folder in folders}
-        wanted = [f for f in folders if (kinds[f] == stage if stage else kinds[f] not in NO_POLICY)]
+        wanted = [f for f in folders if (kinds[f] == stage if stage else leaves_of(f) == "policy")]
         own = [checkpoint for folder in wanted for checkpoint in list_checkpoints(folder)]
         if not own:
             raise UserError(

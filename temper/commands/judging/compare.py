@@ -18,14 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from temper.commands.judging.evaluate import Asked, budget_of, evaluate_suite, with_decoding
-from temper.data import ENV_GENERATORS
 from temper.errors import UserError
 from temper.evals.comparison.compare import Comparison, PromptChange, compare
 from temper.evals.comparison.page import chance_note, panels, render_page, say, say_change, write_png
 from temper.evals.comparison.verdict import LARGE_K, Difference
 from temper.evals.suites import load_suite, read_tasks
 from temper.runs.results import SuiteResult, differing_budget, load
-from temper.tasks.generators import GENERATORS
 from temper.terminal import print_line
 
 SHOWN = 5
@@ -124,7 +122,7 @@ def _evaluate(checkpoint: Path, asked: Asked, known: SuiteResult | None, note: N
         raise UserError(f"{checkpoint} is no result file, so a suite must be asked. Say which: --suite gsm8k")
     if known is not None:
         suite = with_decoding(load_suite(asked.suite, data=asked.data, overrides=asked.overrides), asked)
-        tasks = read_tasks(suite, limit=asked.limit, generators={**GENERATORS, **ENV_GENERATORS})
+        tasks = read_tasks(suite, limit=asked.limit)
         planned = dataclasses.replace(known, budget=budget_of(suite, tasks, asked.seed))
         if differing := differing_budget(known, planned):
             raise UserError(

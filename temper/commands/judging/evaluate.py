@@ -27,12 +27,9 @@ from rich.text import Text
 from temper import calls
 from temper.build import pick_device
 from temper.build.policy import Room, describe_policy, open_engine
+from temper.catalogue import reward_of
 from temper.commands.checkpoints import find_model
-from temper.data import ENV_GENERATORS
-from temper.envs.adapters.reasoning_gym import ReasoningGymReward
-from temper.envs.adapters.verifiers import VerifiersReward
 from temper.envs.env import find_env
-from temper.envs.library.countdown import CountdownReward
 from temper.errors import UserError
 from temper.evals.attempts import Attempts, constant_score, play
 from temper.evals.scores import ROUNDING, suite_metrics
@@ -41,13 +38,10 @@ from temper.integrity import sha256_of
 from temper.models.decoder import FAMILIES
 from temper.plugins import load_function
 from temper.protocols import Env
-from temper.rewards.composite import CompositeReward, Part
-from temper.rewards.registry import REWARDS, RewardFactory, make_reward
-from temper.rewards.workers.pool import WorkerPool
+from temper.rewards.composite import CompositeReward
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.openings import try_openings
 from temper.runs.results import PromptResult, SuiteResult, differing_budget, load, save
-from temper.tasks.generators import GENERATORS
 from temper.tasks.render import Renderer
 from temper.terminal import SafeConsole, print_line
 from temper.types import SamplingParams, Scalar, Task
@@ -118,7 +112,7 @@ def evaluate_suite(checkpoint: Path, asked: Asked, *, note: Note = print_line, i
 def open_suite(asked: Asked) -> tuple[Suite, tuple[Task, ...]]:
     """The suite as the command line wants it, and its tasks."""
     suite = with_decoding(load_suite(asked.suite, data=asked.data, overrides=asked.overrides), asked)
-    return suite, read_tasks(suite, limit=asked.limit, generators={**GENERATORS, **ENV_GENERATORS})
+    return suite, read_tasks(suite, limit=asked.limit)
 
 
 def with_decoding(suite: Suite, asked: Asked) -> Suite:
@@ -188,7 +182,7 @@ async def _evaluate(
     suite: Suite, tasks: Sequence[Task], asked: Asked, folder: Path, note: Note, is_live: bool
 ) -> tuple[float | None, tuple[PromptResult, ...]]:
     """The score of the constant answer, and what was drawn."""
-    rubric = open_rubric(suite)
+    rubric = reward_of(suite.reward)
     try:
         rubric.require_scorable(tasks)
         await rubric.start()
@@ -208,21 +202,6 @@ async def _evaluate(
             await setup.sampler.close()
     finally:
         await rubric.close()
-
-
-def open_rubric(suite: Suite) -> CompositeReward:
-    rewards: dict[str, RewardFactory] = {
-        **REWARDS,
-        "countdown": CountdownReward,
-        "reasoning_gym": partial(ReasoningGymReward, WorkerPool),
-        "verifiers": VerifiersReward,
-    }
-    return CompositeReward(
-        [
-            Part(make_reward(part.kind, part.options, rewards), part.weight, part.gate, part.clip, part.optional)
-            for part in suite.reward
-        ]
-    )
 
 
 def open_setup(

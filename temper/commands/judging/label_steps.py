@@ -12,8 +12,9 @@ from pathlib import Path
 
 from temper import calls
 from temper.build.policy import describe_policy
+from temper.catalogue import reward_of
 from temper.commands.checkpoints import find_model
-from temper.commands.judging.evaluate import Asked, Note, open_rubric, open_setup, open_suite
+from temper.commands.judging.evaluate import Asked, Note, open_setup, open_suite
 from temper.commands.judging.scale import require_single_turn
 from temper.errors import UserError
 from temper.evals.suites import Suite
@@ -50,7 +51,7 @@ def label_steps(
 async def _label(
     suite: Suite, tasks: Sequence[Task], asked: Asked, rules: Labelling, folder: Path, note: Note
 ) -> list[LabelledSteps]:
-    rubric = open_rubric(suite)
+    rubric = reward_of(suite.reward)
     try:
         rubric.require_scorable(tasks)
         await rubric.start()

@@ -16,9 +16,9 @@ from rich.table import Table
 
 from temper import calls
 from temper.build.policy import describe_policy
+from temper.catalogue import reward_of
 from temper.commands.checkpoints import find_model
-from temper.commands.judging.evaluate import Asked, Note, budget_of, open_rubric, open_setup, with_decoding
-from temper.data import ENV_GENERATORS
+from temper.commands.judging.evaluate import Asked, Note, budget_of, open_setup, with_decoding
 from temper.errors import UserError, did_you_mean
 from temper.evals.comparison.curves import Point, best_of, majority, panel, single
 from temper.evals.comparison.page import write_png
@@ -26,7 +26,6 @@ from temper.evals.scaling import CHECK, Attempt, Budget, ScalingSetup, draw_samp
 from temper.evals.suites import Suite, answer_of, load_suite, read_tasks
 from temper.rewards.composite import CompositeReward
 from temper.runs.report.plot import chart
-from temper.tasks.generators import GENERATORS
 from temper.tasks.render import Renderer
 from temper.terminal import print_line
 from temper.types import Task
@@ -106,7 +105,7 @@ def scale(checkpoint: Path, asked: Asked, ways: Ways, *, out: Path, note: Note =
     """Runs the modes and writes scaling.json, scaling.svg and, where matplotlib is installed, scaling.png."""
     folder = find_model(checkpoint)
     suite = with_decoding(load_suite(asked.suite, data=asked.data, overrides=asked.overrides), asked)
-    tasks = read_tasks(suite, limit=asked.limit, generators={**GENERATORS, **ENV_GENERATORS})
+    tasks = read_tasks(suite, limit=asked.limit)
     require_single_turn(suite, tasks)
     ways = dataclasses.replace(ways, budgets=ways.budgets or default_budgets(suite.decoding.max_new_tokens, ways.shape))
     points = calls.run(_run(suite, tasks, asked, ways, folder, note))
@@ -181,7 +180,7 @@ def require_single_turn(suite: Suite, tasks: Sequence[Task]) -> None:
 
 
 async def _run(suite: Suite, tasks: Sequence[Task], asked: Asked, ways: Ways, folder: Path, note: Note) -> list[Point]:
-    rubric = open_rubric(suite)
+    rubric = reward_of(suite.reward)
     try:
         rubric.require_scorable(tasks)
         await rubric.start()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from temper import calls
+from temper.catalogue import REWARDS
 from temper.errors import UserError
 from temper.evals.verdicts import Rate, error_rates
 from temper.rewards.composite import CompositeReward
@@ -20,7 +21,7 @@ from temper.rewards.golden.rows import GoldenRow, load_attacks, load_golden
 from temper.rewards.mathematics.answers import find_answers, gold_answer
 from temper.rewards.mathematics.forms import is_refused
 from temper.rewards.mathematics.second_opinion import second_opinion
-from temper.rewards.registry import REWARDS, RewardFactory, make_reward
+from temper.rewards.registry import RewardFactory, make_reward
 from temper.rewards.workers.pool import WorkerFailed, WorkerPool
 from temper.types import Scalar, Score, ScoreKind
 

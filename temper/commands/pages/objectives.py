@@ -12,12 +12,22 @@ from typing import Any
 
 import torch
 
-from temper.objectives import POLICY_GRADIENTS, PRESETS, DirectLoss, Objective, Tokens, TopTokens
+from temper.objectives import (
+    DIRECT_LOSSES,
+    POLICY_GRADIENTS,
+    PRESETS,
+    DirectLoss,
+    Objective,
+    PolicyObjective,
+    Tokens,
+    TopTokens,
+)
 from temper.objectives.factor import NEEDS, Factor
-from temper.objectives.losses.table import LOSSES, LOSSES_OF, stages_for
+from temper.objectives.losses.table import LOSSES
 from temper.objectives.policy.gates import GATES
 from temper.objectives.resolve import REGISTRY
 from temper.runs.report.plot import Line, Panel, chart
+from temper.stages.kinds import KINDS, kinds_for
 
 PICTURES = "gates"
 SEEN_TOGETHER = ("clip", "cispo", "sapo", "dppo_tv")
@@ -152,13 +162,13 @@ def _presets_section() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     lines += [_preset_row(preset) for preset in POLICY_GRADIENTS.values()]
-    lines += ["", "Presets with a direct loss:", "", "| preset | stage | loss | beside that | source |"]
-    lines += ["|---|---|---|---|---|", *(_loss_row(p, p.loss) for p in PRESETS.values() if p.loss is not None)]
+    lines += ["", "Presets with a direct loss:", "", "| preset | stage | reads | loss | beside that | source |"]
+    lines += ["|---|---|---|---|---|---|", *map(_loss_row, DIRECT_LOSSES.values())]
     reasons = [f"- `{name}`: {'; '.join(p.why_experimental)}" for name, p in PRESETS.items() if p.why_experimental]
     return "\n".join([*lines, "", "Experimental, and why:", "", *reasons, ""])
 
 
-def _preset_row(preset: Objective) -> str:
+def _preset_row(preset: PolicyObjective) -> str:
     others = [*preset.shaping, *preset.normalizers, *preset.emphasis, *preset.corrections, *preset.regularizers]
     others += [*preset.controllers, *(rule for rule in (preset.critic, preset.reference, preset.step) if rule)]
     others += [preset.proximal] if preset.proximal.name != "trainer" else []
@@ -166,9 +176,9 @@ def _preset_row(preset: Objective) -> str:
     return _row(preset, preset.advantage, preset.ratio, preset.gate, preset.weighting, beside)
 
 
-def _loss_row(preset: Objective, direct_loss: DirectLoss) -> str:
+def _loss_row(preset: DirectLoss) -> str:
     beside = ", ".join([*map(str, preset.controllers), *sorted(preset.wants)]) or "-"
-    return _row(preset, ", ".join(stages_for(direct_loss.name)), direct_loss, beside)
+    return _row(preset, ", ".join(kinds_for(preset.name)), preset.loss.reads, preset.loss, beside)
 
 
 def _row(preset: Objective, *cells: object) -> str:
@@ -179,9 +189,9 @@ def _row(preset: Objective, *cells: object) -> str:
 
 def _losses_section() -> str:
     lines = ["## Direct losses", "", "Which a stage may train with:", "", "| stage | losses |", "|---|---|"]
-    for stage, losses in LOSSES_OF.items():
-        named = ["a policy gradient" if direct_loss is None else f"`{direct_loss}`" for direct_loss in losses]
-        lines.append(f"| {stage} | {'nothing is trained' if stage == 'rejection' else ', '.join(named)} |")
+    for kind in KINDS.values():
+        named = ["a policy gradient" if loss is None else f"`{loss}`" for loss in kind.losses]
+        lines.append(f"| {kind.name} | {', '.join(named) if kind.trains else 'nothing is trained'} |")
     return "\n".join([*lines, "", *_entries(LOSSES)])
 
 

@@ -12,18 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from temper import calls
-from temper.build import check_stage, doubts_about, first_model, require_turn_credit, try_rows
-from temper.build.sources import is_rolling, keep_rule
-from temper.commands.training.train import NO_POLICY, starts_elsewhere
+from temper.build import check_data, check_stage, check_stages, doubts_about, first_model
+from temper.commands.training.train import starts_elsewhere
 from temper.commands.training.trials import try_environment, try_reward
 from temper.config import FIRST, RewardConfig, RunConfig, SourceConfig, load_recipe, refer
-from temper.data import StageData, open_data, require_judge
 from temper.errors import UserError
 from temper.evals import contamination
 from temper.models.load import find_checkpoint
 from temper.objectives import Objective
-from temper.runs.alarms.rules import configure
-from temper.stages.distill import share_of_samples, teacher_folders
+from temper.stages.distill import teacher_folders
+from temper.stages.kind import StageKind
+from temper.stages.kinds import kind_of
+from temper.stages.reading.data import StageData, open_data
+from temper.stages.trial import try_rows
 
 REFERENCE = "stage:"
 
@@ -31,9 +32,7 @@ REFERENCE = "stage:"
 def dry_run(recipe: Path, *, overrides: Sequence[str] = ()) -> str:
     """Checks configuration, data, template, reward and batch arithmetic of every stage; returns a table to print."""
     stages = load_recipe(recipe, overrides)
-    for config in stages:
-        configure(config.alarms)
-        check_stage(config)
+    check_stages(stages)
     with tempfile.TemporaryDirectory() as folder:
         later = Later(stages, first_model(stages[0], Path(folder)))
         return "\n\n".join(_describe_or_say_where(later.open(config), len(stages)) for config in stages)
@@ -87,10 +86,11 @@ class Later:
 
     def _leave(self, config: RunConfig, readable: RunConfig, model: Path) -> None:
         name = f"what stage {self._number} ({config.stage}) leaves"
-        self._models[config.stage], self._names[config.stage] = model, name
-        if config.stage == "rejection":
+        kind = kind_of(config)
+        self._models[kind.name], self._names[kind.name] = model, name
+        if kind.leaves == "rows":
             self._rows = readable.train
-        if config.stage not in NO_POLICY:
+        if kind.leaves == "policy":
             self._policy, self._policy_name = model, name
 
     def _without_outputs(self, config: RunConfig, awaited: dict[str, str]) -> RunConfig:
@@ -138,11 +138,11 @@ def _describe_or_say_where(stage: Opened, num_stages: int) -> str:
 
 
 def _describe(stage: Opened) -> str:
-    config = stage.config
+    config, kind = stage.config, kind_of(stage.config)
     objective = check_stage(config)
-    data = open_data(stage.readable, stage.model)
-    require_turn_credit(config, objective, data.rubric)
-    require_judge(config, data)
+    data = open_data(stage.readable, objective, kind.reading, stage.model)
+    if "rows" not in stage.awaited:
+        check_data(config, kind, objective, data)
     teacher_folders(stage.model, stage.readable.model.taught_by)
     shape, first = data.shape, data.probe[0]
     prompt = data.renderer.prompt_ids(data.renderer.prompt_messages(first))
@@ -154,14 +154,14 @@ def _describe(stage: Opened) -> str:
         + (f"; longest seen {data.longest_prompt}" if data.longest_prompt else ""),
         **({"left out": _left_out(data.left_out)} if data.left_out else {}),
         "stop tokens": ", ".join(str(stop) for stop in data.renderer.stop_ids),
-        **({} if config.stage == "rejection" else {"objective": objective.name}),
-        **calls.run(_batch_rows(stage, objective, data)),
+        **({"objective": objective.name} if kind.trains else {}),
+        **_batch_rows(stage, kind, objective, data),
     }
     if config.model.lora is not None:
         rows["adapter"] = ", ".join(f"{name} {value}" for name, value in config.model.lora.model_dump().items())
     rows |= calls.run(try_environment(config, data))
     readable = stage.readable
-    if readable.reward and config.stage != "reward_model":
+    if readable.reward and kind.leaves != "scorer":
         rows |= calls.run(try_reward(config, data, data.rubric, readable.reward, "reward"))
     if data.verifier is not data.rubric:
         rows |= calls.run(try_reward(config, data, data.verifier, readable.evaluation.reward, "held-out verifier"))
@@ -176,37 +176,30 @@ def _left_out(reasons: Sequence[str]) -> str:
     return f"{len(reasons)} tasks: {'; '.join(reasons[:3])}{'; ...' if len(reasons) > 3 else ''}"
 
 
-async def _batch_rows(stage: Opened, objective: Objective, data: StageData) -> dict[str, str]:
+def _batch_rows(stage: Opened, kind: StageKind, objective: Objective, data: StageData) -> dict[str, str]:
     """What one step takes: rows that are read, samples that are drawn, or now one and now the other."""
     config, rows = stage.config, dict[str, str]()
     if "rows" in stage.awaited:
         examples = config.trainer.examples_per_step
         rows["examples"] = f"{examples} a step, {examples * config.steps} in all"
-    elif (trial := await try_rows(config, objective, data)) is not None:
+    elif (trial := try_rows(config, kind, objective, data)) is not None:
         rows[trial.unit] = (
             f"{trial.count} a step, {trial.count * config.steps} in all; the first step has {trial.num_tokens} tokens, "
-            f"{trial.num_trained} of them {'read by the head' if config.stage == 'reward_model' else 'trained'}"
+            f"{trial.num_trained} of them {'read by the head' if kind.leaves == 'scorer' else 'trained'}"
         )
-    if is_rolling(config, objective, data):
-        rows |= _rollout_rows(config, data)
-    if config.stage == "rejection":
-        rule = keep_rule(config)
-        rows["keeps"] = f"{rule.name} of each group, {f'at most {rule.cap}' if rule.cap else 'all'} of a prompt"
-    if config.stage == "preference" and is_rolling(config, objective, data):
-        rows["pairs"] = "of each group's samples, by the reward"
-    if config.stage == "distill":
-        rows["samples"] = f"of the student in {share_of_samples(objective):.0%} of the steps; given texts in the others"
-    return rows
+    if data.is_rolling:
+        rows |= _rollout_rows(config, data, trains=kind.trains)
+    return {**rows, **kind.describe(config, objective, data)}
 
 
-def _rollout_rows(config: RunConfig, data: StageData) -> dict[str, str]:
+def _rollout_rows(config: RunConfig, data: StageData, *, trains: bool) -> dict[str, str]:
     rollout, updates = config.rollout, config.trainer.updates_per_batch
     completions = rollout.groups_per_step * rollout.group_size
     tokens = completions * (data.longest_prompt + config.sampling.max_new_tokens)
     microbatches = -(-tokens // config.trainer.tokens_per_microbatch)
     return {
         "batch": f"{rollout.groups_per_step} tasks x {rollout.group_size} = {completions} completions a step, "
-        f"{'no training' if config.stage == 'rejection' else f'{updates} optimiser step(s)'}",
+        f"{f'{updates} optimiser step(s)' if trains else 'no training'}",
         "tokens": f"at most {tokens:,} a step, in about {microbatches} microbatches at most",
         "staleness": f"{rollout.max_staleness} ({'synchronous' if rollout.max_staleness == 0 else 'asynchronous'})",
     }

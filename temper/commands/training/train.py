@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from temper import calls, loop
-from temper.build import Stage, build_stage, check_stage, first_model, make_plan
+from temper.build import Listeners, Stage, build_stage, check_stages, first_model, make_plan
 from temper.commands.training.stopping import Stopped, run_until_stopped
 from temper.config import FIRST, RunConfig, load_recipe, refer, to_toml
 from temper.errors import BackendError, TemperError, UserError
@@ -29,12 +29,10 @@ from temper.runs.reader import RunReader
 from temper.runs.records import AlarmRecord
 from temper.runs.store.run_store import RunStore, open_run
 from temper.runs.store.verdicts import Verdicts
-from temper.stages.rejection import KEPT_FILE
+from temper.stages.kinds import kind_of
 from temper.trainer.checkpoint import latest_checkpoint, prune, remove_unfinished, write_checkpoint
 
 RUNS = Path("runs")
-NO_POLICY = ("rejection", "reward_model")
-"""Stages after which the policy is what it was."""
 
 
 def train(recipe: Path, *, overrides: Sequence[str] = (), run: Path | None = None, resume: bool = False) -> Path:
@@ -44,9 +42,7 @@ def train(recipe: Path, *, overrides: Sequence[str] = (), run: Path | None = Non
 
 def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume: bool = False) -> Path:
     """Trains resolved stages and returns the run directory."""
-    for config in stages:  # a misspelt rule must not wait for its stage
-        configure(config.alarms)
-        check_stage(config)
+    check_stages(stages)
     folder = run or choose_folder(stages[0].name, resume=resume)
     limit = max(config.rollout.transcripts_gb for config in stages) * 1e9
     store = open_run(folder, config=to_toml(stages), resume=resume, transcript_bytes=limit)
@@ -139,16 +135,22 @@ async def run_stages(stages: Sequence[RunConfig], folder: Path, records: Records
         display.stage(f"{index + 1} of {len(stages)}: {config.stage}", steps=config.steps, done=done)
         store.begin_stage(index, config.stage, config.steps)
         if done < config.steps:
-            stage = build_stage(config, index, model, resumed, caches=folder / "caches" / checkpoints.name)
-            stage.is_after_imitation = config.stage == "rl" and "sft" in outputs
+            listeners = Listeners(
+                note=partial(store.event, "info"), warn=records.warn, show=display.show, audit=store.audit
+            )
+            caches = folder / "caches" / checkpoints.name
+            stage = build_stage(
+                config, index, model, resumed, caches=caches, earlier=outputs.keys(), listeners=listeners
+            )
             await _run_stage(stage, done + 1, checkpoints, records)
         last = checkpoints / f"step-{config.steps}"
         if not last.is_dir():
             raise BackendError(f"stage {index + 1} ended before its last step: there is no checkpoint {last}")
         verify(last)  # a stage that ended before this process began may have been damaged since
-        outputs[config.stage] = output_of(config, last)
-        if config.stage not in NO_POLICY:
-            policy = outputs[config.stage]
+        kind = kind_of(config)
+        outputs[kind.name] = kind.output(last)
+        if kind.leaves == "policy":
+            policy = outputs[kind.name]
 
 
 def starts_elsewhere(config: RunConfig, stages: Sequence[RunConfig]) -> bool:
@@ -158,12 +160,7 @@ def starts_elsewhere(config: RunConfig, stages: Sequence[RunConfig]) -> bool:
 
 async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, records: Records) -> None:
     store, display = records.store, records.display
-    stage.note = partial(store.event, "info")
-    stage.warn = records.warn
-    stage.show = display.show
-    stage.audit = store.audit
     verdicts = Verdicts(stage.verdicts, store.verdicts)
-    stage.opened = partial(verdicts.opened, stage.index, first_step - 1)
     rules = configure(stage.config.alarms, is_moe="moe" in stage.data.shape.family)
     alarms = Alarms(rules, store.folder, records.tell, display.note)
     alarms.replay(stage.index)
@@ -172,6 +169,7 @@ async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, records: 
         first_step=first_step,
         recorders=(store, verdicts, display, *records.mirrors, alarms),
         checkpoint=partial(_checkpoint, stage, checkpoints, store),
+        opened=partial(verdicts.opened, stage.index, first_step - 1),
         watch=alarms,
     )
     try:
@@ -200,18 +198,13 @@ def checkpoints_of(folder: Path, index: int, config: RunConfig) -> Path:
     return folder / "checkpoints" / f"{index}-{config.stage}"
 
 
-def output_of(config: RunConfig, checkpoint: Path) -> Path:
-    """What later stages read of this one: rows that were kept, or a model."""
-    return checkpoint / KEPT_FILE if config.stage == "rejection" else checkpoint
-
-
 def outputs_of(stages: Sequence[RunConfig], folder: Path) -> dict[str, Path]:
     """By kind, what stages of a run that have ended left to later ones."""
     outputs = {FIRST: first_model(stages[0], folder)}
     for index, config in enumerate(stages):
         last = checkpoints_of(folder, index, config) / f"step-{config.steps}"
         if last.is_dir():
-            outputs[config.stage] = output_of(config, last)
+            outputs[config.stage] = kind_of(config).output(last)
     return outputs
 
 

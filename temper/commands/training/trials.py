@@ -13,11 +13,11 @@ from functools import partial
 from temper.build import env_maker
 from temper.calls import CLOSE_SECONDS, call, explain_error
 from temper.config import RewardConfig, RunConfig
-from temper.data import StageData
 from temper.errors import UserError
 from temper.protocols import Env
 from temper.rewards.composite import CompositeReward
 from temper.rollout.openings import try_openings
+from temper.stages.reading.data import StageData
 from temper.types import Message, Score, ScoreKind, Status, Task, Trajectory
 
 REWARD_TRIALS = 16

@@ -30,7 +30,7 @@ from temper.models.lora.adapters import (
     trained_dtype,
 )
 from temper.models.save import save_model
-from temper.models.scorer import kind_of, load_scorer
+from temper.models.scorer import load_scorer, scorer_kind
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """How far one logit may be from that of peft's own pass, which adds the adapter's product to the states instead of to
@@ -63,7 +63,7 @@ def whole(folder: Path) -> Path:
 
 def _loader(folder: Path) -> LoadModel:
     """How the model of a directory is read: its description says whether it has a scalar head."""
-    kind = kind_of(folder)
+    kind = scorer_kind(folder)
     return load_model if kind is None else partial(load_scorer, kind=kind)
 
 

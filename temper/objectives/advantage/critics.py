@@ -15,7 +15,7 @@ from temper.objectives.advantage.credit import Credit
 from temper.objectives.advantage.token_advantages import generalized_advantages, require_share
 from temper.objectives.factor import factor, require
 from temper.objectives.metrics import MetricSums, mean_sums
-from temper.objectives.objective import Critic, Objective
+from temper.objectives.objective import Critic, Objective, PolicyObjective
 
 CriticFn = Callable[[Credit], Tensor]
 
@@ -48,7 +48,8 @@ def gae_targets(
 
 def pretraining_steps(objective: Objective) -> int:
     """Steps at the start of a stage in which the critic learns and the policy waits; 0 without a critic."""
-    return 0 if objective.critic is None else int(objective.critic.argument("pretraining_steps"))
+    critic = objective.critic if isinstance(objective, PolicyObjective) else None
+    return 0 if critic is None else int(critic.argument("pretraining_steps"))
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, targets_T: Tensor, weights_T: Tensor, clip: float) -> Tensor:

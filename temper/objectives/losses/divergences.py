@@ -14,17 +14,15 @@ from functools import partial
 from torch import Tensor
 
 from temper.objectives.advantage.token_advantages import require_share
-from temper.objectives.factor import factor, require
+from temper.objectives.factor import require
 from temper.objectives.losses.distillation import distillation_loss, require_gkd, top_k_forward_kl
 from temper.objectives.losses.distillation import gkd as gkd_divergence
 from temper.objectives.metrics import MetricSums, mean_sums
-from temper.objectives.objective import DirectLoss
+from temper.objectives.objective import Loss, LossFn, loss_on
 from temper.objectives.policy.regularizers import Estimator
 from temper.objectives.policy.regularizers import k2 as k2_estimate
 from temper.objectives.policy.regularizers import k3 as k3_estimate
 from temper.objectives.tokens import Tokens, bounded
-
-LossFn = Callable[[Tokens], tuple[Tensor, MetricSums]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class Compared:
         return _weighed(tokens, tokens.divergence)
 
 
-@factor(needs=("divergence",))
+@loss_on("texts", needs=("divergence",))
 def gkd(beta: float = 0.5, temperature: float = 0.9, lmbda: float = 0.5) -> LossFn:
     """Divergence of student S and teacher Q at every position (distillation.gkd), mean over the batch's tokens.
 
@@ -53,7 +51,7 @@ def gkd(beta: float = 0.5, temperature: float = 0.9, lmbda: float = 0.5) -> Loss
     return Compared(partial(gkd_divergence, beta=beta, temperature=temperature))
 
 
-@factor(needs=("teacher_top_k",))
+@loss_on("texts", needs=("teacher_top_k",))
 def top_k_teacher(k: int = 64, lmbda: float = 1.0) -> LossFn:
     """KL(Q || S) over the teacher's k most likely tokens and one bucket for the rest: a lower bound of the whole one.
 
@@ -71,7 +69,7 @@ def top_k_teacher(k: int = 64, lmbda: float = 1.0) -> LossFn:
     return run
 
 
-@factor(needs=("teacher",))
+@loss_on("texts", needs=("teacher",))
 def k2() -> LossFn:
     """D^2 / 2 at drawn tokens, D = log S - log Q, through the student: follows KL(S || Q) on the student's own samples.
 
@@ -80,7 +78,7 @@ def k2() -> LossFn:
     return lambda tokens: _estimated(tokens, k2_estimate)
 
 
-@factor(needs=("teacher",))
+@loss_on("texts", needs=("teacher",))
 def k3() -> LossFn:
     """exp(-D) - 1 + D at drawn tokens, D = log S - log Q, bounded by 20, through the student.
 
@@ -105,7 +103,7 @@ def _weighed(tokens: Tokens, divergences_T: Tensor) -> tuple[Tensor, MetricSums]
     return loss, metrics.merge(mean_sums(seen))
 
 
-DIVERGENCE_LOSSES: dict[str, Callable[..., DirectLoss]] = {
+DIVERGENCE_LOSSES: dict[str, Callable[..., Loss]] = {
     "gkd": gkd,
     "top_k_teacher": top_k_teacher,
     "k2": k2,

@@ -7,19 +7,17 @@ Shapes: _T trained tokens of one microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from torch import Tensor
 
-from temper.objectives.factor import Factor, require
+from temper.objectives.factor import require
 from temper.objectives.metrics import MetricSums, mean_sums
-from temper.objectives.objective import DirectLoss
+from temper.objectives.objective import DirectLoss, Loss
 from temper.objectives.policy.weighting import token_mean
-from temper.objectives.presets.policy_gradient import REINFORCE
 from temper.objectives.tokens import Tokens
 
 
-def likelihood(smoothing: float = 0.0, noise: float = 0.0) -> DirectLoss:
+def likelihood(smoothing: float = 0.0, noise: float = 0.0) -> Loss:
     """sum_t w_t [(1 - s) * -log p(y_t) + s * -mean_v log p(v)]; embeddings + uniform(-1, 1) * noise / sqrt(L d).
 
     Label smoothing: Szegedy et al. 2016, with the given token among those that share s, as in TRL and transformers.
@@ -40,20 +38,20 @@ def likelihood(smoothing: float = 0.0, noise: float = 0.0) -> DirectLoss:
 
     # Not by the decorator: what the loss needs depends on what is asked of it.
     needs = {"uniform": smoothing > 0, "noise": noise > 0}
-    return Factor(
+    return Loss(
         name="likelihood",
         arguments=(("smoothing", smoothing), ("noise", noise)),
         needs=frozenset(need for need, is_asked in needs.items() if is_asked),
         min_group=1,
         experimental="",
         run=run,
+        reads="texts",
     )
 
 
-LIKELIHOOD_LOSSES: dict[str, Callable[..., DirectLoss]] = {"likelihood": likelihood}
+LIKELIHOOD_LOSSES: dict[str, Callable[..., Loss]] = {"likelihood": likelihood}
 
-SFT = replace(
-    REINFORCE,
+SFT = DirectLoss(
     name="sft",
     weighting=token_mean(),
     loss=likelihood(),

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from temper.errors import UserError
-from temper.objectives.factor import Factor, factor, require
+from temper.objectives.factor import factor, require
 from temper.objectives.losses import preferences, unpaired
 from temper.objectives.losses.beta_dpo import MarginState
 from temper.objectives.losses.beta_dpo import beta_dpo as choose_pairs
 from temper.objectives.losses.preferences import Pairs, Preference, preference_loss, shift_schedule
-from temper.objectives.losses.unpaired import Labelled, LabelledPreference, labelled_loss, nash_md_losses
+from temper.objectives.losses.unpaired import Labelled, labelled_loss, nash_md_losses
 from temper.objectives.metrics import MetricSums, mean_sums
-from temper.objectives.objective import Controller, DirectLoss, Measured, Objective, State
+from temper.objectives.objective import Controller, Loss, Measured, Objective, State, loss_of, loss_on
 from temper.objectives.tokens import Tokens
 
 Arguments = ParamSpec("Arguments")
@@ -101,19 +101,15 @@ class Sides:
         )
 
 
-def over_pairs(build: Callable[Arguments, Preference]) -> Callable[Arguments, DirectLoss]:
+def over_pairs(build: Callable[Arguments, Preference]) -> Callable[Arguments, Loss]:
     """The loss of a rule on pairs: same name, same arguments, same needs."""
 
     @functools.wraps(build)
-    def built(*args: Arguments.args, **kwargs: Arguments.kwargs) -> DirectLoss:
+    def built(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Loss:
         rule = build(*args, **kwargs)
-        return _direct(rule, lambda tokens: _taught(rule, tokens, Sides.of(tokens).pairs(tokens)))
+        return loss_of(rule, "pairs", lambda tokens: _taught(rule, tokens, Sides.of(tokens).pairs(tokens)))
 
     return built
-
-
-def _direct(rule: Preference | LabelledPreference, run: Callable[[Tokens], Taught]) -> DirectLoss:
-    return Factor(rule.name, rule.arguments, rule.needs, rule.min_group, rule.experimental, run)
 
 
 def _taught(rule: Preference, tokens: Tokens, pairs: Pairs) -> Taught:
@@ -125,7 +121,7 @@ def _entropy(tokens: Tokens) -> MetricSums:
     return MetricSums() if tokens.entropy is None else mean_sums({"policy/entropy": tokens.entropy})
 
 
-@factor(needs=("reference",))
+@loss_on("pairs", needs=("reference",))
 def dpo_shift(
     beta: float = 0.1, factor: float = 0.95, until: float | None = None, steps: int = 0
 ) -> Callable[[Tokens], Taught]:
@@ -150,7 +146,7 @@ def dpo_shift(
     return direct_loss
 
 
-@factor(needs=("reference",))
+@loss_on("pairs", needs=("reference",), opponent=1.0)
 def xpo(beta: float = 0.1, alpha: float = 1e-5, loss: str = "dpo") -> Callable[[Tokens], Taught]:
     """DPO or IPO on (policy sample, reference sample) + alpha log pi(reference sample): optimism.
 
@@ -174,7 +170,7 @@ def xpo(beta: float = 0.1, alpha: float = 1e-5, loss: str = "dpo") -> Callable[[
     return direct_loss
 
 
-@factor(needs=("reference", "batch"))
+@loss_on("pairs", needs=("reference", "batch"))
 def beta_dpo(beta: float = 0.1, slope: float = 0.6, dropped: float = 0.2, decay: float = 0.9) -> Measured[Taught]:
     """-logsig(b delta) over the pairs kept: b = beta (1 + slope (mean kept delta - M)), at least 0.001.
 
@@ -234,7 +230,7 @@ def margin_memory() -> Callable[[State, State], State]:
 
 
 @functools.wraps(unpaired.kto)
-def kto(*args: float, **kwargs: float) -> DirectLoss:
+def kto(*args: float, **kwargs: float) -> Loss:
     """Rewards are labels, 1 or 0; advantages hold the baseline z, which is one number for the whole batch."""
     rule = unpaired.kto(*args, **kwargs)
 
@@ -252,10 +248,10 @@ def kto(*args: float, **kwargs: float) -> DirectLoss:
         loss, metrics = labelled_loss(rule, labelled)
         return loss, metrics.merge(_entropy(tokens)).merge(mean_sums({"preference/baseline": tokens.advantages[:1]}))
 
-    return _direct(rule, direct_loss)
+    return loss_of(rule, "labelled", direct_loss)
 
 
-@factor(needs=("reference",), min_group=2)
+@loss_on("wins", needs=("reference",), min_group=2, opponent="mixture")
 def nash_md(beta: float = 0.1, mixture: float = 0.5) -> Callable[[Tokens], Taught]:
     """-(P(win) - 0.5) sum_t log pi_t + beta sum_t sg[log pi_t - log ref_t] log pi_t.
 
@@ -280,14 +276,7 @@ def nash_md(beta: float = 0.1, mixture: float = 0.5) -> Callable[[Tokens], Taugh
     return direct_loss
 
 
-def opponent_share(direct_loss: DirectLoss | None) -> float | None:
-    """How much of a loss's opponent is the reference: 1 all of it, 0 nothing but the policy. None: it has none."""
-    if direct_loss is None or direct_loss.name not in ("xpo", "nash_md"):
-        return None
-    return 1.0 if direct_loss.name == "xpo" else float(direct_loss.argument("mixture"))
-
-
-def implicit_rewards(direct_loss: DirectLoss, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def implicit_rewards(direct_loss: Loss, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """What the loss compares, of the chosen and of the rejected sides [P]: held-out pairs are judged by it."""
     # Those below are DPO with pairs chosen, weighted or made in another way.
     is_plain = direct_loss.name in ("dpo_shift", "xpo", "beta_dpo", "kto", "nash_md")
@@ -298,7 +287,7 @@ def implicit_rewards(direct_loss: DirectLoss, pairs: Pairs) -> tuple[Tensor, Ten
     return compared.chosen_rewards, compared.rejected_rewards
 
 
-PAIR_LOSSES: dict[str, Callable[..., DirectLoss]] = {
+PAIR_LOSSES: dict[str, Callable[..., Loss]] = {
     name: over_pairs(build) for name, build in preferences.PREFERENCES.items()
 } | {"dpo_shift": dpo_shift, "xpo": xpo, "beta_dpo": beta_dpo, "kto": kto, "nash_md": nash_md}
 PAIR_CONTROLLERS: dict[str, Callable[..., Controller]] = {"margin_memory": margin_memory}

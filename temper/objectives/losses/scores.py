@@ -7,24 +7,21 @@ Shapes: _T positions that are read, _P pairs, of one microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from temper.objectives.factor import factor, require
+from temper.objectives.factor import require
 from temper.objectives.losses.reward_models import process_reward_loss, reward_model_loss
 from temper.objectives.metrics import MetricSums
-from temper.objectives.objective import DirectLoss
-from temper.objectives.policy.weighting import token_mean
-from temper.objectives.presets.policy_gradient import REINFORCE
+from temper.objectives.objective import DirectLoss, Loss, loss_on
 from temper.objectives.tokens import Tokens
 
 CHOSEN, REJECTED = 1.0, 0.0
 """Rewards of a pair's two rows."""
 
 
-@factor(needs=["scores"])
+@loss_on("pairs", needs=["scores"])
 def bradley_terry(margin: float = 0.0, centring: float = 0.0) -> Callable[[Tokens], tuple[Tensor, MetricSums]]:
     """-logsig(s_w - s_l - margin - margin of the pair) + centring (s_w + s_l)^2, mean over the batch's pairs.
 
@@ -42,7 +39,7 @@ def bradley_terry(margin: float = 0.0, centring: float = 0.0) -> Callable[[Token
     return run
 
 
-@factor(needs=["scores"])
+@loss_on("steps", needs=["scores"])
 def steps(separator: str = "\n\n") -> Callable[[Tokens], tuple[Tensor, MetricSums]]:
     """Binary cross-entropy at the end of every labelled step, mean over the batch's; advantages hold the labels.
 
@@ -67,12 +64,10 @@ def _require_pairs(tokens: Tokens) -> None:
     )
 
 
-SCORE_LOSSES: dict[str, Callable[..., DirectLoss]] = {"bradley_terry": bradley_terry, "steps": steps}
+SCORE_LOSSES: dict[str, Callable[..., Loss]] = {"bradley_terry": bradley_terry, "steps": steps}
 
-REWARD_MODEL = replace(
-    REINFORCE,
+REWARD_MODEL = DirectLoss(
     name="reward_model",
-    weighting=token_mean(),
     loss=bradley_terry(),
     formula="mean over pairs of -log sigmoid(s(chosen) - s(rejected) - margin) + c (s(chosen) + s(rejected))^2",
     source="Bradley and Terry 1952; TRL reward_trainer, OpenRLHF",
@@ -80,10 +75,8 @@ REWARD_MODEL = replace(
     "checkpoint holds the scale that puts scores on mean 0 and deviation 1.",
 )
 
-PROCESS_REWARD_MODEL = replace(
-    REINFORCE,
+PROCESS_REWARD_MODEL = DirectLoss(
     name="process_reward_model",
-    weighting=token_mean(),
     loss=steps(),
     formula="mean over labelled steps of -log sigmoid(+-s at the end of the step's separator)",
     source="arXiv 2305.20050; TRL prm_trainer (layout)",

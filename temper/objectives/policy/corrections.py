@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from temper.objectives.factor import factor, require
-from temper.objectives.objective import Correction, Measured, Objective, SamplerCorrection
+from temper.objectives.objective import Correction, Measured, PolicyObjective, SamplerCorrection
 from temper.objectives.tokens import Tokens, bounded
 
 CorrectionFn = Callable[[Tokens], Correction]
@@ -157,7 +157,7 @@ def m2po(threshold: float) -> CorrectionFn:
     """
     require(threshold > 0, f"m2po: threshold={threshold} must be positive, e.g. 0.04")
 
-    def measure(whole: Tokens, objective: Objective) -> Tensor:
+    def measure(whole: Tokens, objective: PolicyObjective) -> Tensor:
         square_N = _unbounded_log_rho(whole).double().square()
         ascending_N, order_N = square_N.sort(stable=True)
         # On the CPU: running sums of a GPU are added in no fixed order.
@@ -181,7 +181,7 @@ def batch_normalize(level: str = "token") -> CorrectionFn:
     """
     require(level in ("token", "sequence"), f'batch_normalize: level="{level}" is unknown. Use "token" or "sequence".')
 
-    def measure(whole: Tokens, objective: Objective) -> Tensor:
+    def measure(whole: Tokens, objective: PolicyObjective) -> Tensor:
         multiplier_N = _other_multipliers(whole, objective)
         if level == "token":
             return _everywhere(whole, multiplier_N.new_tensor(len(multiplier_N)), multiplier_N.sum())
@@ -199,7 +199,7 @@ def kept_denominator() -> CorrectionFn:
     then grows with the share that was dropped, which is why it is not the default. verl.
     """
 
-    def measure(whole: Tokens, objective: Objective) -> Tensor:
+    def measure(whole: Tokens, objective: PolicyObjective) -> Tensor:
         require(
             all(correct.name != "batch_normalize" for correct in objective.corrections),
             "kept_denominator and batch_normalize both make up for dropped tokens, twice together. Use one of them.",
@@ -230,7 +230,7 @@ def _everywhere(whole: Tokens, numerator: Tensor, denominator: Tensor) -> Tensor
     return torch.ones_like(whole.weights) * quotient.to(whole.weights.dtype)
 
 
-def _other_multipliers(whole: Tokens, objective: Objective) -> Tensor:
+def _other_multipliers(whole: Tokens, objective: PolicyObjective) -> Tensor:
     """Product of all corrections but the two that rescale it. Those that are measured themselves are measured here, so
     that their place in the list does not matter."""
     product_N = torch.ones_like(whole.weights, dtype=torch.float64)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from temper.objectives.factor import factor, require
-from temper.objectives.objective import Measured, Objective, Regularizer
+from temper.objectives.objective import Measured, PolicyObjective, Regularizer
 from temper.objectives.policy.selections import chosen_count, covariances
 from temper.objectives.tokens import Tokens, bounded
 
@@ -86,7 +86,7 @@ def kl_cov(share: float = 2e-4, coefficient: float = 1.0) -> RegularizerFn:
     require(0 < share <= 1, f"kl_cov: share={share} must lie in (0, 1], e.g. share=2e-4")
     require(coefficient >= 0, f"kl_cov: coefficient={coefficient} must not be negative, e.g. 1.0")
 
-    def measure(whole: Tokens, objective: Objective) -> Tensor:
+    def measure(whole: Tokens, objective: PolicyObjective) -> Tensor:
         order_N = covariances(whole).sort(descending=True, stable=True).indices
         is_chosen_N = torch.zeros_like(whole.weights)
         is_chosen_N[order_N[: chosen_count(share, len(whole))]] = 1.0
@@ -124,7 +124,7 @@ def positive_nll(coefficient: float = 0.1, threshold: float = 1.0) -> Regularize
     """
     require(coefficient >= 0, f"positive_nll: coefficient={coefficient} must not be negative, e.g. 0.1")
 
-    def measure(whole: Tokens, objective: Objective) -> Tensor:
+    def measure(whole: Tokens, objective: PolicyObjective) -> Tensor:
         assert whole.rewards is not None, "positive_nll needs the reward of each trajectory"
         is_correct_N = (whole.rewards >= threshold).to(whole.weights.dtype)
         return is_correct_N / is_correct_N.sum().clamp(min=1)

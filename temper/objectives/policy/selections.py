@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from temper.objectives.factor import factor, require
-from temper.objectives.objective import Measured, Objective, SamplerCorrection
+from temper.objectives.objective import Measured, PolicyObjective, SamplerCorrection
 from temper.objectives.policy.corrections import CorrectionFn, kept_as_measured
 from temper.objectives.tokens import Tokens
 
@@ -27,7 +27,7 @@ def top_entropy(share: float = 0.2) -> CorrectionFn:
     """
     require(0 < share <= 1, f"top_entropy: share={share} must lie in (0, 1], e.g. share=0.2")
 
-    def measure(whole: Tokens, objective: Objective) -> Tensor:
+    def measure(whole: Tokens, objective: PolicyObjective) -> Tensor:
         assert whole.entropy is not None, "top_entropy needs the entropy of each position"
         if not len(whole):
             return torch.ones_like(whole.weights)
@@ -47,7 +47,7 @@ def clip_cov(share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Correc
     require(0 < share <= 1, f"clip_cov: share={share} must lie in (0, 1], e.g. share=2e-4")
     require(low < high, f"clip_cov: the band from {low} to {high} is empty, e.g. low=1.0, high=5.0")
 
-    def measure(whole: Tokens, objective: Objective) -> Tensor:
+    def measure(whole: Tokens, objective: PolicyObjective) -> Tensor:
         for part in (objective.ratio, objective.gate):
             require(
                 not part.needs & {"sampler_top_k", "policy_top_k"},

@@ -11,7 +11,7 @@ from temper.objectives.advantage.critics import gae_targets
 from temper.objectives.advantage.normalizers import whiten
 from temper.objectives.advantage.shaping import kl_in_reward
 from temper.objectives.advantage.token_advantages import distillation, gae, gae_by_length, step_values
-from temper.objectives.objective import Objective
+from temper.objectives.objective import PolicyObjective
 from temper.objectives.policy.constrained import trpo
 from temper.objectives.policy.corrections import token_importance
 from temper.objectives.policy.gates import clip, importance
@@ -21,7 +21,7 @@ from temper.objectives.policy.regularizers import kl, positive_nll
 from temper.objectives.policy.weighting import token_mean
 from temper.objectives.presets.groups import GRPO
 
-PPO = Objective(
+PPO = PolicyObjective(
     name="ppo",
     advantage=gae(gamma=1.0, lam=0.95),
     normalizers=(whiten(),),

@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from temper.objectives.losses.divergences import gkd, k2, top_k_teacher
+from temper.objectives.objective import DirectLoss
 from temper.objectives.policy.weighting import token_mean
-from temper.objectives.presets.policy_gradient import REINFORCE
 
-GKD = replace(
-    REINFORCE,
+GKD = DirectLoss(
     name="gkd",
     weighting=token_mean(),
     loss=gkd(beta=0.5, temperature=0.9, lmbda=0.5),

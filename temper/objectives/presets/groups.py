@@ -10,7 +10,7 @@ from dataclasses import replace
 from temper.objectives.advantage.advantages import batch_std, group_mean, group_mean_std, maxrl, mgpo, per_reward
 from temper.objectives.advantage.normalizers import whiten
 from temper.objectives.advantage.shaping import soft_overlong
-from temper.objectives.objective import Objective
+from temper.objectives.objective import PolicyObjective
 from temper.objectives.policy.controllers import learned_length
 from temper.objectives.policy.corrections import geometric_keep, opsm, sequence_mis, token_mis, token_tis, veto
 from temper.objectives.policy.emphasis import entropy_shaped, top_choice_penalty
@@ -24,7 +24,7 @@ from temper.objectives.policy.weighting import constant_length, length_softmax, 
 
 DYNAMIC = frozenset({"dynamic_sampling"})
 
-GRPO = Objective(
+GRPO = PolicyObjective(
     name="grpo",
     advantage=group_mean_std(),
     proximal=trainer(),

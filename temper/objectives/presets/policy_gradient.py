@@ -11,7 +11,7 @@ from temper.objectives.advantage.advantages import group_mean, leave_one_out, le
 from temper.objectives.advantage.normalizers import whiten
 from temper.objectives.advantage.shaping import kl_in_reward
 from temper.objectives.advantage.token_advantages import greedy_baseline, returns_to_go
-from temper.objectives.objective import Objective
+from temper.objectives.objective import PolicyObjective
 from temper.objectives.policy.corrections import token_tis
 from temper.objectives.policy.gates import clip, none
 from temper.objectives.policy.proximals import current, trainer
@@ -19,7 +19,7 @@ from temper.objectives.policy.ratios import sequence_product, token
 from temper.objectives.policy.regularizers import kl
 from temper.objectives.policy.weighting import sequence_mean, sequence_sum, token_mean
 
-REINFORCE = Objective(
+REINFORCE = PolicyObjective(
     name="reinforce",
     advantage=raw(),
     proximal=trainer(),
@@ -43,7 +43,7 @@ REINFORCE_IS = replace(
     "Any advantage goes with it.",
 )
 
-RLOO = Objective(
+RLOO = PolicyObjective(
     name="rloo",
     advantage=leave_one_out(),
     proximal=trainer(),
@@ -57,7 +57,7 @@ RLOO = Objective(
     note="Keeps a reference model. Without it: objective.shaping = [].",
 )
 
-REINFORCE_PP = Objective(
+REINFORCE_PP = PolicyObjective(
     name="reinforce_pp",
     advantage=returns_to_go(gamma=1.0),
     normalizers=(whiten(),),
@@ -84,7 +84,7 @@ REINFORCE_PP_BASELINE = replace(
     experimental="the KL is a separate k2 loss in the paper's text only; public code differs in form and coefficient",
 )
 
-REMAX = Objective(
+REMAX = PolicyObjective(
     name="remax",
     advantage=greedy_baseline(gamma=1.0),
     proximal=trainer(),

@@ -8,22 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from temper.objectives.losses.pairs import PAIR_LOSSES, margin_memory
-from temper.objectives.objective import DirectLoss, Objective
-from temper.objectives.policy.proximals import current
-from temper.objectives.presets.policy_gradient import REINFORCE
+from temper.objectives.objective import DirectLoss, Loss
 
 
-def _preset(direct_loss: DirectLoss, formula: str, source: str, note: str) -> Objective:
-    """Advantage, ratio and gate stay idle beside a direct loss."""
-    return replace(
-        REINFORCE,
-        name=direct_loss.name,
-        proximal=current(),
-        loss=direct_loss,
-        formula=formula,
-        source=source,
-        note=note,
-    )
+def _preset(loss: Loss, formula: str, source: str, note: str) -> DirectLoss:
+    return DirectLoss(name=loss.name, loss=loss, formula=formula, source=source, note=note)
 
 
 DPO = _preset(

@@ -6,7 +6,7 @@ Owns: the tables. Refuses: the definitions (beside this file, and losses/) and c
 from __future__ import annotations
 
 from temper.objectives.losses import likelihood, scores
-from temper.objectives.objective import Objective
+from temper.objectives.objective import DirectLoss, Objective, PolicyObjective
 from temper.objectives.presets import critics, distillation, groups, policy_gradient, preferences, trust_regions
 
 FAMILIES: dict[str, tuple[Objective, ...]] = {
@@ -18,5 +18,10 @@ FAMILIES: dict[str, tuple[Objective, ...]] = {
 }
 """What people choose among. All but the first have a direct loss."""
 PRESETS: dict[str, Objective] = {preset.name: preset for family in FAMILIES.values() for preset in family}
-POLICY_GRADIENTS: dict[str, Objective] = {name: preset for name, preset in PRESETS.items() if preset.loss is None}
+POLICY_GRADIENTS: dict[str, PolicyObjective] = {
+    name: preset for name, preset in PRESETS.items() if isinstance(preset, PolicyObjective)
+}
 """Presets whose factors multiply: what holds for ratio, gate and corrections holds for these."""
+DIRECT_LOSSES: dict[str, DirectLoss] = {
+    name: preset for name, preset in PRESETS.items() if isinstance(preset, DirectLoss)
+}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from temper.errors import UserError
 from temper.models.states import Head
-from temper.objectives import DirectLoss
+from temper.objectives import Loss
 from temper.objectives.losses.divergences import Compared
 from temper.trainer.offload import on_device
 from temper.trainer.passes.logprobs import CHUNK_BYTES, add_product
@@ -70,7 +70,7 @@ def divergence(
     teachers: Mapping[str, nn.Module],
     states: DrawnStates,
     microbatch: Microbatch,
-    direct_loss: DirectLoss,
+    direct_loss: Loss,
     *,
     chunk_bytes: int | None = None,
 ) -> Tensor:

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from temper.errors import UserError
 from temper.models.states import Head
-from temper.objectives import DirectLoss, MetricSums, Objective, Scored, Tokens, objective_loss
+from temper.objectives import DirectLoss, Loss, MetricSums, Objective, Scored, Tokens, objective_loss
 from temper.objectives.policy.ratios import router_deviation
 from temper.trainer.passes.divergence import divergence
 from temper.trainer.passes.logprobs import KeepSets, drawn_logprobs
@@ -109,10 +109,10 @@ def forward_backward(
 
     Parts of all microbatches and ranks simply add up. To `seen`, if given, it adds what traces are made of.
     """
-    if objective.loss is None:
-        scored = score_drawn(model, microbatch, temperature)
-    else:
+    if isinstance(objective, DirectLoss):
         scored = _scored_for(objective.loss, model, microbatch, temperature, facts)
+    else:
+        scored = score_drawn(model, microbatch, temperature)
     if seen is not None:
         seen.append(seen_of(scored.logprobs, scored.entropy))
     if "entropy" not in objective.needs:
@@ -154,7 +154,7 @@ def forward_only(
 
 
 def _scored_for(
-    direct_loss: DirectLoss,
+    direct_loss: Loss,
     model: nn.Module,
     microbatch: Microbatch,
     temperature: float,

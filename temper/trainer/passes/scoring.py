@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from temper.errors import UserError
 from temper.models.states import Head
-from temper.objectives import Objective, Scored, Tokens, join, measure_batch, measures_batch
+from temper.objectives import Objective, PolicyObjective, Scored, Tokens, join, measure_batch, measures_batch
 from temper.trainer.offload import on_device
-from temper.trainer.passes.divergence import EVERYONE, classes, narrow
+from temper.trainer.passes.divergence import classes, narrow
 from temper.trainer.passes.forward import StepFacts, keep_sets, score_drawn
 from temper.trainer.passes.logprobs import drawn_logprobs, top_tokens
 from temper.trainer.passes.routers import chosen_routes
@@ -49,10 +49,9 @@ class ScoringPasses:
         *,
         teachers: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        """A "teacher" among the models reads all rows, those of `teachers` the rows of their domain."""
+        """`teachers` read the rows of their domain; that of "" reads all others."""
         self._models, self._objective, self._temperature = models, objective, temperature
-        everyone = {EVERYONE: models["teacher"]} if "teacher" in models else {}
-        self._teachers = {**everyone, **(teachers or {})}
+        self._teachers = teachers or {}
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch, who: Who) -> Tensor:
@@ -129,7 +128,7 @@ class ScoringPasses:
         the ratio is exactly 1, to the bit.
         """
         needs = self._objective.needs
-        if self._objective.loss is not None and not needs & {"policy_top_k", "router"}:
+        if not isinstance(self._objective, PolicyObjective):
             return microbatch  # a direct loss compares with no earlier policy
         wants_logprobs = self._objective.proximal.name == "trainer" and not is_only
         if is_only:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from temper.catalogue import reward_of
 from temper.commands.judging.evaluate import (
     Asked,
     budget_of,
     default_path,
     evaluate_suite,
-    open_rubric,
     render,
     with_decoding,
 )
@@ -134,15 +134,15 @@ def test_noise_and_cut_reasoning_are_no_answers_but_the_stated_form_is(name: str
         finally:
             await rubric.close()
 
-    assert asyncio.run(verdicts(open_rubric(suite))) == list(said.values())
+    assert asyncio.run(verdicts(reward_of(suite.reward))) == list(said.values())
     assert [answer_of(suite)(text) is not None for text in said] == [True, False, False], "only answers vote"
     lenient = suite.model_copy(update={"reward": [suite.reward[0].model_copy(update={"options": {}})]})
-    assert asyncio.run(verdicts(open_rubric(lenient))) == [1.0] * 3, "the fault that strictness prevents"
+    assert asyncio.run(verdicts(reward_of(lenient.reward))) == [1.0] * 3, "the fault that strictness prevents"
 
 
 def test_the_verifier_of_every_shipped_suite_can_be_made() -> None:
     pytest.importorskip("math_verify", reason="the math suites need math-verify")
     for name in ("gsm8k", "ifeval", "math500", "svamp", "knights"):
-        rubric = open_rubric(load_suite(name))
+        rubric = reward_of(load_suite(name).reward)
         asyncio.run(rubric.close())
         assert rubric.weights

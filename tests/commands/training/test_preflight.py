@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from temper.build import build_stage, first_model, make_plan
+from temper.build import Listeners, build_stage, first_model, make_plan, resolve_objective
 from temper.commands.training.preflight import dry_run
 from temper.config import load_recipe, resolve, to_toml
-from temper.data import open_data
 from temper.errors import UserError
+from temper.stages.kinds import kind_of
+from temper.stages.reading.data import open_data
 
 LEAK = "natalia sold clips to forty eight of her friends in april and then half as many in may how many in all"
 OTHER = "a bakery made ninety loaves of bread and sold sixty of them before noon how many loaves are left to sell"
@@ -59,8 +60,8 @@ def test_a_dry_run_and_a_run_tell_of_stale_samples_that_nothing_corrects(
 
     async def start() -> None:
         config = resolve(tiny_recipe, [], where="tiny")[1]
-        stage = build_stage(config, 0, first_model(config, tmp_path))
-        stage.warn = warnings.append
+        listeners = Listeners(warn=warnings.append)
+        stage = build_stage(config, 0, first_model(config, tmp_path), listeners=listeners)
         await make_plan(stage, first_step=1, recorders=(), checkpoint=lambda step: None).gate()
         await stage.close()
 
@@ -75,8 +76,8 @@ def test_a_run_tells_of_them_before_its_first_step(leaky: dict[str, Any], tmp_pa
 
     async def start() -> None:
         config = resolve(leaky, [], where="tiny")[0]
-        stage = build_stage(config, 0, first_model(config, tmp_path))
-        stage.warn = warnings.append
+        listeners = Listeners(warn=warnings.append)
+        stage = build_stage(config, 0, first_model(config, tmp_path), listeners=listeners)
         await make_plan(stage, first_step=1, recorders=(), checkpoint=lambda step: None).gate()
         await stage.close()
 
@@ -96,7 +97,7 @@ def test_verifiers_have_names_that_tell_them_apart(tiny_recipe: dict[str, Any], 
     names = []
     for judges in ([], [{"kind": "exact"}], [{"kind": "exact", "weight": 2.0}], [{"kind": "edit"}]):
         config = resolve({**tiny_recipe, "evaluation": {"reward": judges}}, [], where="tiny")[1]
-        data = open_data(config, first_model(config, tmp_path))
+        data = open_data(config, resolve_objective(config), kind_of(config).reading, first_model(config, tmp_path))
         assert (data.verifier is data.rubric) == (not judges)
         names.append(data.verifier_name)
     assert len(set(names)) == 3
@@ -345,7 +346,7 @@ def test_every_row_of_a_file_is_measured_before_the_run(long_rows: dict[str, Any
         write_recipe(long_rows, tmp_path)
     )
     config = resolve(long_rows, [], where="tiny")[0]
-    data = open_data(config, first_model(config, tmp_path))
+    data = open_data(config, resolve_objective(config), kind_of(config).reading, first_model(config, tmp_path))
     drawn = {data.stream.next()[1].id for _ in range(398)}
     assert len(drawn) == 398
     assert not drawn & {"long.jsonl:390", "long.jsonl:396"}

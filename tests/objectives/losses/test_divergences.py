@@ -13,7 +13,7 @@ from torch import Tensor
 from temper.errors import UserError
 from temper.objectives import MetricSums, Objective, Tokens, TopTokens, objective_loss
 from temper.objectives.losses.divergences import DIVERGENCE_LOSSES, Compared, gkd, k2, k3, top_k_teacher
-from temper.objectives.objective import DirectLoss
+from temper.objectives.objective import Loss
 from temper.objectives.presets.distillation import PRESETS
 
 STUDENT, TEACHER = (0.5, 0.3, 0.2), (0.2, 0.5, 0.3)
@@ -66,7 +66,7 @@ def test_the_teachers_top_tokens_with_a_bucket_give_the_whole_divergence_when_on
 
 
 @pytest.mark.parametrize("direct_loss", [k2(), k3()])
-def test_direct_losses_are_the_estimators_at_drawn_tokens(direct_loss: DirectLoss) -> None:
+def test_direct_losses_are_the_estimators_at_drawn_tokens(direct_loss: Loss) -> None:
     policy, teacher = logs(*STUDENT).requires_grad_(), logs(*TEACHER)
     loss, _ = direct_loss(drawn(policy, teacher_logprobs=teacher))
     distance = [math.log(s / q) for s, q in zip(STUDENT, TEACHER, strict=True)]
@@ -79,7 +79,7 @@ def test_direct_losses_are_the_estimators_at_drawn_tokens(direct_loss: DirectLos
 
 
 @pytest.mark.parametrize(("direct_loss", "follows"), [(k2(), 1.0), (k3(), 0.0)])
-def test_what_each_estimator_follows_on_the_students_own_samples(direct_loss: DirectLoss, follows: float) -> None:
+def test_what_each_estimator_follows_on_the_students_own_samples(direct_loss: Loss, follows: float) -> None:
     """Expected gradient over what the student draws: k2 that of KL(S || Q), k3 that of KL(Q || S)."""
     logits = logs(*STUDENT).requires_grad_()
     policy = logits.log_softmax(0)
@@ -143,6 +143,6 @@ def test_presets_say_what_they_need_and_train_by_their_loss(preset: Objective) -
     ("make", "wrong"),
     [(gkd, {"beta": 1.5}), (gkd, {"temperature": 0.0}), (gkd, {"lmbda": -0.1}), (top_k_teacher, {"k": 0})],
 )
-def test_settings_outside_their_range_are_refused(make: Callable[..., DirectLoss], wrong: dict[str, float]) -> None:
+def test_settings_outside_their_range_are_refused(make: Callable[..., Loss], wrong: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):
         make(**wrong)

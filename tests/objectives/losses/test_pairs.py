@@ -21,10 +21,9 @@ from temper.objectives.losses.pairs import (
     Sides,
     implicit_rewards,
     margin_memory,
-    opponent_share,
 )
 from temper.objectives.losses.preferences import correlated
-from temper.objectives.objective import DirectLoss, control
+from temper.objectives.objective import Loss, control
 from temper.objectives.presets.preferences import BETA_DPO, PRESETS
 
 
@@ -68,7 +67,7 @@ def tokens_of(rows: Sequence[Row], weight: float = 1.0, *, first: int = 0, **fie
     )
 
 
-def taught(direct_loss: DirectLoss, tokens: Tokens) -> float:
+def taught(direct_loss: Loss, tokens: Tokens) -> float:
     return direct_loss(tokens)[0].item()
 
 
@@ -117,11 +116,10 @@ def test_nash_md_by_hand() -> None:
 
 
 def test_the_opponent_of_a_direct_loss_is_the_reference_a_mixture_or_nobody() -> None:
-    assert opponent_share(PAIR_LOSSES["xpo"]()) == 1.0
-    assert opponent_share(PAIR_LOSSES["nash_md"]()) == 0.5
-    assert opponent_share(PAIR_LOSSES["nash_md"](mixture=0.125)) == 0.125
-    assert all(opponent_share(PAIR_LOSSES[name]()) is None for name in PAIR_LOSSES.keys() - {"xpo", "nash_md"})
-    assert opponent_share(None) is None
+    assert PAIR_LOSSES["xpo"]().opponent_share == 1.0
+    assert PAIR_LOSSES["nash_md"]().opponent_share == 0.5
+    assert PAIR_LOSSES["nash_md"](mixture=0.125).opponent_share == 0.125
+    assert all(PAIR_LOSSES[name]().opponent_share is None for name in PAIR_LOSSES.keys() - {"xpo", "nash_md"})
     for mixture in (-0.1, 1.5):
         with pytest.raises(UserError, match=f"mixture={mixture} must lie between 0"):
             PAIR_LOSSES["nash_md"](mixture=mixture)
@@ -186,7 +184,7 @@ def random_groups(count: int = 9, seed: int = 0) -> list[list[Row]]:
 SPLITS: tuple[tuple[int, ...], ...] = ((9,), (1,) * 9, (2, 3, 4), (8, 1))
 
 
-def objective_of(name: str, direct_loss: DirectLoss) -> Objective:
+def objective_of(name: str, direct_loss: Loss) -> Objective:
     given = {preset.name: preset for preset in PRESETS}[name]
     return dataclasses.replace(given, loss=direct_loss)
 

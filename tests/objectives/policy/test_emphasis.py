@@ -8,7 +8,7 @@ import torch
 from temper.errors import UserError
 from temper.objectives import TopTokens
 from temper.objectives.advantage.advantages import raw
-from temper.objectives.objective import Objective, objective_loss
+from temper.objectives.objective import PolicyObjective, objective_loss
 from temper.objectives.policy.emphasis import EMPHASES, entropy_shaped, top_choice_penalty
 from temper.objectives.policy.gates import clip
 from temper.objectives.policy.proximals import trainer
@@ -62,7 +62,7 @@ def test_top_choice_penalty_strikes_wrong_forks_that_followed_the_favourite(f1) 
 
 
 def test_simko_as_a_whole_runs_in_the_loss(f1) -> None:
-    objective = Objective(
+    objective = PolicyObjective(
         name="test",
         advantage=raw(),
         ratio=top_k_spread(),

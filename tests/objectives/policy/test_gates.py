@@ -11,7 +11,7 @@ import torch
 from temper.errors import UserError
 from temper.objectives import Tokens, TopTokens
 from temper.objectives.advantage.advantages import raw
-from temper.objectives.objective import Objective, objective_loss
+from temper.objectives.objective import PolicyObjective, objective_loss
 from temper.objectives.policy.corrections import token_tis
 from temper.objectives.policy.gates import (
     GATES,
@@ -93,7 +93,7 @@ OMEGAS = [
 
 def objective(ratio, gate, weighting, *, proximal=None, corrections=()):
     parts = {"advantage": raw(), "ratio": ratio, "gate": gate, "weighting": weighting, "corrections": corrections}
-    return Objective(name="test", proximal=proximal or trainer(), **parts)
+    return PolicyObjective(name="test", proximal=proximal or trainer(), **parts)
 
 
 def omegas(tokens: Tokens, ratio, gate, proximal) -> list[float]:

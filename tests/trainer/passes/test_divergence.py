@@ -229,9 +229,9 @@ def test_log_probabilities_come_back_in_place_from_each_rows_teacher(
     assert set(microbatch.teachers) == {"a", "b"}
     by_row = zip(torch.split(found, list(microbatch.lengths)), microbatch.teachers, range(len(rows)), strict=True)
     for values, name, place in by_row:
-        own = ScoringPasses({"teacher": teachers[name]}, objective, 0.9).score(microbatch, "teacher")
+        own = ScoringPasses({}, objective, 0.9, teachers={"": teachers[name]}).score(microbatch, "teacher")
         assert torch.allclose(values, torch.split(own, list(microbatch.lengths))[place], atol=1e-12)
-        other = ScoringPasses({"teacher": teachers["ab".replace(name, "")]}, objective, 0.9).score(
+        other = ScoringPasses({}, objective, 0.9, teachers={"": teachers["ab".replace(name, "")]}).score(
             microbatch, "teacher"
         )
         assert not torch.allclose(values, torch.split(other, list(microbatch.lengths))[place], atol=1e-3)
@@ -272,7 +272,7 @@ def test_keep_sets_go_with_their_rows_to_the_teacher(make_model: MakeModel, make
     (microbatch,) = packed(rows)
     found = ScoringPasses({}, GKD, 1.0, teachers=teachers).score(microbatch, "teacher")
     for name in "ab":
-        own = ScoringPasses({"teacher": teachers[name]}, GKD, 1.0).score(microbatch, "teacher")
+        own = ScoringPasses({}, GKD, 1.0, teachers={"": teachers[name]}).score(microbatch, "teacher")
         for place, (first, second) in enumerate(
             zip(torch.split(found, list(microbatch.lengths)), torch.split(own, list(microbatch.lengths)), strict=True)
         ):

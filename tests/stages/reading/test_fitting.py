@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from temper.build import first_model, resolve_objective
-from temper.build.fitting import require_rows
 from temper.config import resolve
-from temper.data import open_data
 from temper.errors import UserError
+from temper.stages.kinds import kind_of
+from temper.stages.reading.data import open_data
+from temper.stages.reading.fitting import require_rows
 
 
 @pytest.fixture
@@ -26,7 +27,10 @@ def look(tiny_recipe: dict[str, Any], tmp_path: Path) -> Any:
         recipe["model"]["new"] |= {"context": 1024}
         recipe = {key: value for key, value in recipe.items() if key not in ("heldout", "reward")}
         config = resolve(recipe, [], where="tiny")[0]
-        require_rows(config, resolve_objective(config), open_data(config, first_model(config, tmp_path)))
+        kind, objective = kind_of(config), resolve_objective(config)
+        data = open_data(config, objective, kind.reading, first_model(config, tmp_path))
+        if (make_rows := kind.row_maker(objective, data)) is not None:
+            require_rows(config, make_rows, data)
 
     return look
 

@@ -1,22 +1,17 @@
 """Every row of the files that a stage reads, looked at before its first step.
 
 Owns: which rows are made for the look, and what is said about those that cannot be trained. Refuses: prompts that the
-model answers (data.py), making rows (stages/).
+model answers (data.py), and making rows (the kinds of stages).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
-from temper.build.sources import is_rolling, max_length, row_maker
 from temper.config import RunConfig
-from temper.data import StageData
 from temper.errors import UserError
-from temper.objectives import Objective
-from temper.stages.distill import share_of_samples
-from temper.stages.preference_rows import RowRules, rows_maker
-from temper.stages.sft import TooLong, example_rows
+from temper.stages.reading.data import StageData
+from temper.stages.reading.examples import TooLong
 from temper.tasks.lengths import measure_texts
 from temper.types import Sample, Task
 
@@ -29,14 +24,13 @@ MAX_NAMED = 20
 MakeRows = Callable[[Task], Sequence[Sample]]
 
 
-def require_rows(config: RunConfig, objective: Objective, data: StageData) -> None:
+def require_rows(config: RunConfig, make_rows: MakeRows, data: StageData) -> None:
     """Raises UserError that names the rows which would end the stage in the middle. Rows that are too long are none
     where trainer.max_length drops them, unless nothing else is left."""
-    make_rows = _maker(config, objective, data)
-    if make_rows is None or not data.rows:
+    if not data.rows:
         return
     drops_long, num_long, bad = config.trainer.max_length > 0, 0, list[tuple[str, str]]()
-    for task in _suspects(data, max_length(config, data)):
+    for task in _suspects(data, data.longest_row):
         try:
             make_rows(task)
         except TooLong as error:
@@ -49,18 +43,6 @@ def require_rows(config: RunConfig, objective: Objective, data: StageData) -> No
         others = [name for name, _ in bad[1:]]
         also = f"\n{len(others)} more rows are bad: {', '.join(others[:MAX_NAMED])}" if others else ""
         raise UserError(f"{bad[0][1]}{also}{', ...' if len(others) > MAX_NAMED else ''}")
-
-
-def _maker(config: RunConfig, objective: Objective, data: StageData) -> MakeRows | None:
-    """What makes a task's rows in this stage; None: it reads none."""
-    longest = max_length(config, data)
-    if config.stage == "reward_model":
-        return row_maker(config, objective, data)
-    if config.stage == "preference":
-        return rows_maker(objective, RowRules(data.renderer, longest)) if data.has_preferences else None
-    if is_rolling(config, objective, data) and share_of_samples(objective) == 1:
-        return None
-    return partial(example_rows, data.renderer, max_length=longest)
 
 
 def _suspects(data: StageData, limit: int) -> list[Task]:

@@ -6,59 +6,38 @@ Owns: turning the data part of a configuration into objects, and every check tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
+from temper.catalogue import reward_of, source_of
 from temper.config import RewardConfig, RunConfig, SourceConfig
-from temper.envs.adapters.gymnasium import gymnasium
-from temper.envs.adapters.reasoning_gym import ReasoningGymReward, reasoning_gym, reasoning_gym_mix
-from temper.envs.adapters.textarena import textarena
-from temper.envs.adapters.verifiers import VerifiersReward, verifiers
-from temper.envs.library.calculator import arithmetic, arithmetic_demo
-from temper.envs.library.countdown import CountdownReward, countdown
-from temper.envs.library.files import files
-from temper.envs.library.game import game
-from temper.envs.library.problems import PROBLEMS
-from temper.envs.library.search import search
-from temper.envs.library.shop import shop
 from temper.errors import UserError
 from temper.models.load import ModelShape, end_ids, load_tokenizer, read_shape
-from temper.models.lora.materialize import whole
-from temper.rewards.composite import CompositeReward, Part
-from temper.rewards.registry import REWARDS, RewardFactory, make_reward
-from temper.rewards.workers.pool import WorkerPool
-from temper.tasks.dataset import MAX_NAMED, FileSource, Stream, TaskSource, fingerprint, read_file, take_all
-from temper.tasks.generators import GENERATORS, Generator, make_source
+from temper.objectives import Objective
+from temper.rewards.composite import CompositeReward
+from temper.tasks.dataset import MAX_NAMED, FileSource, Stream, TaskSource, fingerprint, take_all
 from temper.tasks.lengths import measure_texts
 from temper.tasks.render import Renderer
-from temper.types import Scalar, Task
+from temper.types import Task
 
-ENV_GENERATORS: dict[str, Generator] = {
-    **PROBLEMS,
-    "arithmetic": arithmetic,
-    "arithmetic_demo": arithmetic_demo,
-    "countdown": countdown,
-    "files": files,
-    "game": game,
-    "gymnasium": gymnasium,
-    "reasoning_gym": reasoning_gym,
-    "reasoning_gym_mix": reasoning_gym_mix,
-    "search": search,
-    "shop": shop,
-    "textarena": textarena,
-    "verifiers": verifiers,
-}
-"""Generators that come with an environment."""
 PROBE_TASKS = 256
 """Training tasks looked at before a run: their prompts are rendered and measured, their answers checked."""
-PREFERENCE_COLUMNS = ("rejected", "label")
-"""Of a task's extra: another answer, which is worse; whether its answer is good."""
 KNOWN_TASKS = 100_000
 """Training tasks at most whose prompts are compared with the held-out ones before a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How a kind of stage reads its data."""
+
+    share_sampled: Callable[[Objective, Sequence[Task]], float]
+    """Probability that a step trains on what the policy draws, given the first training task; the other steps read
+    given rows."""
+    compares: Callable[[Sequence[Task]], bool] | None = None
+    """Whether these held-out tasks bring answers that are compared, in place of being answered. None: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +65,22 @@ class StageData:
     """Held-out tasks and the first training tasks that the model itself is to answer, as against reading answers."""
     longest_prompt: int
     """In tokens, over all of these and over every row of the training files that is to be answered."""
+    longest_row: int
+    """Tokens of a given row at most: the context, or trainer.max_length where that is less."""
+    share_sampled: float
+    """Probability that a step trains on what the policy draws."""
+    is_heldout_compared: bool
+    """Whether held-out tasks bring answers that are compared, in place of being answered."""
     left_out: tuple[str, ...] = ()
     """Rows of files that skip_bad left out: place and reason of each."""
 
     @property
-    def has_preferences(self) -> bool:
-        """Whether training tasks say themselves which answer is better, or whether one is good."""
-        return _has_pairs(self.probe)
+    def is_rolling(self) -> bool:
+        """Whether the stage trains on what it samples, in some of its steps at least."""
+        return self.share_sampled > 0
 
 
-def open_data(config: RunConfig, model_folder: Path) -> StageData:
+def open_data(config: RunConfig, objective: Objective, reading: Reading, model_folder: Path) -> StageData:
     """Reads and checks all data of a stage. Raises UserError for anything that would fail later."""
     shape = read_shape(model_folder)  # first: it refuses families that cannot be trained
     tokenizer = load_tokenizer(model_folder)
@@ -105,20 +90,13 @@ def open_data(config: RunConfig, model_folder: Path) -> StageData:
         template=config.prompt.template,
         eos_ids=end_ids(model_folder, tokenizer),
     )
-    rewards: dict[str, RewardFactory] = {
-        **REWARDS,
-        "countdown": CountdownReward,
-        "reasoning_gym": partial(ReasoningGymReward, WorkerPool),
-        "verifiers": VerifiersReward,
-    }
-    rubric = _rubric(config.reward, rewards)
-    judges = config.evaluation.reward
-    verifier = _rubric(judges, rewards) if judges else rubric
+    rubric, judges = reward_of(config.reward), config.evaluation.reward
+    verifier = reward_of(judges) if judges else rubric
     room = _Room(renderer, tokenizer, config, shape.max_context)
-    heldout = take_all(_heldout_source(config, room)) if config.heldout else ()
-    sources = [_source(part) for part in config.train]
-    is_paired = config.stage == "preference" and _has_pairs(_peek(_open_stream(config, sources, heldout), 1))
-    answers = config.stage in ("rl", "rejection", "distill") or (config.stage == "preference" and not is_paired)
+    heldout, is_compared = _heldout(config, reading, room)
+    sources = [source_of(part) for part in config.train]
+    share = reading.share_sampled(objective, _peek(_open_stream(config, sources, heldout), 1))
+    answers = share > 0
     if answers:
         sources = [room.fit(source, part, "train") for source, part in zip(sources, config.train, strict=True)]
     stream = _open_stream(config, sources, heldout)
@@ -128,7 +106,7 @@ def open_data(config: RunConfig, model_folder: Path) -> StageData:
     if answers and config.reward:
         # Every row of a file, not only the probed ones: an answer that cannot be parsed must not end day two.
         rubric.require_scorable(chain(probe, _rows(sources)))
-    asked = (*(() if _is_compared(config, heldout) else heldout), *(probe if answers else ()))
+    asked = (*(() if is_compared else heldout), *(probe if answers else ()))
     return StageData(
         shape=shape,
         tokenizer=tokenizer,
@@ -143,14 +121,16 @@ def open_data(config: RunConfig, model_folder: Path) -> StageData:
         rows=_rows(sources),
         asked=asked,
         longest_prompt=room.longest(asked),
+        longest_row=min(config.trainer.max_length or shape.max_context, shape.max_context),
+        share_sampled=share,
+        is_heldout_compared=is_compared,
         left_out=room.left_out,
     )
 
 
 def require_judge(config: RunConfig, data: StageData) -> None:
-    """Refuses held-out tasks of a preference stage that nobody could judge."""
-    has_judge = config.reward or config.evaluation.reward or any("rejected" in task.extra for task in data.heldout)
-    if config.stage == "preference" and data.heldout and not has_judge:
+    """Refuses held-out tasks that nobody could judge."""
+    if data.heldout and not (data.is_heldout_compared or config.reward or config.evaluation.reward):
         raise UserError(
             "held-out tasks that are no pairs are answered and judged, and there is no reward to judge by. Add a "
             '[[reward]] table, e.g. kind = "exact", or hold out pairs (columns chosen and rejected)'
@@ -224,33 +204,6 @@ class _Room:
         )
 
 
-def _is_compared(config: RunConfig, heldout: Sequence[Task]) -> bool:
-    """Whether held-out tasks bring answers that are compared, in place of being answered."""
-    has_pairs = any("rejected" in task.extra for task in heldout)
-    return config.stage == "reward_model" or (config.stage == "preference" and has_pairs)
-
-
-def _has_pairs(tasks: Sequence[Task]) -> bool:
-    return any(name in tasks[0].extra for name in PREFERENCE_COLUMNS)
-
-
-def _rubric(parts: Sequence[RewardConfig], rewards: dict[str, RewardFactory]) -> CompositeReward:
-    return CompositeReward(
-        [
-            Part(make_reward(part.kind, _options(part), rewards), part.weight, part.gate, part.clip, part.optional)
-            for part in parts
-        ]
-    )
-
-
-def _options(part: RewardConfig) -> dict[str, Scalar | list[Scalar]]:
-    """Rewards read whole models only."""
-    path = part.options.get("path")
-    if not isinstance(path, str) or not (folder := Path(path).expanduser()).is_dir():
-        return part.options
-    return {**part.options, "path": str(whole(folder))}
-
-
 def _verifier_name(parts: Sequence[RewardConfig], verifier: CompositeReward) -> str:
     """Its kinds, and a hash of everything that decides its scores: options, weights, what judges are asked."""
     content = ([part.model_dump() for part in parts], verifier.state()["fingerprints"])
@@ -277,21 +230,14 @@ def _open_stream(config: RunConfig, sources: Sequence[TaskSource], heldout: Sequ
     return Stream(sources, [part.weight for part in config.train], seed=config.seed, excluded=excluded)
 
 
-def _heldout_source(config: RunConfig, room: _Room) -> TaskSource:
-    assert config.heldout is not None, "there are held-out tasks"
-    source = _source(config.heldout)
+def _heldout(config: RunConfig, reading: Reading, room: _Room) -> tuple[tuple[Task, ...], bool]:
+    """Held-out tasks, and whether their answers are compared. Those that are to be answered must fit."""
+    if config.heldout is None:
+        return (), False
+    source = source_of(config.heldout)
     tasks = [source.task(index) for index in range(source.size or 0)]
-    return source if _is_compared(config, tasks) else room.fit(source, config.heldout, "heldout")
-
-
-def _source(config: SourceConfig) -> TaskSource:
-    if config.path:
-        path = Path(config.path).expanduser()
-        return read_file(
-            path, config.prompt_field, config.answer_field, config.answer_pattern, config.size, config.skip_bad
-        )
-    generators = {**GENERATORS, **ENV_GENERATORS}
-    return make_source(config.generator, config.options, seed=config.seed, size=config.size, generators=generators)
+    is_compared = reading.compares is not None and reading.compares(tasks)
+    return take_all(source if is_compared else room.fit(source, config.heldout, "heldout")), is_compared
 
 
 def _peek(stream: Stream, count: int) -> tuple[Task, ...]:

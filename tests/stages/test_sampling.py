@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from temper.build import resolve_objective
-from temper.build.sources import _credit_rules
 from temper.config import resolve
+from temper.stages.sampling import credit_rules
 
 
 def test_limits_of_turns_and_of_episodes_reach_credit() -> None:
@@ -20,6 +20,6 @@ def test_limits_of_turns_and_of_episodes_reach_credit() -> None:
     }
     (config,) = resolve(table, [], where="test")
     data = cast(Any, SimpleNamespace(rubric=SimpleNamespace(weights={"edit": 1.0})))
-    rules = _credit_rules(config, resolve_objective(config), data)
+    rules = credit_rules(config, resolve_objective(config), data)
     assert (rules.max_new_tokens, rules.max_episode_tokens) == (7, 15)
     assert rules.part_weights == {"edit": 1.0}

@@ -23,6 +23,11 @@ class StreamSource:
     def __init__(self, stream: TaskStream) -> None:
         self._stream = stream
 
+    @property
+    def num_queued(self) -> int | None:
+        """Nothing is drawn, so nothing waits."""
+        return None
+
     async def start(self) -> None:
         """Nothing runs ahead."""
 

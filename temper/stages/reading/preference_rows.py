@@ -1,6 +1,6 @@
 """Rows of preferences that data brings: a pair, or a completion with a label.
 
-Owns: what a task must have, and its rows, read as supervised training reads them. Refuses: batches (preference.py).
+Owns: what a task must have, and its rows, read as supervised training reads them. Refuses: batches (the kind of stage).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import partial
 import numpy as np
 
 from temper.errors import UserError
-from temper.objectives.objective import Objective
-from temper.stages.sft import ExampleRenderer, conversation_rows, require_length
+from temper.objectives import Loss
+from temper.stages.reading.examples import ExampleRenderer, conversation_rows, require_length
 from temper.types import Column, Sample, Task, array_of
 
 
@@ -95,7 +95,6 @@ def labelled_rows(rules: RowRules, task: Task) -> list[Sample]:
     return [rules.row(task, task.answer, 0, float(label))]
 
 
-def rows_maker(objective: Objective, rules: RowRules) -> Callable[[Task], Sequence[Sample]]:
-    """What makes the rows of one task: labelled completions for KTO, else pairs."""
-    is_labelled = objective.loss is not None and objective.loss.name == "kto"
-    return partial(labelled_rows if is_labelled else pair_rows, rules)
+def rows_maker(loss: Loss, rules: RowRules) -> Callable[[Task], Sequence[Sample]]:
+    """What makes the rows of one task that the loss reads."""
+    return partial(labelled_rows if loss.reads == "labelled" else pair_rows, rules)

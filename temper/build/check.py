@@ -1,0 +1,78 @@
+"""What can be said against a recipe before any data or model is read.
+
+Owns: rules that need to know the kinds of stages, and the order of the checks. Refuses: keys and values (config/), what
+goes together in an objective (objective.py), and data (stages/reading/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from temper.build.objective import resolve_objective
+from temper.config import DATA_KEYS, FIRST, Reference, RunConfig, references
+from temper.errors import UserError, did_you_mean
+from temper.objectives import Objective
+from temper.runs.alarms.rules import configure
+from temper.stages.kinds import KINDS, kind_of
+
+
+def check_stages(stages: Sequence[RunConfig]) -> list[Objective]:
+    """The objectives of a recipe's stages. Raises UserError for every mistake that shows without data and models: what
+    is wrong with the last stage must not wait until that begins."""
+    objectives = []
+    for number, config in enumerate(stages, start=1):
+        try:
+            objectives.append(check_stage(config))
+        except UserError as error:
+            if len(stages) == 1:
+                raise
+            raise UserError(f"stage {number} ({config.stage}): {error}") from error
+    _check_references(stages)
+    return objectives
+
+
+def check_stage(config: RunConfig) -> Objective:
+    """The objective of one stage."""
+    kind = kind_of(config)
+    configure(config.alarms)
+    # Held-out pairs need no judge; whether they are pairs, data says.
+    must_judge = config.heldout is not None and kind.reading.compares is None
+    if (kind.is_rewarded or must_judge) and not config.reward:
+        raise UserError('no reward: add a [[reward]] table, e.g. kind = "exact"')
+    objective = resolve_objective(config)
+    kind.check(config, objective)
+    return objective
+
+
+def _check_references(stages: Sequence[RunConfig]) -> None:
+    """Raises UserError when a stage reads from one that does not come before it, or from one that leaves nothing of
+    the sort, and when a later stage asks for a new model."""
+    earlier = [FIRST]
+    for number, config in enumerate(stages, start=1):
+        where = f"stage {number} ({config.stage})"
+        for reference in references(config):
+            if reference.kind not in earlier:
+                raise UserError(
+                    f'{where}: {reference.key} is "stage:{reference.kind}", and no stage before it is of that kind.'
+                    f"{did_you_mean(reference.kind, earlier)} Before it: {', '.join(dict.fromkeys(earlier))}."
+                )
+            if problem := _misuse(config, reference):
+                raise UserError(f'{where}: {reference.key} is "stage:{reference.kind}", {problem}')
+        if config.model.new not in (None, stages[0].model.new):
+            raise UserError(f"{where}: only the first stage can make a model, and model.new is another one here")
+        earlier.append(config.stage)
+
+
+def _misuse(config: RunConfig, reference: Reference) -> str | None:
+    """Why what that stage leaves cannot be read here; None: it can."""
+    left = "policy" if reference.kind == FIRST else KINDS[reference.kind].leaves
+    if (left == "rows") != (reference.key in DATA_KEYS):
+        makers = " or ".join(kind.name for kind in KINDS.values() if kind.leaves == "rows")
+        return (
+            "which leaves rows and no model. Give a stage that trains one"
+            if left == "rows"
+            else f"which leaves a model and no rows. Rows come from a stage of kind {makers}"
+        )
+    if left == "scorer" and reference.key.startswith("model.") and kind_of(config).leaves != "scorer":
+        return "which leaves a reward model, and that can neither answer nor teach. Give the stage before it"
+    return None

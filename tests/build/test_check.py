@@ -1,0 +1,88 @@
+"""What a recipe gets wrong about its kinds of stages is said before anything is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from temper.build import check_stages
+from temper.config import RunConfig, resolve
+from temper.errors import UserError
+
+
+def stages_of(*stages: dict[str, Any], **shared: Any) -> list[RunConfig]:
+    table = {
+        "model": {"new": {}},
+        "train": [{"generator": "spell_backward"}],
+        "reward": [{"kind": "edit"}],
+        "stage": list(stages) or [{}],
+        **shared,
+    }
+    return resolve(table, [], where="test")
+
+
+HELDOUT = {"generator": "spell_backward", "size": 4, "seed": 1}
+UNEVEN = {"rollout": {"groups_per_step": 5}, "trainer": {"updates_per_batch": 2}}
+
+
+@pytest.mark.parametrize("kind", ["rl", "rejection"])
+def test_a_kind_that_lives_by_its_reward_needs_one(kind: str) -> None:
+    with pytest.raises(UserError, match=r"add a \[\[reward\]\] table"):
+        check_stages(stages_of({"kind": kind}, reward=[]))
+
+
+def test_held_out_answers_need_a_judge_and_held_out_pairs_do_not() -> None:
+    check_stages(stages_of({"kind": "sft"}, reward=[]))
+    with pytest.raises(UserError, match=r"add a \[\[reward\]\] table"):
+        check_stages(stages_of({"kind": "sft"}, reward=[], heldout=HELDOUT))
+    check_stages(stages_of({"kind": "reward_model"}, reward=[], heldout=HELDOUT))
+    check_stages(stages_of({"kind": "preference"}, reward=[], heldout=HELDOUT))  # data says whether these are pairs
+
+
+@pytest.mark.parametrize("kind", ["rl", "preference"])
+def test_groups_divide_over_the_updates_of_a_step(kind: str) -> None:
+    with pytest.raises(UserError, match="groups_per_step=6"):
+        check_stages(stages_of({"kind": kind}, **UNEVEN))
+    check_stages(stages_of({"kind": "sft"}, **UNEVEN))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("grpo", 'Use kind = "rl" with objective.preset = "grpo"'),
+        ("ipo", 'Use kind = "preference" with objective.preset = "ipo"'),
+        ("rejektion", 'kind "rejektion" is unknown. Did you mean "rejection"'),
+        ("other", "Known: rl, sft, reward_model, rejection, preference, distill"),
+    ],
+)
+def test_a_kind_that_is_none_is_answered_with_the_nearest(kind: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        check_stages(stages_of({"kind": kind}))
+    assert message in str(raised.value)
+
+
+def test_of_several_stages_the_wrong_one_is_named() -> None:
+    with pytest.raises(UserError, match=r"stage 2 \(rl\): objective \"grpoo\" is unknown"):
+        check_stages(stages_of({"kind": "sft"}, {"kind": "rl", "objective": {"preset": "grpoo"}}))
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (({"kind": "rl"}, {"kind": "rl", "model": {"path": "stage:sft"}}), "no stage before it is of that kind"),
+        (({"kind": "rl"}, {"kind": "sft", "train": [{"path": "stage:rl"}]}), "from a stage of kind rejection"),
+        (({"kind": "rejection"}, {"kind": "rl", "model": {"path": "stage:rejection"}}), "leaves rows and no model"),
+        (({"kind": "reward_model"}, {"kind": "rl", "model": {"path": "stage:reward_model"}}), "leaves a reward model"),
+        (({"kind": "rejection"}, {"kind": "sft", "train": [{"path": "stage:rejection"}]}), None),
+        (({"kind": "reward_model"}, {"kind": "reward_model", "model": {"path": "stage:reward_model"}}), None),
+        (({"kind": "sft"}, {"kind": "rl", "model": {"new": {"width": 96}}}), "only the first stage can make a model"),
+    ],
+)
+def test_a_stage_reads_what_an_earlier_one_leaves(stages: tuple[dict[str, Any], ...], message: str | None) -> None:
+    configs = stages_of(*stages)
+    if message is None:
+        check_stages(configs)
+        return
+    with pytest.raises(UserError, match=message):
+        check_stages(configs)
