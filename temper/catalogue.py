@@ -6,11 +6,11 @@ own file, and rewards and generators that come with an environment stand beside 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from temper.config import RewardConfig, SourceConfig
+from temper.config import RewardConfig, SourceConfig, StageSource, part_names
 from temper.envs.adapters.gymnasium import gymnasium
 from temper.envs.adapters.reasoning_gym import ReasoningGymReward, reasoning_gym, reasoning_gym_mix
 from temper.envs.adapters.textarena import textarena
@@ -24,6 +24,7 @@ from temper.envs.library.problems import PROBLEMS
 from temper.envs.library.search import search
 from temper.envs.library.shop import shop
 from temper.models.lora.materialize import whole
+from temper.protocols import Reward
 from temper.rewards import registry
 from temper.rewards.composite import CompositeReward, Part
 from temper.rewards.registry import RewardFactory, make_reward
@@ -58,13 +59,18 @@ GENERATORS: Mapping[str, Generator] = {
 ENVIRONMENTS = ENVS
 
 
-def reward_of(parts: Sequence[RewardConfig]) -> CompositeReward:
-    """The reward that some [[reward]] tables describe together."""
+def reward_of(parts: Sequence[RewardConfig], sources: Iterable[StageSource] = ()) -> CompositeReward:
+    """The reward that some [[reward]] tables describe together; `sources` may say which of them judge their tasks."""
+    names = part_names(parts)
+    judges = {source.label: chosen for source in sources if (chosen := [n for n in source.rewards if n in names])}
     return CompositeReward(
         [
-            Part(make_reward(part.kind, _options(part), REWARDS), part.weight, part.gate, part.clip, part.optional)
-            for part in parts
-        ]
+            Part(
+                make_reward(part.kind, _options(part), REWARDS), part.weight, part.gate, part.clip, part.optional, name
+            )
+            for name, part in zip(names, parts, strict=True)
+        ],
+        judges,
     )
 
 
@@ -84,3 +90,7 @@ def _options(part: RewardConfig) -> dict[str, Scalar | list[Scalar]]:
     if not isinstance(path, str) or not (folder := Path(path).expanduser()).is_dir():
         return part.options
     return {**part.options, "path": str(whole(folder))}
+
+
+def _make(part: RewardConfig) -> Reward:
+    return make_reward(part.kind, _options(part), REWARDS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from temper.build import resolve_objective
+from temper.build import check_stages
 from temper.catalogue import source_of
 from temper.config import load_recipe
 from temper.envs.env import find_env
@@ -18,9 +18,10 @@ RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_accepted(path: Path) -> None:
-    for config in load_recipe(path):
-        resolve_objective(config)
-        for source in (*config.train, *([config.heldout] if config.heldout else [])):
+    stages = load_recipe(path)
+    check_stages(stages)
+    for config in stages:
+        for source in (*config.train, *config.heldout):
             if source.path:
                 continue  # the user's own file
             task = source_of(source).task(0)

@@ -44,6 +44,7 @@ def measure_groups(groups: Sequence[Group], dropped: Sequence[tuple[Group, str]]
         "data/env_error": float(sum(t.status in _FAILED for t in trajectories)),
         "gen/env_reset_fail": float(sum(t.status in _FAILED and not t.turns for t in trajectories)),
         **_staleness_metrics(trained, version),
+        **_source_metrics(generated),
     }
 
 
@@ -225,6 +226,23 @@ def _duplicates(generated: Sequence[Group]) -> dict[str, float]:
         counts = Counter(drawn)
         shared += [counts[tokens] > 1 for tokens in drawn]
     return {"data/dup_response_rate": statistics.fmean(shared)} if shared else {}
+
+
+def _source_metrics(generated: Sequence[Group]) -> dict[str, float]:
+    """The same for every source of tasks, where a stage tells its sources apart."""
+    found: dict[str, float] = {}
+    for name in sorted({group.task.source for group in generated} - {""}):
+        groups = [group for group in generated if group.task.source == name]
+        rewards = [reward for group in groups for reward in group.rewards]
+        drawn = [t for group in groups for t in group.trajectories if t.num_tokens]
+        found[f"source/{name}/groups"] = float(len(groups))
+        found[f"source/{name}/degenerate"] = statistics.fmean(group.is_degenerate for group in groups)
+        if rewards:
+            found[f"source/{name}/reward"] = statistics.fmean(rewards)
+        if drawn:
+            found[f"source/{name}/length"] = statistics.fmean(t.num_tokens for t in drawn)
+            found[f"source/{name}/truncated"] = statistics.fmean(t.status is Status.TRUNCATED_LENGTH for t in drawn)
+    return found
 
 
 def _staleness_metrics(trained: list[Trajectory], version: int) -> dict[str, float]:

@@ -36,7 +36,7 @@ def check_stage(config: RunConfig) -> Objective:
     kind = kind_of(config)
     configure(config.alarms)
     # Held-out pairs need no judge; whether they are pairs, data says.
-    must_judge = config.heldout is not None and kind.reading.compares is None
+    must_judge = bool(config.heldout) and kind.reading.compares is None
     if (kind.is_rewarded or must_judge) and not config.reward:
         raise UserError('no reward: add a [[reward]] table, e.g. kind = "exact"')
     objective = resolve_objective(config)

@@ -79,7 +79,7 @@ def _check_reference_rule(config: RunConfig, objective: Objective) -> str | None
     if rule is None or 0 < rule.argument("every") < config.steps:
         return None
     patience = dict(rule.arguments).get("patience")
-    if patience and config.heldout is not None and config.evaluation.every:
+    if patience and config.heldout and config.evaluation.every:
         return None
     waits = " and waits for held-out evaluations, of which there are none on the way" if patience else ""
     return (

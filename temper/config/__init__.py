@@ -3,7 +3,7 @@
 from temper.config.recipe import load_recipe, merge, parse_override, read_table, resolve, section_of
 from temper.config.references import DATA_KEYS, FIRST, Reference, refer, references
 from temper.config.section import Section
-from temper.config.sections import RewardConfig, RunConfig, SourceConfig
+from temper.config.sections import RewardConfig, RunConfig, SourceConfig, StageSource, part_names
 from temper.config.toml import to_toml
 
 __all__ = [
@@ -14,9 +14,11 @@ __all__ = [
     "RunConfig",
     "Section",
     "SourceConfig",
+    "StageSource",
     "load_recipe",
     "merge",
     "parse_override",
+    "part_names",
     "read_table",
     "refer",
     "references",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from temper.config.section import Section
-from temper.config.sections import RewardConfig, RunConfig, SourceConfig
+from temper.config.sections import RewardConfig, RunConfig, StageSource
 
 Part = TypeVar("Part", bound=Section)
 
@@ -26,7 +26,7 @@ def look_beside(config: RunConfig, folder: Path) -> RunConfig:
                 update={"teachers": {name: find_file(path, folder) for name, path in config.model.teachers.items()}}
             ),
             "train": [_source(source, folder) for source in config.train],
-            "heldout": config.heldout and _source(config.heldout, folder),
+            "heldout": [_source(source, folder) for source in config.heldout],
             "env": config.env.model_copy(update={"name": find_function(config.env.name, folder)}),
             "reward": [_reward(part, folder) for part in config.reward],
             "evaluation": evaluation,
@@ -38,7 +38,7 @@ def _with(part: Part, folder: Path, *names: str) -> Part:
     return part.model_copy(update={name: find_file(getattr(part, name), folder) for name in names})
 
 
-def _source(source: SourceConfig, folder: Path) -> SourceConfig:
+def _source(source: StageSource, folder: Path) -> StageSource:
     return _with(source, folder, "path").model_copy(update={"generator": find_function(source.generator, folder)})
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from temper.config.sections import RewardConfig, RunConfig, SourceConfig
+from temper.config.sections import RewardConfig, RunConfig, StageSource
 
 FIRST = "first"
 """The model that the run started from."""
@@ -48,7 +48,7 @@ def _replaced(config: RunConfig, path_of: Callable[[Reference], str]) -> RunConf
     def replaced(key: str, text: str) -> str:
         return _REFERENCE.sub(lambda match: path_of(Reference(key, match.group(1))), text)
 
-    def source(key: str, given: SourceConfig) -> SourceConfig:
+    def source(key: str, given: StageSource) -> StageSource:
         return given.model_copy(update={"path": replaced(f"{key}.path", given.path)})
 
     def reward(key: str, part: RewardConfig) -> RewardConfig:
@@ -65,7 +65,7 @@ def _replaced(config: RunConfig, path_of: Callable[[Reference], str]) -> RunConf
         update={
             "model": model.model_copy(update={**paths, "teachers": teachers}),
             "train": [source("train", given) for given in config.train],
-            "heldout": config.heldout and source("heldout", config.heldout),
+            "heldout": [source("heldout", given) for given in config.heldout],
             "reward": [reward("reward", part) for part in config.reward],
             "evaluation": evaluation.model_copy(update={"reward": judges}),
         }

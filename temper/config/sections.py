@@ -7,12 +7,15 @@ The text under each field is its help.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, field_validator, model_validator
 
 from temper.config.model import ModelConfig
 from temper.config.section import Factor, Section
+from temper.errors import did_you_mean
 from temper.types import Scalar
 
 
@@ -47,17 +50,51 @@ class SourceConfig(Section):
         return self
 
 
+class StageSource(SourceConfig):
+    """A source of a stage, which may differ from the stage's other sources in who judges it and how it asks."""
+
+    name: str = Field("", pattern=r"^[\w.+-]*$")
+    """What metrics, results and error messages call it. Empty: the name of its file or generator. Sources that share a
+    name share the three keys below."""
+    rewards: list[str] = []
+    """Names of the [[reward]] tables that judge its tasks. Empty: all of them."""
+    system: str | None = None
+    """System message of its own, in place of prompt.system."""
+    template: str | None = None
+    """Template of its own, in place of prompt.template."""
+
+    @property
+    def label(self) -> str:
+        """Its name, given or found."""
+        return self.name or (Path(self.path).stem if self.path else self.generator.rpartition(":")[2])
+
+    @property
+    def is_particular(self) -> bool:
+        """Whether it says something about its tasks that does not hold for the whole stage."""
+        return bool(self.name or self.rewards) or self.system is not None or self.template is not None
+
+    @field_validator("template")
+    @classmethod
+    def _has_slot(cls, value: str | None) -> str | None:
+        return value if value is None else require_slot(value)
+
+
 class PromptConfig(Section):
     system: str = ""
     """System message put before every prompt; empty: none."""
     template: str = "{prompt}"
     """How a text prompt becomes the user message."""
 
-    @model_validator(mode="after")
-    def _has_slot(self) -> PromptConfig:
-        if "{prompt}" not in self.template:
-            raise ValueError(f'template {self.template!r} lacks the slot "{{prompt}}"')
-        return self
+    @field_validator("template")
+    @classmethod
+    def _has_slot(cls, value: str) -> str:
+        return require_slot(value)
+
+
+def require_slot(template: str) -> str:
+    if "{prompt}" not in template:
+        raise ValueError(f'template {template!r} lacks the slot "{{prompt}}"')
+    return template
 
 
 class RewardConfig(Section):
@@ -65,6 +102,8 @@ class RewardConfig(Section):
     """math, code, exact, contains, f1, edit, rearranged, format, tags, json_schema, ifeval, length, repetition,
     language, judge, pairwise, rubric, evolving_rubric, reward_model, process, discriminator, env, countdown,
     reasoning_gym or verifiers; or "package.module:function" of your own."""
+    name: str = Field("", pattern=r"^[\w.+-]*$")
+    """What metrics and sources call this part. Empty: its kind, with a number from the second of a kind on."""
     weight: float = 1.0
     gate: bool = False
     """The whole reward is 0 unless this part is at least 1. A gate has no weight of its own."""
@@ -74,6 +113,16 @@ class RewardConfig(Section):
     """Leave the part out where it cannot be scored. Otherwise the response then has no score at all."""
     options: dict[str, Scalar | list[Scalar]] = {}
     """Arguments of the reward, e.g. {pattern = "<answer>.*</answer>"}."""
+
+
+def part_names(parts: Sequence[RewardConfig]) -> list[str]:
+    """What the parts of a reward are called: as they say, by kind, or as a function is called."""
+    given = [part.name or part.kind.rpartition(":")[2] for part in parts]
+    names = [f"{name}_{count}" if (count := given[: place + 1].count(name)) > 1 else name
+             for place, name in enumerate(given)]  # fmt: skip
+    if len(set(names)) < len(names):
+        raise ValueError(f"two parts of a reward have one name: {', '.join(names)}. Give each a name of its own")
+    return names
 
 
 class EnvConfig(Section):
@@ -275,10 +324,11 @@ class RunConfig(Section):
     steps: int = Field(100, ge=1)
     seed: int = 0
     model: ModelConfig = ModelConfig()
-    train: list[SourceConfig] = []
+    train: list[StageSource] = []
     """Training tasks; several are a mixture by weight."""
-    heldout: SourceConfig | None = None
-    """Tasks for evaluation. Never trained on: equal prompts are removed from every training source."""
+    heldout: list[StageSource] = []
+    """Tasks for evaluation: one [heldout] table, or several [[heldout]], each with its own results beside those of all.
+    Never trained on: equal prompts are removed from every training source."""
     prompt: PromptConfig = PromptConfig()
     env: EnvConfig = EnvConfig()
     reward: list[RewardConfig] = []
@@ -300,18 +350,47 @@ class RunConfig(Section):
     @property
     def longest_completion(self) -> int:
         """In tokens, training or evaluating."""
-        return max(self.sampling.max_new_tokens, (self.heldout and self.evaluation.max_new_tokens) or 0)
+        return max(self.sampling.max_new_tokens, (self.evaluation.max_new_tokens or 0) if self.heldout else 0)
+
+    @field_validator("heldout", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        return [] if value is None else [value] if isinstance(value, Mapping | SourceConfig) else value
+
+    @field_serializer("heldout", mode="wrap")
+    def _as_written(self, value: list[StageSource], write: SerializerFunctionWrapHandler) -> Any:
+        written = write(value)
+        return written[0] if len(written) == 1 else written
 
     @model_validator(mode="after")
     def _complete(self) -> RunConfig:
         if not self.train:
             raise ValueError("no training tasks: add a [[train]] table with a path or a generator")
-        if self.heldout and self.heldout.generator and not self.heldout.size:
+        if any(source.generator and not source.size for source in self.heldout):
             raise ValueError("heldout.size is missing: a generated held-out set needs a size, e.g. size = 256")
         if self.evaluation.reward and not self.heldout:
             raise ValueError("evaluation.reward judges held-out tasks, and there are none: add a [heldout] table")
+        self._require_judges()
         if bool(self.model.path) == bool(self.model.new):
             raise ValueError("give exactly one of model.path and [model.new]")
         if self.optim.warmup_steps > self.steps:
             raise ValueError(f"optim.warmup_steps={self.optim.warmup_steps} is more than steps={self.steps}")
         return self
+
+    def _require_judges(self) -> None:
+        """Every reward that a source names is there, and sources of one name say the same."""
+        known = {*part_names(self.reward), *part_names(self.evaluation.reward)}
+        said: dict[str, tuple[object, ...]] = {}
+        for source in (*self.train, *self.heldout):
+            for name in source.rewards:
+                if name not in known:
+                    raise ValueError(
+                        f'source {source.label}: reward "{name}" is unknown.{did_you_mean(name, known)} Known: '
+                        f"{', '.join(sorted(known)) or 'none'}. A [[reward]] table has a name or is called by its kind"
+                    )
+            says = (source.rewards, source.system, source.template)
+            if said.setdefault(source.label, says) != says:
+                raise ValueError(
+                    f'two sources are called "{source.label}" and differ in rewards, system or template. Give each a '
+                    f"name of its own"
+                )

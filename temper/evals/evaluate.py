@@ -55,16 +55,18 @@ class HeldOut:
     """Gives the score; the training reward itself when the recipe names no other."""
     verifier_name: str
     """Tells verifiers apart whose scores cannot be compared."""
-    constant_score: float
+    constant_scores: Mapping[str, float]
+    """What the commonest answer scores, by name of the set; "" is all of them together."""
     error_limit: float = 0.0
     """Largest share of attempts that may fail without a score; they are left out and counted."""
 
 
 async def evaluate(
     heldout: HeldOut, evaluation: Evaluation, *, stage: int, step: int, reward: float | None = None
-) -> tuple[EvaluationResult, list[AuditRecord]]:
+) -> tuple[list[EvaluationResult], list[AuditRecord]]:
     """Plays every task `samples` times with the weights of one version. A failed verifier is never a score.
 
+    The first result is of all tasks; where they come from several sets, one of each follows, "greedy/NAME".
     reward: of the training step these weights come from, to tell how far it is from the held-out score.
     """
     setup, version = heldout.setup, heldout.setup.sampler.version
@@ -72,27 +74,51 @@ async def evaluate(
     attempts = await _play(heldout, params, f"eval/{stage}/{step}/{evaluation.name}", evaluation.samples)
     _require_version(attempts, version, setup.sampler.version)
     _require_scores(attempts, heldout.error_limit)
+    everyone = [attempt for members in attempts for attempt in members]
+    parts = {name: [m for m in attempts if not name or m[0].task.source == name] for name in heldout.constant_scores}
+    results = [
+        _result(dataclasses.replace(heldout, tasks=[m[0].task for m in members]), evaluation, members, name, reward)
+        for name, members in parts.items()
+        if any(one.heldout.value is not None for m in members for one in m)
+    ]
+    placed = [dataclasses.replace(result, stage=stage, step=step) for result in results]
+    return placed, choose(everyone, evaluation=evaluation.name, stage=stage, step=step)
+
+
+def _result(
+    heldout: HeldOut, evaluation: Evaluation, attempts: Sequence[Sequence[Attempt]], name: str, reward: float | None
+) -> EvaluationResult:
+    """The score of one set, or of all tasks when the name is empty."""
     scores = [[one.heldout.value for one in members if one.heldout.value is not None] for members in attempts]
     mean, low, high = clustered_interval(scores)
     everyone = [attempt for members in attempts for attempt in members]
     details: dict[str, float | Mapping[str, float]] = {**_gaps(heldout, everyone)}
     details |= suite_metrics([_prompt_result(members) for members in attempts])
-    if reward is not None:
+    if reward is not None and not name:
         details["reward_heldout_gap"] = reward - mean
-    result = EvaluationResult(
-        stage=stage,
-        step=step,
-        name=evaluation.name,
+    params = _params_of(heldout.setup.params, evaluation)
+    return EvaluationResult(
+        stage=0,
+        step=0,
+        name=f"{evaluation.name}/{name}" if name else evaluation.name,
         score=mean,
         low=low,
         high=high,
         num_prompts=len(heldout.tasks),
         samples_per_prompt=evaluation.samples,
-        constant_score=heldout.constant_score,
+        constant_score=heldout.constant_scores[name],
         budget=_budget(heldout, params, evaluation.samples),
         details=details,
     )
-    return result, choose(everyone, evaluation=evaluation.name, stage=stage, step=step)
+
+
+async def constant_scores(scorer: Scorer, tasks: Sequence[Task]) -> dict[str, float]:
+    """constant_answer_score of all tasks (under ""), and of each set where there are several."""
+    found = {"": await constant_answer_score(scorer, tasks)}
+    names = dict.fromkeys(task.source for task in tasks)
+    for name in names if len(names) > 1 else ():
+        found[name] = await constant_answer_score(scorer, [task for task in tasks if task.source == name])
+    return found
 
 
 async def constant_answer_score(scorer: Scorer, tasks: Sequence[Task]) -> float:

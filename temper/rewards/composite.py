@@ -26,6 +26,8 @@ class Part(NamedTuple):
     is_gate: bool = False
     clip: tuple[float, float] | None = None
     is_optional: bool = False
+    name: str = ""
+    """What the part is called; empty: as its reward."""
 
 
 FILES = "rewards"
@@ -35,19 +37,30 @@ FILES = "rewards"
 class CompositeReward:
     """Parts that make one reward. A part that appears twice is told apart by a number: "format", "format_2"."""
 
-    def __init__(self, parts: Sequence[Part | tuple[Reward, float]]) -> None:
+    def __init__(
+        self, parts: Sequence[Part | tuple[Reward, float]], judges: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        """`judges`: by source of a task, the names of the parts that judge it. A source that is not there is judged by
+        all parts."""
+        self._judges = judges or {}
         self._parts: dict[str, Reward] = {}
         self._rules: dict[str, Rule] = {}
         self._agreement: dict[str, Mapping[str, float]] = {}
         for part in parts:
-            reward, weight, is_gate, clip, is_optional = Part(*part)
+            reward, weight, is_gate, clip, is_optional, name = Part(*part)
             copies = sum(other.name == reward.name for other in self._parts.values())
-            name = f"{reward.name}_{copies + 1}" if copies else reward.name
+            name = name or (f"{reward.name}_{copies + 1}" if copies else reward.name)
             self._parts[name] = reward
             self._rules[name] = Rule(
                 weight=weight, is_gate=is_gate, clip=clip, is_optional=is_optional, pays_turns=reward.pays_turns
             )
         _require_rules(self._rules)
+        for names in self._judges.values():
+            _require_rules({name: self._rules[name] for name in names})
+
+    def _parts_for(self, task: Task) -> dict[str, Reward]:
+        """The parts that judge this task."""
+        return {name: self._parts[name] for name in self._judges.get(task.source, self._parts)}
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -67,12 +80,13 @@ class CompositeReward:
     async def score_turns(self, task: Task, trajectory: Trajectory) -> tuple[Score, dict[str, Score], list[float]]:
         """As score(), and what each turn earned, the total included (score.pay_turns). Empty: no part pays turns, or
         there is no total."""
-        found = await asyncio.gather(*(_guarded(name, part, task, trajectory) for name, part in self._parts.items()))
-        parts = {name: score for name, (score, _) in zip(self._parts, found, strict=True)}
+        judging = self._parts_for(task)
+        found = await asyncio.gather(*(_guarded(name, part, task, trajectory) for name, part in judging.items()))
+        parts = {name: score for name, (score, _) in zip(judging, found, strict=True)}
         total = combine(parts, self._rules)
         if total.value is None or not self.pays_turns:
             return total, parts, []
-        paid = {name: turns for name, (_, turns) in zip(self._parts, found, strict=True) if turns is not None}
+        paid = {name: turns for name, (_, turns) in zip(judging, found, strict=True) if turns is not None}
         given = [turn.reward for turn in trajectory.turns]
         earned = pay_turns(total.value, given, paid, parts, self._rules)
         if not all(map(math.isfinite, earned)):
@@ -99,9 +113,10 @@ class CompositeReward:
 
     async def evolve(self, groups: Sequence[Group]) -> None:
         """Lets the parts that learn see trained groups, in draw order."""
-        for part in self._parts.values():
+        for name, part in self._parts.items():
             for group in groups if part.learns else ():
-                await part.evolve(group)
+                if name in self._parts_for(group.task):
+                    await part.evolve(group)
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Verdicts by outcome since the start, of the parts that keep a log; how often a judge contradicted itself; and
@@ -160,7 +175,7 @@ class CompositeReward:
 
     def check(self, task: Task) -> str | None:
         """Why some part can never score this task, or None."""
-        for name, part in self._parts.items():
+        for name, part in self._parts_for(task).items():
             if (reason := part.check(task)) is not None:
                 return f'reward "{name}" cannot score task {task.id}: {reason}'
         return None

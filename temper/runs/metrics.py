@@ -203,6 +203,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("data/trained_trajectories", "responses", TRAINED, COUNT, "Responses with a gradient"),
         Metric("data/tokens", "tokens", UPDATES, COUNT, "Trained tokens"),
         Metric("data/examples", "examples", STEP, COUNT, "Supervised examples of the step"),
+        Metric("source/*", "", GENERATED, MEAN,
+               "reward, length, truncated, degenerate, groups of each source, where a stage tells its sources apart"),
     ),
     "Supervised": (
         Metric("loss/likelihood", "nats", TOKENS, MEAN, "What a supervised step minimises"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from temper.evals.evaluate import Evaluation, HeldOut, constant_answer_score, evaluate
+from temper.evals.evaluate import Evaluation, HeldOut, constant_scores, evaluate
 from temper.runs.records import AuditRecord
 from temper.stages.parts import Parts
 from temper.tasks.dataset import fingerprint
@@ -46,15 +46,15 @@ class Answers:
             ),
         )
         reward = metrics.get("reward/mean")
-        results = []
+        results = list[EvaluationResult]()
         for way in ways:
-            result, audits = await evaluate(self._heldout, way, stage=parts.index, step=step, reward=reward)
+            found, audits = await evaluate(self._heldout, way, stage=parts.index, step=step, reward=reward)
             if audit is not None:
                 audit(audits)
-            results.append(result)
+            results += found
         # Of the sampled ones, and by the training reward: that is what training climbs, and a verifier that steers
         # training is no longer held out.
-        seen = results[-1].details.get("reward_mean")
+        seen = next(result for result in results if result.name == "sampled").details.get("reward_mean")
         if isinstance(seen, float):
             parts.trainer.observe(seen)
         return results
@@ -67,7 +67,7 @@ async def _held_out(parts: Parts) -> HeldOut:
         tasks=data.heldout,
         verifier=data.verifier,
         verifier_name=data.verifier_name,
-        constant_score=await constant_answer_score(data.verifier, data.heldout),
+        constant_scores=await constant_scores(data.verifier, data.heldout),
         error_limit=parts.config.rollout.error_limit,
     )
 

@@ -11,7 +11,7 @@ import json
 import random
 import re
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -59,6 +59,25 @@ class FileSource:
 
     def task(self, index: int) -> Task:
         return self.tasks[index]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSource:
+    """A source whose tasks bear its label, where a stage tells its sources apart."""
+
+    source: TaskSource
+    label: str
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def size(self) -> int | None:
+        return self.source.size
+
+    def task(self, index: int) -> Task:
+        return replace(self.source.task(index), source=self.label)
 
 
 def read_file(
@@ -214,13 +233,14 @@ def fingerprint(task: Task) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def take_all(source: TaskSource) -> tuple[Task, ...]:
-    """Every task of a bounded source without repeated prompts, e.g. the held-out set."""
-    assert source.size is not None, "an unbounded source cannot be read to its end"
+def take_all(sources: Iterable[TaskSource]) -> tuple[Task, ...]:
+    """Every task of bounded sources without repeated prompts, e.g. the held-out set."""
     unique: dict[str, Task] = {}
-    for index in range(source.size):
-        task = source.task(index)
-        unique.setdefault(fingerprint(task), task)
+    for source in sources:
+        assert source.size is not None, "an unbounded source cannot be read to its end"
+        for index in range(source.size):
+            task = source.task(index)
+            unique.setdefault(fingerprint(task), task)
     return tuple(unique.values())
 
 

@@ -46,8 +46,14 @@ class Renderer:
     """One tokenizer with the recipe's system message and prompt template."""
 
     def __init__(
-        self, tokenizer: Any, system: str = "", template: str = "{prompt}", eos_ids: Sequence[int] = ()
+        self,
+        tokenizer: Any,
+        system: str = "",
+        template: str = "{prompt}",
+        eos_ids: Sequence[int] = (),
+        by_source: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
+        """`by_source`: system message and template of tasks from sources that have their own."""
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
                 "the tokenizer has no chat template. Put a chat_template.jinja into the model directory, or use an "
@@ -55,8 +61,8 @@ class Renderer:
             )
         self._tokenizer = tokenizer
         self._markers = markers_of(tokenizer)
-        self._system = system
-        self._template = template
+        self._words = (system, template)
+        self._words_of = by_source or {}
         own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
         self.stop_ids = tuple(dict.fromkeys((*own, *(int(eos) for eos in eos_ids))))
         """Every id that ends a completion: the tokenizer's own, and those of generation_config.json."""
@@ -68,18 +74,18 @@ class Renderer:
 
     def prompt_messages(self, task: Task) -> tuple[Message, ...]:
         """What is said to the model: the system message, and a lone user message put into the template."""
-        messages = task.messages
+        messages, (system, template) = task.messages, self._words_of.get(task.source, self._words)
         if len(messages) == 1 and messages[0].role == "user":
             # Not str.format: a template such as "... in \boxed{}. {prompt}" has braces of its own.
-            text = self._template.replace("{prompt}", messages[0].content)
+            text = template.replace("{prompt}", messages[0].content)
             messages = (Message(role="user", content=text),)
-        if not self._system:
+        if not system:
             return messages
         if messages[0].role == "system":
             raise UserError(
                 f"task {task.id} brings its own system message and prompt.system is set. Remove one of them."
             )
-        return (Message(role="system", content=self._system), *messages)
+        return (Message(role="system", content=system), *messages)
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """The ids up to where the model begins to speak. `tools` are JSON schemas that the template shows."""

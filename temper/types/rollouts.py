@@ -142,6 +142,8 @@ class Task:
     """The gold answer; None when the reward needs none."""
     extra: Mapping[str, Scalar] = field(default_factory=dict)
     """Whatever else the reward or environment reads, e.g. the reasoning-gym entry."""
+    source: str = ""
+    """Name of the source it comes from, where a stage tells its sources apart; else empty."""
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:

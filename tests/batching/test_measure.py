@@ -188,3 +188,21 @@ def test_grams_are_counted_as_a_set_of_tuples_would(vocabulary: int, sizes: list
     pieces = [draw.integers(0, vocabulary, size, dtype=np.int32) for size in sizes]
     grams = [tuple(piece[place : place + 4].tolist()) for piece in pieces for place in range(len(piece) - 3)]
     assert count_grams(pieces) == (len(grams), len(set(grams)))
+
+
+def test_sources_that_are_told_apart_have_metrics_of_their_own(group) -> None:
+    statuses = [Status.COMPLETED, Status.TRUNCATED_LENGTH]
+    math, code = group([(1.0, 2), (0.0, 4)], statuses=statuses), group([(0.5, 6), (0.5, 6)], draw=1)
+    plain = measure_groups([math], [(code, "degenerate")], version=0)
+    assert not [name for name in plain if name.startswith("source/")]
+    named = [
+        dataclasses.replace(one, task=dataclasses.replace(one.task, source=name))
+        for one, name in ((math, "math"), (code, "code"))
+    ]
+    metrics = measure_groups(named[:1], [(named[1], "degenerate")], version=0)
+    assert {name: value for name, value in metrics.items() if name.startswith("source/")} == {
+        "source/math/groups": 1, "source/math/degenerate": 0, "source/math/reward": 0.5, "source/math/length": 3,
+        "source/math/truncated": 0.5, "source/code/groups": 1, "source/code/degenerate": 1, "source/code/reward": 0.5,
+        "source/code/length": 6, "source/code/truncated": 0,
+    }  # fmt: skip
+    assert {name: value for name, value in metrics.items() if not name.startswith("source/")} == plain

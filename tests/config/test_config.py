@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 
 from temper.commands.training.train import Records, run_stages
-from temper.config import RunConfig, Section, load_recipe, parse_override, resolve, section_of, to_toml
+from temper.config import (
+    RewardConfig,
+    RunConfig,
+    Section,
+    load_recipe,
+    parse_override,
+    part_names,
+    resolve,
+    section_of,
+    to_toml,
+)
 from temper.errors import UserError
 from temper.runs.display import Display
 from temper.runs.store.run_store import open_run
@@ -173,9 +183,9 @@ READ_ELSEWHERE = {
     "EngineConfig.address",  # by SGLang
     "RolloutConfig.keep",  # by rejection sampling
     "RolloutConfig.transcripts_gb",  # before the first stage: commands/training/train.py
-    "SourceConfig.skip_bad",  # by files
+    "StageSource.skip_bad",  # by files
     "RunConfig.mirrors",  # before the first stage: commands/training/train.py
-    "SourceConfig.path", "SourceConfig.prompt_field", "SourceConfig.answer_field", "SourceConfig.answer_pattern",
+    "StageSource.path", "StageSource.prompt_field", "StageSource.answer_field", "StageSource.answer_pattern",
 }  # fmt: skip
 
 
@@ -234,7 +244,51 @@ def test_files_beside_the_recipe_are_found_first_and_others_where_one_works(
     assert config.model.path == "project/model"
     assert [source.path for source in config.train] == ["project/rows.jsonl", "elsewhere.jsonl", ""]
     assert config.train[2].generator == "project/words.py:make"
-    assert config.heldout is not None
-    assert config.heldout.path == "project/rows.jsonl"
+    assert [source.path for source in config.heldout] == ["project/rows.jsonl"]
     assert [part.kind for part in config.reward] == ["project/judge_it.py:score", "math"]
     assert [part.kind for part in config.evaluation.reward] == ["absent:score"]
+
+
+MIXED: dict[str, Any] = {
+    "model": {"path": "m"},
+    "train": [
+        {"path": "a/sums.jsonl", "rewards": ["math"]},
+        {"generator": "mbpp", "name": "programs", "rewards": ["code"], "template": "{prompt} Write Python."},
+    ],
+    "heldout": [{"path": "b/sums.jsonl", "rewards": ["math"]}, {"generator": "mbpp", "size": 4, "rewards": ["code"]}],
+    "reward": [{"kind": "math"}, {"kind": "code"}],
+}
+
+
+def test_sources_name_who_judges_them_and_survive_being_stored() -> None:
+    (config,) = resolve_one(MIXED)
+    assert [source.label for source in config.train] == ["sums", "programs"]
+    assert [source.label for source in config.heldout] == ["sums", "mbpp"]
+    assert resolve_one(tomllib.loads(to_toml([config])))[0] == config
+    single = {**MIXED, "heldout": MIXED["heldout"][0]}
+    (config,) = resolve_one(single)
+    assert [source.label for source in config.heldout] == ["sums"], "one table is a list of one"
+    stored = tomllib.loads(to_toml([config]))
+    assert isinstance(stored["stage"][0]["heldout"], dict), "so that --set heldout.size changes it"
+    assert resolve_one(stored)[0] == config
+    (config,) = resolve_one({name: value for name, value in MIXED.items() if name != "heldout"})
+    assert resolve_one(tomllib.loads(to_toml([config])))[0].heldout == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train": [{"path": "a.jsonl", "rewards": ["maths"]}]}, 'source a: reward "maths" is unknown.*"math"'),
+        ({"train": [{"path": "x/a.jsonl", "rewards": ["math"]}, {"path": "y/a.jsonl"}]}, 'two sources are called "a"'),
+        ({"train": [{"path": "a.jsonl", "template": "no slot"}]}, "lacks the slot"),
+        ({"reward": [{"kind": "math"}, {"kind": "code", "name": "math_2"}, {"kind": "math"}]}, "have one name"),
+    ],
+)
+def test_sources_that_cannot_be_judged_as_they_say_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve_one({**MIXED, "heldout": [], **change})
+
+
+def test_parts_of_a_reward_are_called_by_name_by_kind_or_as_a_function_is() -> None:
+    kinds = [{"kind": "math"}, {"kind": "math"}, {"kind": "mine.py:score"}, {"kind": "code", "name": "tests"}]
+    assert part_names([RewardConfig(**kind) for kind in kinds]) == ["math", "math_2", "score", "tests"]

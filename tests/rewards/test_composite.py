@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -250,3 +251,42 @@ def test_a_recipe_says_whether_a_part_is_optional(say: Say) -> None:
 
     assert whole(True) == Score.of(1.0)
     assert whole(False).kind is ScoreKind.UNSCORABLE
+
+
+def test_a_source_is_judged_by_the_parts_it_names(say: Say) -> None:
+    parts = [Part(TextReward("exact"), name="strict"), Part(TextReward("contains"), 0.5), Part(Broken(), 1.0)]
+    rubric = CompositeReward(parts, {"a": ["strict", "contains"], "b": ["contains"]})
+
+    def scored(source: str, text: str) -> tuple[Score, dict[str, Score]]:
+        return asyncio.run(rubric.score(replace(TASK, source=source), say(text)))
+
+    total, found = scored("a", "right")
+    assert (total.value, list(found)) == (1.5, ["strict", "contains"])
+    assert {name: one.value for name, one in rubric.weighted(found).items()} == {"strict": 1.0, "contains": 0.5}
+    total, found = scored("b", "all right")
+    assert (total.value, list(found)) == (0.5, ["contains"])
+    assert scored("other", "right")[0].kind is ScoreKind.ERROR, "who is not named is judged by all"
+    assert rubric.check(replace(TASK, source="a")) is None
+    assert "it is broken" in str(rubric.check(TASK))
+
+
+def test_a_source_must_be_judged_by_a_part_that_adds() -> None:
+    parts = [Part(TextReward("exact")), Part(TextReward("contains"), is_gate=True)]
+    CompositeReward(parts, {"a": ["exact"]})
+    with pytest.raises(UserError, match="every part of the reward is a gate"):
+        CompositeReward(parts, {"a": ["contains"]})
+
+
+def test_a_part_learns_from_the_sources_that_it_judges() -> None:
+    seen: list[str] = []
+
+    class Learner(TextReward):
+        learns = True
+
+        async def evolve(self, group: Group) -> None:
+            seen.append(group.task.source)
+
+    rubric = CompositeReward([Part(Learner("exact")), Part(TextReward("contains"))], {"b": ["contains"]})
+    groups = [Group(id=name, task=replace(TASK, source=name), trajectories=(), draw=0) for name in ("a", "b")]
+    asyncio.run(rubric.evolve(groups))
+    assert seen == ["a"]

@@ -144,7 +144,7 @@ def test_fingerprint_ignores_id_spacing_and_unicode_form_but_not_roles() -> None
 def test_take_all_keeps_the_first_of_equal_prompts() -> None:
     same = Task(id="again", messages=numbered("a", 1).tasks[0].messages)
     source = FileSource("a", (*numbered("a", 3).tasks, same))
-    assert [task.id for task in take_all(source)] == ["a:0", "a:1", "a:2"]
+    assert [task.id for task in take_all([source, source])] == ["a:0", "a:1", "a:2"]
 
 
 def test_every_epoch_of_a_file_is_a_new_permutation_of_all_its_tasks() -> None:

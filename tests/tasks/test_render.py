@@ -400,3 +400,13 @@ def test_the_template_of_smollm2_shows_no_tools_and_that_is_said() -> None:
 def test_the_template_of_qwen_shows_tools() -> None:
     renderer = Renderer(AutoTokenizer.from_pretrained(MODELS / "qwen2.5-coder-0.5b-instruct"))
     assert '"name": "add"' in renderer.render((user("1+1"),), for_generation=True, tools=TOOLS)
+
+
+def test_a_source_may_have_words_of_its_own() -> None:
+    renderer = Renderer(characters(), "be brief", "q {prompt}", by_source={"code": ("", "def {prompt}")})
+    asked = Task(id="t", messages=(Message(role="user", content="x"),))
+    assert [message.content for message in renderer.prompt_messages(asked)] == ["be brief", "q x"]
+    other = Task(id="t", messages=asked.messages, source="code")
+    assert [message.content for message in renderer.prompt_messages(other)] == ["def x"]
+    third = Task(id="t", messages=asked.messages, source="other")
+    assert renderer.prompt_messages(third) == renderer.prompt_messages(asked)

@@ -100,9 +100,10 @@ class Later:
             if source.path.startswith(REFERENCE):
                 awaited["rows"] = self._in_words(source.path)
             train += self._rows if source.path.startswith(REFERENCE) else [source]
-        heldout = config.heldout
-        if heldout is not None and heldout.path.startswith(REFERENCE):
-            awaited["held-out rows"], heldout = self._in_words(heldout.path), None
+        for source in config.heldout:
+            if source.path.startswith(REFERENCE):
+                awaited["held-out rows"] = self._in_words(source.path)
+        heldout = [source for source in config.heldout if not source.path.startswith(REFERENCE)]
         judges = self._tried(config.evaluation.reward, "held-out verifier", awaited)
         return config.model_copy(
             update={

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from temper.catalogue import reward_of, source_of
-from temper.config import RewardConfig, RunConfig, SourceConfig
+from temper.config import RewardConfig, RunConfig, SourceConfig, StageSource
 from temper.errors import UserError
 from temper.models.load import ModelShape, end_ids, load_tokenizer, read_shape
 from temper.objectives import Objective
 from temper.rewards.composite import CompositeReward
-from temper.tasks.dataset import MAX_NAMED, FileSource, Stream, TaskSource, fingerprint, take_all
+from temper.tasks.dataset import MAX_NAMED, FileSource, NamedSource, Stream, TaskSource, fingerprint, take_all
 from temper.tasks.lengths import measure_texts
 from temper.tasks.render import Renderer
 from temper.types import Task
@@ -89,12 +89,14 @@ def open_data(config: RunConfig, objective: Objective, reading: Reading, model_f
         system=config.prompt.system,
         template=config.prompt.template,
         eos_ids=end_ids(model_folder, tokenizer),
+        by_source=_words(config),
     )
-    rubric, judges = reward_of(config.reward), config.evaluation.reward
-    verifier = reward_of(judges) if judges else rubric
+    sources_said, judges = (*config.train, *config.heldout), config.evaluation.reward
+    rubric = reward_of(config.reward, sources_said)
+    verifier = reward_of(judges, sources_said) if judges else rubric
     room = _Room(renderer, tokenizer, config, shape.max_context)
     heldout, is_compared = _heldout(config, reading, room)
-    sources = [source_of(part) for part in config.train]
+    sources = [_labelled(part, config) for part in config.train]
     share = reading.share_sampled(objective, _peek(_open_stream(config, sources, heldout), 1))
     answers = share > 0
     if answers:
@@ -232,12 +234,31 @@ def _open_stream(config: RunConfig, sources: Sequence[TaskSource], heldout: Sequ
 
 def _heldout(config: RunConfig, reading: Reading, room: _Room) -> tuple[tuple[Task, ...], bool]:
     """Held-out tasks, and whether their answers are compared. Those that are to be answered must fit."""
-    if config.heldout is None:
-        return (), False
-    source = source_of(config.heldout)
-    tasks = [source.task(index) for index in range(source.size or 0)]
-    is_compared = reading.compares is not None and reading.compares(tasks)
-    return take_all(source if is_compared else room.fit(source, config.heldout, "heldout")), is_compared
+    sources = [_labelled(part, config) for part in config.heldout]
+    tasks = [source.task(index) for source in sources for index in range(source.size or 0)]
+    is_compared = bool(tasks) and reading.compares is not None and reading.compares(tasks)
+    if not is_compared:
+        sources = [room.fit(source, part, "heldout") for source, part in zip(sources, config.heldout, strict=True)]
+    return take_all(sources), is_compared
+
+
+def _labelled(part: StageSource, config: RunConfig) -> TaskSource:
+    """The source, whose tasks bear its name where the stage tells its sources apart."""
+    is_told_apart = part.is_particular or len(config.train) > 1 or len(config.heldout) > 1
+    return NamedSource(source_of(part), part.label) if is_told_apart else source_of(part)
+
+
+def _words(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """System message and template of the sources that have their own."""
+    common = config.prompt
+    return {
+        source.label: (
+            common.system if source.system is None else source.system,
+            common.template if source.template is None else source.template,
+        )
+        for source in (*config.train, *config.heldout)
+        if source.is_particular
+    }
 
 
 def _peek(stream: Stream, count: int) -> tuple[Task, ...]:
