@@ -39,7 +39,7 @@ def make_weights(shape: str, device: torch.device) -> nn.Module:
     """Parameters in bfloat16, as a GPU trains them. They are never used in a forward pass, so that nothing but the
     parameters is filled."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(configuration(shape), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(configuration(shape), dtype=torch.bfloat16, trust_remote_code=False)
     model = model.to_empty(device=device)
     model.tie_weights()
     with torch.no_grad():

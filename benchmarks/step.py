@@ -47,7 +47,7 @@ def make_model(folder: Path, shape: str, dtype: str) -> None:
     )
     # A CPU would draw seven billion numbers for minutes.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     del model
