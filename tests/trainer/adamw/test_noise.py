@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from temper.trainer.adamw.noise import high_half, key_of, low_half, random_bits
@@ -41,3 +42,10 @@ def test_halves_are_even_and_have_nothing_to_do_with_each_other_or_with_another_
     assert (columns.mean(1) - 32767.5).abs().max() < 5 * 65536 / (12 * count) ** 0.5
     assert (torch.corrcoef(columns) - torch.eye(4)).abs().max() < 5 / count**0.5
     assert all((column.remainder(2).mean() - 0.5).abs() < 5 * 0.5 / count**0.5 for column in columns)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_draws_the_same_bits() -> None:
+    first = (1 << 31) - 500
+    on_gpu = random_bits(key_of(3, 4), first, 1000, torch.device("cuda"))
+    assert torch.equal(on_gpu.cpu(), random_bits(key_of(3, 4), first, 1000, CPU))

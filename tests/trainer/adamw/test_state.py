@@ -3,7 +3,7 @@ to the same bits; models learn as well."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from temper.batching.pack import pack
 from temper.errors import UserError
@@ -114,9 +116,57 @@ def test_another_seed_rounds_otherwise_and_the_same_one_alike() -> None:
     assert not torch.equal(found[0], found[2])
 
 
-def make_trainer(model: Any, **changed: Any) -> LocalTrainer:
+def test_a_gradient_is_dropped_before_the_next_arrives() -> None:
+    """Held until the end of the backward pass, those of all parameters would be a second copy of the gradient."""
+    model = make_net(torch.bfloat16)
+    optimizer = MasterAdamW(model, SETTINGS)
+    collect, held = optimizer._collect, []
+
+    def counting(name: str, parameter: Tensor) -> None:
+        held.append(sum(p.grad is not None for p in model.parameters()))
+        collect(name, parameter)
+
+    optimizer._collect = counting  # type: ignore[method-assign]
+    with optimizer.collecting():
+        model(torch.ones(2, 37, dtype=torch.bfloat16)).sum().backward()
+    assert held == [1] * 6
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(torch.ones(2, 37, dtype=torch.bfloat16)).sum().backward()
+    assert len(held) == 6, "outside of collecting() gradients are left alone"
+
+
+class LargestStorage(TorchDispatchMode):
+    """Bytes of the largest memory that was taken under it."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self._known:
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("states", EVERY_STATES)
+def test_no_temporary_tensor_of_an_update_is_larger_than_a_bucket(states: States, dtype: torch.dtype) -> None:
+    model = make_net(dtype)
+    optimizer = MasterAdamW(model, replace(SETTINGS, states=states))
+    update(model, optimizer, 1)
+    gradients = optimizer.gradients().values()
+    homes = [tensor for home in optimizer._state._residence().homes() for tensor in home.values()]
+    with LargestStorage([*model.parameters(), *gradients, *homes]) as largest:
+        optimizer.step(0.01, torch.ones(()))
+    assert 0 < largest.bytes <= 512 * 4 < 50 * 37 * 4, "the largest matrix is larger"
+
+
+def make_trainer(model: Any, recomputes: bool = False, **changed: Any) -> LocalTrainer:
     optimizer = OptimizerSettings(**{"learning_rate": 0.01, "noise_seed": 5, **changed})
-    settings = TrainerSettings(optimizer=optimizer, temperature=1.0, total_steps=100)
+    settings = TrainerSettings(optimizer=optimizer, temperature=1.0, total_steps=100, gradient_checkpointing=recomputes)
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     packing = partial(pack, tokens_per_microbatch=40, dtype=dtype)
     return LocalTrainer(model, character_tokenizer("abc"), PRESETS["reinforce"], settings, pack=packing)
@@ -155,6 +205,17 @@ def test_a_resumed_trainer_ends_with_the_same_bits(
     kinds["8bit"] = {torch.float32, torch.int8, torch.uint8}
     held = {tensor.dtype for name, tensor in through._optimizer.tensors().items() if name.startswith("exp_avg")}
     assert held == kinds[states]
+
+
+def test_gradients_are_collected_alike_when_layers_are_recomputed(
+    make_model: Callable[..., Any], make_rows: Callable[..., list[Sample]]
+) -> None:
+    found = []
+    for recomputes in (False, True):
+        trainer = make_trainer(make_model(dtype=torch.bfloat16), recomputes=recomputes)
+        trainer.step(to_imitate(make_rows()))
+        found.append(dict(trainer._optimizer.tensors()))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_a_count_of_steps_that_was_lost_would_round_otherwise(
@@ -259,3 +320,28 @@ def test_second_moments_shrink_with_the_gradients_which_rounding_to_the_nearest_
     half = torch.full((4096,), 0x8000, dtype=torch.int32)
     monkeypatch.setattr(state, "random_bits", lambda key, first, count, device: half | (half << 16))
     assert mean_second_moment("bfloat16") > 1.2 * wide, "the mutation"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has nowhere to offload to")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("states", EVERY_STATES)
+def test_on_a_gpu_offloaded_state_gives_the_same_bits_and_comes_back_from_a_checkpoint(
+    states: States, dtype: torch.dtype
+) -> None:
+    def run(offload: bool, steps: Iterable[int], tensors: Any = None) -> dict[str, Tensor]:
+        model = make_net(dtype).cuda()
+        optimizer = MasterAdamW(model, replace(SETTINGS, states=states, offload=offload))
+        if tensors is not None:
+            model.load_state_dict({name: tensors[name] for name in model.state_dict()})
+            optimizer.load_tensors({name: t for name, t in tensors.items() if name not in model.state_dict()}, 5)
+        for step in steps:
+            for name, gradient in optimizer.gradients().items():
+                draw = torch.Generator().manual_seed(step + len(name))
+                gradient.copy_(torch.randn(gradient.shape, generator=draw))
+            optimizer.step(0.01, nn.utils.get_total_norm(list(optimizer.gradients().values())))
+        return {**{n: p.detach().cpu() for n, p in model.named_parameters()}, **optimizer.tensors()}
+
+    here, away = run(False, range(1, 11)), run(True, range(1, 11))
+    resumed = run(True, range(6, 11), run(True, range(1, 6)))
+    assert all(torch.equal(here[name], away[name]) for name in here)
+    assert all(torch.equal(here[name], resumed[name]) for name in here)
