@@ -2,6 +2,7 @@
 
     python benchmarks/step.py                        # tiny model, CPU
     python benchmarks/step.py --shape smollm2-135m   # a GPU
+    python benchmarks/step.py --only temper --shape qwen2.5-7b --states 8bit --checkpointing --prompts 32 --new 512
 Needs `pip install "temper-rl[bench]"` for the TRL column; --only temper leaves it out.
 """
 
@@ -24,7 +25,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from shapes import SHAPES, configuration
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from temper import loop
@@ -34,24 +36,23 @@ from temper.models.tiny import character_tokenizer
 from temper.types import Batch, EvaluationResult, StepReport
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ?.,"
-SHAPES = {
-    "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 4096},
-    "smollm2-135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-                     "num_key_value_heads": 3, "vocab_size": 49152},
-}  # fmt: skip
 
 
-def make_model(folder: Path, shape: str) -> None:
+def make_model(folder: Path, shape: str, dtype: str) -> None:
     """Random weights: shapes matter, not quality. The end token is one of thousands, so almost nothing stops early."""
     tokenizer = character_tokenizer(ALPHABET)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **SHAPES[shape], max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=True,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    config = configuration(
+        shape, eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=tokenizer.pad_token_id
+    )
+    # A CPU would draw seven billion numbers for minutes.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def prompts(count: int) -> list[str]:
@@ -78,7 +79,8 @@ def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dic
     # The reward grows with the letters of an answer, as in TRL's column: nearly every group has a signal to train on.
     recipe = {
         "steps": options.steps,
-        "model": {"path": str(folder), "dtype": dtype},
+        "model": {"path": str(folder), "dtype": dtype, "gradient_checkpointing": options.checkpointing},
+        "optim": {"states": options.states, "offload": options.offload},
         "train": [{"path": str(rows)}],
         "reward": [{"kind": "edit"}],
         "sampling": {"max_new_tokens": options.new},
@@ -177,6 +179,9 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--steps", type=int, default=4, help="the first is warm-up; the median of the others counts")
     parser.add_argument("--microbatch", type=int, default=16384, help="Temper: packed tokens per forward pass")
+    parser.add_argument("--states", choices=["float32", "bfloat16", "8bit"], default="float32", help="Temper: moments")
+    parser.add_argument("--offload", action="store_true", help="Temper: moments and masters in the host's memory")
+    parser.add_argument("--checkpointing", action="store_true", help="Temper: recompute activations")
     parser.add_argument("--trl-batch", type=int, default=64, help="TRL: sequences per forward pass")
     parser.add_argument("--trl-steps", type=int, help="TRL: as many as --steps unless given; its steps vary little")
     parser.add_argument("--only", choices=["temper", "trl"])
@@ -187,7 +192,7 @@ def main() -> None:
     columns: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder, options.shape)
+        make_model(folder, options.shape, dtype)
         if options.only != "trl":
             columns["temper"] = measure_temper(folder, options, dtype)
         if options.only != "temper":

@@ -70,7 +70,7 @@ def first_model(config: RunConfig, run_folder: Path) -> Path:
 
 def optimizer_settings(config: RunConfig, learning_rate: float) -> OptimizerSettings:
     given = config.optim.model_dump(exclude={"learning_rate", "critic_learning_rate"})
-    return OptimizerSettings(learning_rate=learning_rate, **given)
+    return OptimizerSettings(learning_rate=learning_rate, noise_seed=config.seed, **given)
 
 
 @dataclass(frozen=True, kw_only=True)

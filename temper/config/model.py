@@ -56,8 +56,8 @@ class ModelConfig(Section):
     new: NewModelConfig | None = None
     """Make a small model instead of reading `path`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and forward pass; auto: bfloat16 on a GPU, float32 on a CPU. Master weights, moments, head and
-    log-probabilities are always float32."""
+    """Of weights and forward pass; auto: bfloat16 on a GPU, float32 on a CPU. Master weights, head and
+    log-probabilities are always float32; moments as optim.states says."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     teacher: str = ""
     """Checkpoint directory of the teacher, for objectives that distil from one. Same tokenizer as the model."""

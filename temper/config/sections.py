@@ -231,6 +231,12 @@ class OptimConfig(Section):
     epsilon: float = Field(1e-8, gt=0)
     """Added to the root of the mean squared gradient."""
     max_grad_norm: float = Field(1.0, gt=0)
+    states: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """How AdamW's two moments are held between updates: 8, 4 or 2 bytes per parameter. The compact ones are rounded at
+    random, the same on every run; AdamW computes in float32 whatever holds them."""
+    offload: bool = False
+    """On a GPU: moments and what masters need beside the weights live in the memory of the host, and pass through the
+    GPU during the update. Same bits, more time."""
 
 
 class TrainerConfig(Section):

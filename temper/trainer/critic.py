@@ -21,6 +21,7 @@ from temper.errors import BackendError, UserError
 from temper.objectives import MetricSums
 from temper.objectives.advantage.critics import explained_variance, value_loss, value_sums
 from temper.objectives.metrics import mean_sums
+from temper.trainer.adamw.files import read_tensors, write_tensors
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
 from temper.trainer.passes.forward import checkpointing, enable_checkpointing
 from temper.trainer.passes.states import drawn_states
@@ -89,8 +90,8 @@ class Critic:
         """critic/ with the weights of decoder and head, moments, master weights and counters."""
         own = folder / CRITIC_FOLDER
         own.mkdir()
-        for name, tensors in (("model", self._tensors()), ("optimizer", self._optimizer.tensors())):
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, own / f"{name}.safetensors")
+        save_file({key: tensor.contiguous() for key, tensor in self._tensors().items()}, own / "model.safetensors")
+        write_tensors(self._optimizer.tensors(), own, "optimizer")
         state = {"optimizer_steps": self._optimizer.num_steps, "dtype": str(self._module.dtype)}
         (own / "state.json").write_text(json.dumps(state, sort_keys=True))
 
@@ -110,7 +111,7 @@ class Critic:
             )
         stored, current = load_file(own / "model.safetensors"), self._tensors()
         require_same_tensors(current, stored, f"the critic in {folder}")
-        self._optimizer.load_tensors(load_file(own / "optimizer.safetensors"), state["optimizer_steps"])
+        self._optimizer.load_tensors(read_tensors(own, "optimizer"), state["optimizer_steps"])
         for name, tensor in current.items():
             tensor.copy_(stored[name])
 
@@ -126,8 +127,8 @@ class Critic:
             old_A, targets_A = (column[drawn_A].to(values_A) for column in (microbatch.values, microbatch.targets))
             weights_A = torch.full_like(values_A, 1 / num_batch_tokens)
             loss = value_loss(values_A, old_A, targets_A, weights_A, clip)
-            loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.collect()
+            with self._optimizer.collecting():
+                loss.backward()  # type: ignore[no-untyped-call]
         values_A = values_A.detach()
         clipped_A = old_A + (values_A - old_A).clamp(-clip, clip)
         # Where the bounded value's error is the one that counts. The first condition is not implied: rounding alone

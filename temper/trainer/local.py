@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from temper.errors import BackendError, UserError
@@ -24,6 +23,7 @@ from temper.models.lora.adapters import has_adapter
 from temper.objectives import MetricSums, Objective, PolicyObjective, control
 from temper.objectives.advantage.critics import pretraining_steps
 from temper.objectives.finish import finished as with_derived
+from temper.trainer.adamw.files import read_tensors, write_tensors
 from temper.trainer.critic import Critic, explained
 from temper.trainer.memory import PeakMemory
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
@@ -204,8 +204,7 @@ class LocalTrainer:
         save_weights(self._model, self._tokenizer, folder, self._settings.files)
         own = folder / STATE_FOLDER
         own.mkdir()
-        tensors = {name: tensor.contiguous() for name, tensor in self._optimizer.tensors().items()}
-        save_file(tensors, own / "optimizer.safetensors")
+        write_tensors(self._optimizer.tensors(), own, "optimizer")
         state = {
             "version": self._version,
             "optimizer_steps": self._optimizer.num_steps,
@@ -231,7 +230,7 @@ class LocalTrainer:
         stored = stored_tensors(self._model, folder, self._dtype, self._settings.files)
         current = kept_tensors(self._model)
         require_same_tensors(current, stored, f"checkpoint {folder}")
-        self._optimizer.load_tensors(load_file(own / "optimizer.safetensors"), state["optimizer_steps"])
+        self._optimizer.load_tensors(read_tensors(own, "optimizer"), state["optimizer_steps"])
         for part in (self._critic, self._reference):
             if part is not None:
                 part.load(own)

@@ -1,6 +1,7 @@
 """AdamW on float32 master weights, learning-rate schedules, clipping.
 
-Owns: gradients summed over microbatches, master weights, moments. Refuses: deciding whether a gradient is fit to apply.
+Owns: gradients summed over microbatches, the order of an update. Refuses: deciding whether a gradient is fit to apply,
+and how masters and moments are held (adamw/).
 A bfloat16 parameter has 8 significant bits: an update of 1e-6 of its size would vanish, so it is applied to a float32
 master that the parameter is rounded from. Parameters in float32 or float64 are their own masters.
 """
@@ -8,20 +9,19 @@ master that the parameter is rounded from. Parameters in float32 or float64 are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from temper.errors import UserError
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-BATCH_ELEMENTS = 1 << 25
-"""Weights that are looked at together: enough to launch seldom, few enough to need little memory for it."""
-
+from temper.trainer.adamw.moments import States
+from temper.trainer.adamw.state import AdamState, states_of
+from temper.trainer.adamw.update import UpdateRule, apply_update, measure_update
 
 LAST_PART = 0.2
 """Share of the steps after warm-up in which "wsd" falls: long enough to lose the noise of the full rate."""
@@ -38,6 +38,12 @@ class OptimizerSettings:
     beta2: float = 0.999
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
+    states: States = "float32"
+    """How the moments are held between updates."""
+    offload: bool = False
+    """Whether moments and masters live in the memory of the host."""
+    noise_seed: int = 0
+    """Of the random bits that compact moments are rounded with."""
 
 
 _SHAPES: dict[str, Callable[[float], float]] = {
@@ -62,153 +68,117 @@ def learning_rate_at(settings: OptimizerSettings, step: int, total_steps: int) -
 
 
 class MasterAdamW:
-    """The optimiser of one model. After each backward pass collect(), after the last one step()."""
+    """The optimiser of one model. Backward passes under collecting(), after the last one step()."""
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
         self._settings = settings
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._masters = {name: _master_of(parameter) for name, parameter in self._parameters.items()}
-        masters = list(self._masters.values())
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": [p for p in masters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-                {"params": [p for p in masters if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.epsilon,
-            fused=True,
-        )
+        self._state = AdamState(self._parameters, settings.states, offload=settings.offload, seed=settings.noise_seed)
+        self._sums: dict[str, Tensor] = {}
+        """Gradients of parameters with masters, in float32. Others have theirs in .grad, where autograd adds them."""
+        self._num_steps = 0
 
-    def collect(self) -> None:
-        """Adds the microbatch's gradients to the sum: in bfloat16, small ones would be rounded away."""
-        for name, master in self._masters.items():
-            parameter = self._parameters[name]
-            if master is parameter or parameter.grad is None:
-                continue  # float32: autograd itself adds them up
-            if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
-                master.grad.add_(parameter.grad)
-            parameter.grad = None
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Backward passes in here add to the sum of gradients in float32: in bfloat16, small ones would be rounded
+        away. Each is added and dropped as it arrives, so that the model's gradients never exist in bfloat16, too."""
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._collect, name))  # type: ignore[no-untyped-call]
+            for name, parameter in self._parameters.items()
+            if self._state.has_master(name)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _collect(self, name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None, "called when a gradient has arrived"
+        if name in self._sums:
+            self._sums[name].add_(parameter.grad)
+        else:
+            self._sums[name] = parameter.grad.float()
+        parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
         """By parameter name, in the master's precision. Zeros where nothing arrived: all ranks have them all."""
         gradients = {}
-        for name, master in self._masters.items():
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-            gradients[name] = master.grad
+        for name, parameter in self._parameters.items():
+            if self._state.has_master(name):
+                if name not in self._sums:
+                    self._sums[name] = torch.zeros_like(parameter, dtype=torch.float32)
+                gradients[name] = self._sums[name]
+            else:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients[name] = parameter.grad
         return gradients
 
     def discard_gradients(self) -> None:
-        for owner in (*self._masters.values(), *self._parameters.values()):
-            owner.grad = None
+        self._sums.clear()
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
+    @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: Tensor) -> Tensor:
         """Clips by the given norm, updates the masters, rounds the parameters from them, drops the gradients.
 
         Returns [2]: the gradient's norm after clipping, and the norm of the update over that of the weights before it.
         """
-        masters = list(self._masters.values())
-        nn.utils.clip_grads_with_norm_(masters, self._settings.max_grad_norm, grad_norm)
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.step()
-        self._round_parameters()
-        self.discard_gradients()
-        clipped = grad_norm * (self._settings.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-        return torch.stack([clipped, self._update_norm_ratio(learning_rate).to(clipped)])
-
-    @torch.no_grad()
-    def _update_norm_ratio(self, learning_rate: float) -> Tensor:
-        """Norm of the masters' change over their norm before it, found from the moments: keeping a copy of the weights
-        to compare with would cost 4 bytes per parameter.
-
-        With push p = m / (sqrt(v) + epsilon), bias corrected, decay d and weights w after the step, those before were
-        (w + rate p) / (1 - rate d) and the change was rate (p + d w) / (1 - rate d).
-        """
+        shrink = (self._settings.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+        gradients = {name: gradient.reshape(-1) for name, gradient in self.gradients().items()}
+        self._num_steps += 1
         changes, befores = [], []
-        for group in self._adamw.param_groups:
-            decay = group["weight_decay"]
-            kept = 1 - learning_rate * decay
-            for masters in _batches([p for p in group["params"] if p in self._adamw.state]):
-                pushes = self._pushes(masters)
-                pulled = torch._foreach_add(pushes, masters, alpha=decay)
-                moved = torch._foreach_add(masters, pushes, alpha=learning_rate)
-                changes.append(torch.stack(torch._foreach_norm(pulled)) * (learning_rate / kept))
-                befores.append(torch.stack(torch._foreach_norm(moved)) / kept)
-        if not changes:
-            return torch.zeros(())
-        return torch.cat(changes).norm() / torch.cat(befores).norm().clamp(min=1e-30)
+        for bucket in self._state.visit(self._num_steps):
+            parts = [gradients[piece.name][piece.start : piece.stop] for piece in bucket.slices]
+            torch._foreach_mul_(parts, shrink)
+            rule = self._rule(learning_rate, bucket.is_decayed)
+            apply_update(rule, bucket.masters, parts, bucket.means, bucket.squares)
+            change, before = measure_update(rule, bucket.masters, bucket.means, bucket.squares)
+            changes.append(change)
+            befores.append(before)
+        self.discard_gradients()
+        clipped = grad_norm * shrink
+        ratio = torch.cat(changes).norm() / torch.cat(befores).norm().clamp(min=1e-30) if changes else torch.zeros(())
+        return torch.stack([clipped, ratio.to(clipped)])
 
-    def _pushes(self, masters: list[Tensor]) -> tuple[Tensor, ...]:
-        """What the optimiser moved each of them by, per unit of learning rate and without decay."""
-        states = [self._adamw.state[master] for master in masters]
-        # All took the same steps, as gradients() leaves none out; one look at the count saves thousands of launches.
-        steps = states[0]["step"].double()
-        first, second = (
-            (1 - beta**steps).to(masters[0].dtype) for beta in (self._settings.beta1, self._settings.beta2)
+    def _rule(self, learning_rate: float, is_decayed: bool) -> UpdateRule:
+        return UpdateRule(
+            learning_rate=learning_rate,
+            weight_decay=self._settings.weight_decay if is_decayed else 0.0,
+            beta1=self._settings.beta1,
+            beta2=self._settings.beta2,
+            epsilon=self._settings.epsilon,
+            num_steps=self._num_steps,
         )
-        sizes = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
-        torch._foreach_div_(sizes, second.sqrt())
-        torch._foreach_add_(sizes, self._settings.epsilon)
-        pushes = torch._foreach_div([state["exp_avg"] for state in states], sizes)
-        torch._foreach_div_(pushes, first)
-        return pushes
 
     def reset(self) -> None:
         """Forgets the moments, as if training began here."""
-        self._adamw.state.clear()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Moments, and masters where they differ from the parameters. Empty before the first step, but for masters."""
-        own = {f"master.{name}": m.detach() for name, m in self._masters.items() if m is not self._parameters[name]}
-        for name, master in self._masters.items():
-            state = self._adamw.state.get(master, {})
-            own |= {f"{moment}.{name}": state[moment] for moment in _MOMENTS if moment in state}
-        return own
+        self._num_steps = 0
+        self._state.forget_moments()
 
     @property
     def num_steps(self) -> int:
-        return max((int(state["step"]) for state in self._adamw.state.values()), default=0)
+        return self._num_steps
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Moments as they are held, and masters where they differ from the parameters, each made on the CPU when it is
+        asked for. Empty before the first step, but for masters."""
+        return self._state.tensors(moments=self._num_steps > 0)
 
     def load_tensors(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
         """Takes over what tensors() gave. Raises UserError, before anything changes, when a tensor is missing."""
-        expected = {f"{moment}.{name}": p for name, p in self._masters.items() for moment in _MOMENTS if num_steps}
-        expected |= {f"master.{n}": m for n, m in self._masters.items() if m is not self._parameters[n]}
+        expected = self._state.outlines(moments=num_steps > 0)
+        if (stored := states_of(tensors)) != (own := states_of(expected)):
+            raise UserError(
+                f"the moments of the checkpoint are held in {stored} and those of this run in {own}. Set optim.states "
+                f'= "{stored}", or start a new run from the checkpoint with model.path'
+            )
         require_same_tensors(expected, tensors, "the optimiser state")
-        with torch.no_grad():
-            for name, master in self._masters.items():
-                if master is not self._parameters[name]:
-                    master.copy_(tensors[f"master.{name}"])
-                if num_steps:
-                    moments = {moment: tensors[f"{moment}.{name}"].to(master.device).clone() for moment in _MOMENTS}
-                    step = torch.tensor(float(num_steps), device=master.device)
-                    self._adamw.state[master] = {"step": step, **moments}
-        if not num_steps:
-            self._adamw.state.clear()
-        self._round_parameters()
+        self._state.load(tensors)
+        self._num_steps = num_steps
         self.discard_gradients()
-
-    def _round_parameters(self) -> None:
-        with torch.no_grad():
-            wide = {name: master for name, master in self._masters.items() if master is not self._parameters[name]}
-            if wide:
-                torch._foreach_copy_([self._parameters[name] for name in wide], list(wide.values()))
-
-
-def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    batch: list[Tensor] = []
-    elements = 0
-    for tensor in tensors:
-        if batch and elements + tensor.numel() > BATCH_ELEMENTS:
-            yield batch
-            batch, elements = [], 0
-        batch.append(tensor)
-        elements += tensor.numel()
-    if batch:
-        yield batch
 
 
 def require_same_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> None:
@@ -220,9 +190,3 @@ def require_same_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Ten
                 f'{what} is of another model: tensor "{name}" is {given} there and {wanted} in the model '
                 f"being trained. Use a checkpoint of this run, or start a new run from that model with model.path"
             )
-
-
-def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.dtype in (torch.float32, torch.float64):
-        return parameter
-    return nn.Parameter(parameter.detach().float())

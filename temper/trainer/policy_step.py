@@ -98,9 +98,8 @@ class PolicyStep:
             if (found := forward_only(*arguments, **options)) is not None:
                 return found
             self._trains_all = True
-        with checkpointing(self._model) if self._is_recomputing else nullcontext():
+        with checkpointing(self._model) if self._is_recomputing else nullcontext(), self._optimizer.collecting():
             loss, metrics = forward_backward(*arguments, **options)
-        self._optimizer.collect()
         return loss, metrics
 
     def _culprit(self, parts: Sequence[Part], facts: StepFacts) -> str:

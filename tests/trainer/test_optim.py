@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from temper.errors import UserError
-from temper.trainer import optim
+from temper.trainer.adamw import state
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at
 
 
@@ -45,8 +45,8 @@ def one_weight(value: float, dtype: torch.dtype, **settings: object) -> tuple[nn
 
 def update(model: nn.Module, optimizer: MasterAdamW, gradient: float, rate: float) -> None:
     loss = sum(parameter.sum() * gradient for parameter in model.parameters())
-    loss.backward()  # type: ignore[union-attr]
-    optimizer.collect()
+    with optimizer.collecting():
+        loss.backward()  # type: ignore[union-attr]
     norm = nn.utils.get_total_norm(list(optimizer.gradients().values()))
     optimizer.step(rate, norm)
 
@@ -87,8 +87,8 @@ def test_master_weights_collect_updates_too_small_for_bfloat16() -> None:
 def test_bfloat16_gradients_add_up_in_float32() -> None:
     model, optimizer = one_weight(1.0, torch.bfloat16)
     for gradient in [1.0] + [2**-10] * 8:
-        (model.weight.sum() * gradient).backward()  # type: ignore[union-attr, operator]
-        optimizer.collect()
+        with optimizer.collecting():
+            (model.weight.sum() * gradient).backward()  # type: ignore[union-attr, operator]
     assert optimizer.gradients()["weight"].item() == 1 + 8 * 2**-10  # in bfloat16 it would still be 1
     assert model.weight.grad is None
 
@@ -127,8 +127,8 @@ def test_norms_after_clipping_and_of_the_update_are_those_of_a_copy_compared(dec
         settings = OptimizerSettings(learning_rate=0.1, weight_decay=decay, max_grad_norm=0.5)
         optimizer = MasterAdamW(model, settings)
         for rate, scale in ((0.1, 1.0), (0.02, 50.0), (0.0, 1.0), (0.05, 1e-3)):
-            (model(torch.randn(4, 5).double()).square().sum() * scale).backward()
-            optimizer.collect()
+            with optimizer.collecting():
+                (model(torch.randn(4, 5).double()).square().sum() * scale).backward()
             gradients = list(optimizer.gradients().values())
             norm = nn.utils.get_total_norm(gradients)
             before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -147,22 +147,27 @@ def test_the_norm_of_the_update_is_that_of_the_masters_where_bfloat16_would_not_
     assert optimizer.step(1e-6, torch.tensor(2.0**0.5)).tolist()[1] == pytest.approx(1e-6, rel=1e-4)
 
 
-@pytest.mark.parametrize("elements", [1, 40, 1 << 25])
+def masters_of(model: nn.Module, optimizer: MasterAdamW) -> torch.Tensor:
+    tensors = optimizer.tensors()
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return torch.cat([tensors.get(f"master.{name}", own[name]).flatten().clone() for name in own])
+
+
+@pytest.mark.parametrize("bucket_values", [256, 1 << 25])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_size_of_an_update_is_that_of_the_masters_change(
-    dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, bucket_values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many tensors are looked at together."""
-    monkeypatch.setattr(optim, "BATCH_ELEMENTS", elements)
+    monkeypatch.setattr(state, "BUCKET_VALUES", bucket_values)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(dtype)
     optimizer = MasterAdamW(model, OptimizerSettings(learning_rate=0.1, weight_decay=0.3))
-    masters = list(optimizer._masters.values())
     for rate in (0.1, 0.02):
-        before = torch.cat([master.detach().flatten().clone() for master in masters])
-        model(torch.randn(4, 5, dtype=dtype)).square().sum().backward()
-        optimizer.collect()
+        before = masters_of(model, optimizer)
+        with optimizer.collecting():
+            model(torch.randn(4, 5, dtype=dtype)).square().sum().backward()
         norm = nn.utils.get_total_norm(list(optimizer.gradients().values()))
         _, ratio = optimizer.step(rate, norm)
-        after = torch.cat([master.detach().flatten() for master in masters])
+        after = masters_of(model, optimizer)
         assert float(ratio) == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-5)

@@ -1,0 +1,29 @@
+"""Models by their shape: configurations that benchmarks make random weights for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig
+
+_TINY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True}  # fmt: skip
+_SMOLLM2_135M = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+                 "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}  # fmt: skip
+_QWEN_1_5B = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+              "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
+_QWEN_7B = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+            "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}  # fmt: skip
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny": ("llama", _TINY),
+    "smollm2-135m": ("llama", _SMOLLM2_135M),
+    "qwen2.5-1.5b": ("qwen2", _QWEN_1_5B),
+    "qwen2.5-7b": ("qwen2", _QWEN_7B),
+}
+"""(model_type, configuration)."""
+
+
+def configuration(shape: str, **more: Any) -> Any:
+    family, numbers = SHAPES[shape]
+    return AutoConfig.for_model(family, **numbers, max_position_embeddings=2048, **more)

@@ -1,0 +1,54 @@
+"""A float32 master weight in the bits that its bfloat16 weight leaves out.
+
+Owns: taking a float32 apart into the bfloat16 that it rounds to and a remainder of 16 bits, and putting it together
+again, exactly. Refuses: which tensors have masters (optim.py).
+A float32 master beside a bfloat16 weight would hold the weight's 16 bits a second time: 6 bytes instead of 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Exceptions:
+    """Masters whose remainder is ambiguous: those halfway between two bfloat16 numbers, one in 65536.
+
+    Such a master is rounded to the even neighbour, which may lie above or below; 16 bits have no room left to say which
+    way it was. So that rounding stays what it always was, those that the rest does not give are listed.
+    """
+
+    places: Tensor
+    bits: Tensor
+    """The whole float32, as int32."""
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor, Exceptions]:
+    """(bfloat16 weight, int16 remainder, exceptions) of a flat float32 tensor; the weight is rounded to the nearest.
+
+    On a GPU waits for the device once: how many exceptions there are, only it knows.
+    """
+    bits = master.view(torch.int32)
+    weight = master.to(torch.bfloat16)
+    remainder = bits.to(torch.int16)  # the lower half: conversion keeps the low bits
+    places = (_joined(weight, remainder) != bits).nonzero()[:, 0]
+    return weight, remainder, Exceptions(places, bits[places])
+
+
+def join(weight: Tensor, remainder: Tensor, exceptions: Exceptions | None) -> Tensor:
+    """The float32 master, flat. No exceptions: none were listed yet."""
+    bits = _joined(weight, remainder)
+    if exceptions is not None and len(exceptions.places):
+        bits[exceptions.places] = exceptions.bits
+    return bits.view(torch.float32)
+
+
+def _joined(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The remainder is signed: where rounding went up it is negative, and the sum borrows from the upper half."""
+    bits = weight.view(torch.int16).to(torch.int32)
+    bits <<= 16
+    bits += remainder
+    return bits
