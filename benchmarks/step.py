@@ -85,7 +85,7 @@ def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dic
         "reward": [{"kind": "edit"}],
         "sampling": {"max_new_tokens": options.new},
         "rollout": {"groups_per_step": options.prompts, "group_size": options.group},
-        "engine": {"max_running": completions},
+        "engine": {"max_running": completions, "max_logprob_gap": options.max_gap},
         "trainer": {"tokens_per_microbatch": options.microbatch},
         "checkpoint": {"every": 10**6},
     }
@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--microbatch", type=int, default=16384, help="Temper: packed tokens per forward pass")
     parser.add_argument("--states", choices=["float32", "bfloat16", "8bit"], default="float32", help="Temper: moments")
     parser.add_argument("--offload", action="store_true", help="Temper: moments and masters in the host's memory")
+    parser.add_argument("--max-gap", type=float, help="Temper: engine.max_logprob_gap, for shapes above its budget")
     parser.add_argument("--checkpointing", action="store_true", help="Temper: recompute activations")
     parser.add_argument("--trl-batch", type=int, default=64, help="TRL: sequences per forward pass")
     parser.add_argument("--trl-steps", type=int, help="TRL: as many as --steps unless given; its steps vary little")
