@@ -29,7 +29,7 @@ def test_every_setting_is_measured_and_offloading_changes_no_bit(optimizer: Modu
         assert here["seconds"] > 0
         assert here["planned_device"] == away["planned_device"] + away["planned_host"] == planned
         assert here["checksum"] == away["checksum"]
-        assert here["update_norm_ratio"] == pytest.approx(1e-6 / 0.02 / 2**0.5, rel=0.05)
+        assert here["update_norm_ratio"] == pytest.approx(1e-4 / 0.02 / 2**0.5, rel=0.05)
         checksums[states] = here["checksum"]
         assert len(optimizer.row_of(here)) == 5
     assert len(set(checksums.values())) == 3, "each way to hold moments rounds in its own way"

@@ -265,6 +265,20 @@ def test_forgotten_moments_leave_masters_alone() -> None:
     )
 
 
+def test_a_state_without_steps_makes_an_optimiser_forget_its_own() -> None:
+    found = []
+    for used in (False, True):
+        model = make_net(torch.bfloat16)
+        optimizer = MasterAdamW(model, replace(SETTINGS, states="bfloat16"))
+        start = dict(optimizer.tensors())
+        if used:
+            update(model, optimizer, 1)
+        optimizer.load_tensors(start, 0)
+        update(model, optimizer, 2)
+        found.append(dict(optimizer.tensors()))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 def quadratic_loss(states: States, steps: int = 600) -> float:
     """Mean of a_i (w_i - t_i)^2 with noisy gradients, over four powers of ten of a_i, with beta2 = 0.999."""
     draw = torch.Generator().manual_seed(0)
