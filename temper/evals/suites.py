@@ -23,7 +23,7 @@ from temper.config.recipe import merge, parse_override
 from temper.config.section import Section
 from temper.config.sections import EnvConfig, PromptConfig, RewardConfig, SourceConfig
 from temper.envs.library.problems import READERS, read_problems, read_rows
-from temper.errors import UserError, did_you_mean
+from temper.errors import UserError, did_you_mean, install_line
 from temper.evals.scores import CORRECT_AT
 from temper.plugins import load_function
 from temper.rewards.mathematics.answers import find_answers
@@ -204,7 +204,7 @@ def _parquet_rows(path: Path) -> list[Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(f'{path}: Parquet needs the package pyarrow. Run: pip install "temper-rl[parquet]"') from error
+        raise UserError(f"{path}: Parquet needs the package pyarrow. Run: {install_line('parquet')}") from error
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
