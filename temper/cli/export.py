@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import app, out
+from temper.cli.console import app, out, require_checkpoint
 
 
 @app.command()
@@ -19,6 +19,7 @@ def export(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New directory")],
 ) -> None:
     """Write an ordinary Hugging Face directory, checked by logits against plain transformers."""
+    require_checkpoint(checkpoint)
     from temper.commands.checkpoints import export as export_checkpoint
 
     gap = export_checkpoint(checkpoint, target)

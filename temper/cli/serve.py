@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import app, out
+from temper.cli.console import app, out, require_checkpoint
 
 
 @app.command()
@@ -30,6 +30,7 @@ def serve(
     shutdown_seconds: Annotated[float, typer.Option(min=1, help="For what is in flight, after SIGTERM")] = 30.0,
 ) -> None:
     """Serve a checkpoint to OpenAI clients over HTTP."""
+    require_checkpoint(checkpoint)
     from temper.commands.serve import ServeSettings
     from temper.commands.serve import serve as serve_checkpoint
 

@@ -1,6 +1,6 @@
 """`temper eval`, `temper sample`, `temper export`: things to do with a trained checkpoint.
 
-Owns: finding a checkpoint, asking it, handing it on. Refuses: training.
+Owns: asking a checkpoint, handing it on. Refuses: training, finding it (find.py).
 """
 
 from __future__ import annotations
@@ -15,36 +15,22 @@ from transformers import AutoModelForCausalLM
 
 from temper import calls
 from temper.build import build_stage
+from temper.commands.find import find_model
 from temper.commands.training.train import outputs_of
 from temper.config import RunConfig, load_recipe, refer, references
 from temper.errors import BackendError, UserError
 from temper.integrity import verify
-from temper.models.load import find_checkpoint, read_shape
+from temper.models.load import read_shape
 from temper.models.lora.adapters import is_adapter_folder
 from temper.models.lora.materialize import load_trained, materialize
 from temper.models.scorer import CLASSES, kind_of, score_head
 from temper.models.states import Head, hidden_states
-from temper.trainer.checkpoint import latest_checkpoint
 from temper.trainer.passes.attention import PackedAttention
 from temper.types import EvaluationResult
 
 EXPORTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 NOT_EXPORTED = ("state.json", "manifest.json")
 LOGIT_TOLERANCE = 1e-3
-
-
-def find_model(path: Path) -> Path:
-    """A checkpoint directory, or the newest checkpoint of a run's policy: a reward model answers nobody."""
-    if not (path / "run.db").is_file():
-        return find_checkpoint(str(path))
-    stages = sorted((path / "checkpoints").glob("*-*"), key=lambda stage: int(stage.name.partition("-")[0]))
-    policies = [stage for stage in stages if not stage.name.endswith("-reward_model")]
-    found = [latest for stage in policies if (latest := latest_checkpoint(stage))]
-    if not found:
-        has_other = len(policies) < len(stages)
-        also = ". Name a checkpoint directory of its reward model, if that is meant" if has_other else ""
-        raise UserError(f"{path} is a run without a checkpoint of a policy yet{also}")
-    return found[-1]
 
 
 def evaluate_checkpoint(path: Path, recipe: Path, *, overrides: Sequence[str] = ()) -> list[EvaluationResult]:

@@ -1,6 +1,7 @@
 """What a recipe may say (sections), how it is read (recipe) and written (toml)."""
 
-from temper.config.recipe import load_recipe, merge, parse_override, read_table, resolve, section_of
+from temper.config.complaints import known_keys, section_of
+from temper.config.recipe import load_recipe, merge, parse_override, read_table, resolve
 from temper.config.references import FIRST, check_references, refer, references
 from temper.config.section import Section
 from temper.config.sections import RewardConfig, RunConfig, SourceConfig
@@ -13,6 +14,7 @@ __all__ = [
     "Section",
     "SourceConfig",
     "check_references",
+    "known_keys",
     "load_recipe",
     "merge",
     "parse_override",

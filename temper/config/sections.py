@@ -22,7 +22,9 @@ class SourceConfig(Section):
     """Where tasks come from: a file or a generator, exactly one."""
 
     path: str = ""
-    """A .jsonl, .json or .parquet file, or a folder that save_to_disk of the package datasets wrote."""
+    """A .jsonl, .json or .parquet file, a folder that save_to_disk of the package datasets wrote, or a data set on
+    Hugging Face's hub: "owner/name", "owner/name:split" or "owner/name:configuration/split". Unnamed, the split is
+    train and the configuration the only one, "default" or "main"."""
     generator: str = ""
     """A generator's name ("spell_backward", "reasoning_gym"), or "package.module:function" of your own."""
     options: dict[str, Scalar | list[Scalar]] = {}
@@ -50,6 +52,8 @@ class SourceConfig(Section):
 
 
 class PromptConfig(Section):
+    """How a task becomes messages."""
+
     system: str = ""
     """System message put before every prompt; empty: none."""
     template: str = "{prompt}"
@@ -63,11 +67,14 @@ class PromptConfig(Section):
 
 
 class RewardConfig(Section):
+    """One part of the reward: its kind, its weight, its options."""
+
     kind: str
     """math, code, exact, contains, f1, edit, rearranged, format, tags, json_schema, ifeval, length, repetition,
     language, judge, pairwise, rubric, evolving_rubric, reward_model, process, discriminator, env, countdown,
     reasoning_gym or verifiers; or "package.module:function" of your own."""
     weight: float = 1.0
+    """Factor of this part in the sum."""
     gate: bool = False
     """The whole reward is 0 unless this part is at least 1. A gate has no weight of its own."""
     clip: tuple[float, float] | None = None
@@ -89,6 +96,8 @@ class EnvConfig(Section):
 
 
 class RolloutConfig(Section):
+    """How many answers are drawn for a step, of which weights, and which of them are trained."""
+
     groups_per_step: int = Field(8, ge=1)
     """Tasks trained per step."""
     group_size: int = Field(8, ge=1)
@@ -121,12 +130,18 @@ class RolloutConfig(Section):
 
 
 class SamplingConfig(Section):
+    """How tokens are drawn."""
+
     temperature: float = Field(1.0, gt=0)
+    """Of the draws: below 1 narrower than the model, above 1 wider."""
     max_new_tokens: int = Field(64, ge=1)
+    """Longest completion of one turn, in tokens."""
     top_k: int = Field(0, ge=0)
     """Draw among this many most likely tokens; 0: all. The trainer then renormalises over the same tokens."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Draw among the most likely tokens that hold this probability together; 1: all."""
     min_p: float = Field(0.0, ge=0, lt=1)
+    """Draw among tokens at least this share as likely as the likeliest; 0: all."""
     stop: list[str] = []
     """Texts that end a completion."""
 
@@ -139,6 +154,7 @@ class ObjectiveConfig(Section):
     shaping: list[Factor] | None = None
     """What is done to rewards before they are compared."""
     advantage: Factor | None = None
+    """How rewards become credit, e.g. "group_mean_std" or "gae"."""
     normalizers: list[Factor] | None = None
     """What is done to advantages: whiten, clip, drop."""
     critic: Factor | None = None
@@ -147,13 +163,17 @@ class ObjectiveConfig(Section):
     """What the ratio is taken against: "trainer" (its own log-probabilities when the batch started), "behavior" (the
     sampler's), "interpolated" or "current"."""
     ratio: Factor | None = None
+    """Over what the ratio of new to old probability is taken: a token, a sequence."""
     gate: Factor | None = None
+    """How far one update may move a token, e.g. {name = "clip", low = 0.2, high = 0.28}."""
     emphasis: list[Factor] | None = None
     """What changes advantages inside the loss."""
     corrections: list[Factor] | None = None
     """Multipliers and keep rules: for the sampler's mismatch and staleness, by entropy, by covariance."""
     weighting: Factor | None = None
+    """What every token counts in the loss, e.g. "token_mean" or "sequence_mean"."""
     regularizers: list[Factor] | None = None
+    """What is added to the loss: KL to the reference, entropy."""
     controllers: list[Factor] | None = None
     """What adapts a coefficient while training: adaptive_kl, adaptive_entropy."""
     reference: Factor | None = None
@@ -168,7 +188,10 @@ class ObjectiveConfig(Section):
 
 
 class OptimConfig(Section):
+    """AdamW and its schedule."""
+
     learning_rate: float = Field(1e-6, ge=0)
+    """Of AdamW, after warm-up."""
     critic_learning_rate: float | None = Field(None, ge=0)
     """Learning rate of the critic, if there is one. Same schedule, but over all steps: the policy's begins with the
     first step that trains the policy. Unset: ten times learning_rate."""
@@ -176,7 +199,9 @@ class OptimConfig(Section):
     """After warm-up. linear and cosine fall towards 0, which they would reach one step after the last; wsd (warm-up,
     stable, decay) stays at the full rate and falls linearly in the last fifth."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps in which the learning rate rises from 0."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's, decoupled from the gradient."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW's decay rate of the mean gradient."""
     beta2: float = Field(0.999, ge=0, lt=1)
@@ -184,9 +209,12 @@ class OptimConfig(Section):
     epsilon: float = Field(1e-8, gt=0)
     """Added to the root of the mean squared gradient."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Longer gradients are scaled down to this norm."""
 
 
 class TrainerConfig(Section):
+    """How a batch is read and taken apart."""
+
     tokens_per_microbatch: int = Field(8192, ge=16)
     """Packed tokens of one forward pass. Changes memory and speed, never the gradient."""
     updates_per_batch: int = Field(1, ge=1)
@@ -199,6 +227,8 @@ class TrainerConfig(Section):
 
 
 class EngineConfig(Section):
+    """What draws completions."""
+
     kind: Literal["local", "vllm", "sglang"] = "local"
     """Who draws the tokens: Temper's own engine, vLLM in this process, or an SGLang server."""
     address: str = ""
@@ -249,6 +279,8 @@ class EngineConfig(Section):
 
 
 class EvaluationConfig(Section):
+    """Held-out evaluations: how often, and under which budget."""
+
     every: int = Field(0, ge=0)
     """Steps between held-out evaluations. Both ends of a stage are always evaluated when there is a held-out set."""
     samples: int = Field(1, ge=1)
@@ -256,12 +288,16 @@ class EvaluationConfig(Section):
     temperature: float | None = Field(None, gt=0)
     """Of those samples. Unset: as in training; the same below."""
     top_p: float | None = Field(None, gt=0, le=1)
+    """Of those samples."""
     max_new_tokens: int | None = Field(None, ge=1)
+    """Longest held-out completion of one turn, in tokens."""
     reward: list[RewardConfig] = []
     """A verifier that training never sees, for the held-out score. Empty: the training reward judges itself."""
 
 
 class CheckpointConfig(Section):
+    """When checkpoints are written, and how many are kept."""
+
     every: int = Field(50, ge=1)
     """Steps between checkpoints. The last step is always saved."""
     keep: int = Field(2, ge=1)
@@ -272,10 +308,13 @@ class RunConfig(Section):
     """One stage, resolved."""
 
     name: str = "run"
+    """Name of the run directory, runs/NAME, and of the run in every report."""
     stage: StageKind = "rl"
     """rl, sft, reward_model, rejection, preference or distill. In a [[stage]] table it is called `kind`."""
     steps: int = Field(100, ge=1)
+    """Optimiser steps of the stage; of a rejection stage, steps of rollouts."""
     seed: int = 0
+    """Of all randomness: the order of the data, sampling, new weights."""
     model: ModelConfig = ModelConfig()
     train: list[SourceConfig] = []
     """Training tasks; several are a mixture by weight."""

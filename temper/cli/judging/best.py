@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import Overrides, app, note, out
-from temper.cli.judging.options import Data, Fast, Limit, Suite
+from temper.cli.console import Overrides, app, note, out, require_checkpoint
+from temper.cli.judging.options import Data, Fast, Limit, Suite, require_suite
 
 
 @app.command()
@@ -33,6 +33,8 @@ def best(
     set_: Overrides = None,
 ) -> None:
     """Best-of-N: draws N answers to each prompt and gives the one that a reward likes most."""
+    require_checkpoint(checkpoint)
+    require_suite(suite, data, set_)
     from temper.commands.judging import verify as rewards
     from temper.commands.judging.best import Wanted, render
     from temper.commands.judging.best import best as draw

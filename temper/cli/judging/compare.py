@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import Overrides, app, note, out
-from temper.cli.judging.options import Data, Fast, Limit, Suite
+from temper.cli.console import Overrides, app, note, out, require_checkpoint
+from temper.cli.judging.options import Data, Fast, Limit, Suite, require_suite
 
 
 @app.command()
@@ -32,6 +32,10 @@ def compare(
     set_: Overrides = None,
 ) -> None:
     """What training did: paired differences with intervals, pass@k curves, a verdict; one HTML page."""
+    for path in (base, trained):
+        if not path.is_file():  # a result that was saved
+            require_checkpoint(path)
+    require_suite(suite, data, set_)
     from temper.commands.judging.compare import compare_models, render
     from temper.commands.judging.evaluate import Asked
 

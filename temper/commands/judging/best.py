@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from temper import calls
-from temper.commands.checkpoints import find_model
+from temper.commands.find import find_model
 from temper.commands.judging.evaluate import Asked, Note, open_rubric, open_setup, with_decoding
 from temper.config.sections import RewardConfig
 from temper.data import ENV_GENERATORS

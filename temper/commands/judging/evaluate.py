@@ -27,7 +27,7 @@ from rich.text import Text
 from temper import calls
 from temper.build import pick_device
 from temper.build.policy import Room, describe_policy, open_engine
-from temper.commands.checkpoints import find_model
+from temper.commands.find import find_model
 from temper.data import ENV_GENERATORS
 from temper.envs.adapters.reasoning_gym import ReasoningGymReward
 from temper.envs.adapters.verifiers import VerifiersReward

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from temper import calls
 from temper.build.policy import describe_policy
-from temper.commands.checkpoints import find_model
+from temper.commands.find import find_model
 from temper.commands.judging.evaluate import Asked, Note, open_rubric, open_setup, open_suite
 from temper.commands.judging.scale import require_single_turn
 from temper.errors import UserError

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from temper import calls
 from temper.build.policy import describe_policy
-from temper.commands.checkpoints import find_model
+from temper.commands.find import find_model
 from temper.commands.judging.evaluate import Asked, Note, budget_of, open_rubric, open_setup, with_decoding
 from temper.data import ENV_GENERATORS
 from temper.errors import UserError, did_you_mean
