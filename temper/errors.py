@@ -47,13 +47,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def nearest_file(path: Path) -> str:
     """' Did you mean "recipes/demo.toml"?' for the nearest name beside a file or folder that is not there, or ''."""
-    folder = path.expanduser().parent
     if path.expanduser().exists():
         return ""
-    if folder.is_dir():
-        near = difflib.get_close_matches(path.name, os.listdir(folder), n=1, cutoff=0.6)
-        return f' Did you mean "{path.parent / near[0]}"?' if near else ""
+    if path.expanduser().parent.is_dir():
+        near = nearest_path(path)
+        return f' Did you mean "{near}"?' if near is not None else ""
     return f' There is no folder "{path.parent}".{nearest_file(path.parent)}'
+
+
+def nearest_path(path: Path) -> Path | None:
+    """What is there in the same folder under nearly the same name; None: nothing is."""
+    folder = path.expanduser().parent
+    near = difflib.get_close_matches(path.name, os.listdir(folder), n=1, cutoff=0.6) if folder.is_dir() else []
+    return path.parent / near[0] if near else None
 
 
 def install_line(extra: str) -> str:

@@ -68,7 +68,7 @@ def fetch_model(name: str, key: str = "model.path") -> Path:
     What was fetched once is used again, unasked: a run that is resumed must not find that its model has changed.
     """
     target = f"models/{name.partition('/')[2]}"
-    advice = f'hf download {name} --local-dir {target}   and {key} = "{target}"'
+    advice = f"hf download {name} --local-dir {target} and then give {target}"
     hub = _import_hub(f'{key} "{name}"', advice)
     cached = _cached(hub, name)
     if cached is not None and _is_whole(cached):
@@ -119,7 +119,7 @@ def rows_name(text: str) -> RowsName | None:
 def fetch_rows(wanted: RowsName) -> list[Path]:
     """The files of one split, in order. Those that were fetched once are used again, unasked."""
     target = f"data/{wanted.name.partition('/')[2]}"
-    advice = f'hf download {wanted.name} --repo-type dataset --local-dir {target}   and path = "{target}/FILE"'
+    advice = f"hf download {wanted.name} --repo-type dataset --local-dir {target} and then give a file of {target}"
     hub = _import_hub(f'data set "{wanted.name}"', advice)
     if files := _cached_rows(_cached(hub, wanted.name, "dataset"), wanted):
         return files
@@ -192,15 +192,17 @@ def _import_hub(what: str, advice: str) -> Any:
         import huggingface_hub
     except ImportError as error:
         raise UserError(
-            f"{what} is not here, and without the package huggingface_hub it cannot be fetched. Elsewhere: {advice}"
+            f"{what} is not here, and without the package huggingface_hub it cannot be fetched. Where that is "
+            f"installed: {advice}"
         ) from error
     return huggingface_hub
 
 
 def _refuse(what: str, error: Exception, advice: str) -> NoReturn:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    first = str(error).strip().partition("\n")[0]
     raise UserError(
-        f"{what} is not here, and could not be fetched from the hub ({reason:.160}). Bring it as a folder: {advice}"
+        f"{what} is not here, and could not be fetched from the hub ({type(error).__name__}: {first:.160}). Where "
+        f"the hub can be reached: {advice}"
     ) from error
 
 

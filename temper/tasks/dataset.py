@@ -149,7 +149,10 @@ def _task(task_id: str, row: Any, prompt_field: str, answer_field: str, pattern:
         for key, value in row.items()
         if key not in (prompt_field, answer_field) and isinstance(value, (str, int, float, bool))
     }
-    return Task(id=task_id, messages=messages, answer=answer, extra={**rest, **read_tools(row.get("tools"))})
+    extra = {**rest, **read_tools(row.get("tools"))}
+    # References, no copies: also the whole of a column of which answer_pattern took a part.
+    columns = {name: value for name, value in row.items() if name not in ("prompt", "answer", *extra)}
+    return Task(id=task_id, messages=messages, answer=answer, extra=extra, columns=columns)
 
 
 def _column(row: dict[str, Any], name: str, setting: str) -> Any:

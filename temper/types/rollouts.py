@@ -142,6 +142,8 @@ class Task:
     """The gold answer; None when the reward needs none."""
     extra: Mapping[str, Scalar] = field(default_factory=dict)
     """Whatever else the reward or environment reads, e.g. the reasoning-gym entry."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """All other columns of its row, e.g. lists: for a reward of the user's own that asks for them."""
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:

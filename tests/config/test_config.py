@@ -240,3 +240,19 @@ def test_files_beside_the_recipe_are_found_first_and_others_where_one_works(
     assert config.heldout.path == "project/rows.jsonl"
     assert [part.kind for part in config.reward] == ["project/judge_it.py:score", "math"]
     assert [part.kind for part in config.evaluation.reward] == ["absent:score"]
+
+
+def test_a_misspelt_file_beside_the_recipe_is_looked_for_there(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.jsonl", "reward.py"):
+        (tmp_path / "mine" / name).touch()
+    table = {**tiny_recipe, "train": [{"path": "trian.jsonl"}], "reward": [{"kind": "rewrad.py:f"}]}
+    (tmp_path / "mine" / "r.toml").write_text(to_toml(resolve(table, [], where="tiny")))
+    config = load_recipe(Path("mine/r.toml"))[0]
+    assert config.train[0].path == "mine/trian.jsonl", "its message can then name mine/train.jsonl"
+    assert config.reward[0].kind == "mine/rewrad.py:f"
+    (tmp_path / "trian.jsonl").touch()
+    assert load_recipe(Path("mine/r.toml"))[0].train[0].path == "trian.jsonl", "what is there is what is meant"

@@ -236,10 +236,11 @@ def open_setup(
     sizes = {task.id: len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in asks}
     longest = max(sizes.values(), default=0)
     if longest + decoding.max_new_tokens > shape.max_context:
+        left = shape.max_context - longest
         raise UserError(
             f"the prompt of {max(sizes, key=lambda name: sizes[name])}, the longest, has {longest} tokens; with "
-            f"max_new_tokens={decoding.max_new_tokens} that is more than "
-            f"the model's context of {shape.max_context}. Use --max-new-tokens {max(1, shape.max_context - longest)}"
+            f"max_new_tokens={decoding.max_new_tokens} that is more than the model's context of {shape.max_context}. "
+            f"Use {f'--max-new-tokens {left}' if left > 0 else 'shorter prompts, or a model with a longer context'}"
         )
     numerics = asked.numerics
     if numerics == "exact" and shape.family not in FAMILIES:

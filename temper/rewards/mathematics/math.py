@@ -103,7 +103,10 @@ class MathReward(Reward):
             verdict = self._pool.submit(gold, gold).result(timeout=300.0)
         except WorkerFailed as error:
             return f"its answer {task.answer!r} breaks the verifier: {error}"
-        return None if verdict is True else f"its answer {task.answer!r} cannot be parsed as mathematics"
+        if verdict is True:
+            return None
+        marked = ' Its answer stands behind "####": set answer_pattern = "#### (.+)"' if "####" in task.answer else ""
+        return f"its answer {task.answer!r} cannot be parsed as mathematics.{marked}"
 
     async def close(self) -> None:
         self._pool.close()
