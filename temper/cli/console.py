@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from temper.commands.find import find_model
 from temper.commands.launchers import require_one_process
+from temper.commands.progress import show_work
 from temper.terminal import SafeConsole
 from temper.version import __version__
 
@@ -55,6 +57,11 @@ def refuse_launchers(
 def require_checkpoint(path: Path) -> None:
     """UserError for a path that leads to no checkpoint: before seconds of imports, not after them."""
     find_model(path)
+
+
+def importing() -> AbstractContextManager[object]:
+    """Around the imports of a verb that computes: they take seconds, and a silent terminal looks stuck."""
+    return show_work("importing torch and transformers")
 
 
 def note(line: str) -> None:

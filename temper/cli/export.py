@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import app, out, require_checkpoint
+from temper.cli.console import app, importing, out, require_checkpoint
 
 
 @app.command()
@@ -20,7 +20,8 @@ def export(
 ) -> None:
     """Write an ordinary Hugging Face directory, checked by logits against plain transformers."""
     require_checkpoint(checkpoint)
-    from temper.commands.checkpoints import export as export_checkpoint
+    with importing():
+        from temper.commands.checkpoints import export as export_checkpoint
 
     gap = export_checkpoint(checkpoint, target)
     out.print(f"{target}: logits equal to those of plain transformers within {gap:.2g}")

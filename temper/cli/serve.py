@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import app, out, require_checkpoint
+from temper.cli.console import app, importing, out, require_checkpoint
 
 
 @app.command()
@@ -31,8 +31,9 @@ def serve(
 ) -> None:
     """Serve a checkpoint to OpenAI clients over HTTP."""
     require_checkpoint(checkpoint)
-    from temper.commands.serve import ServeSettings
-    from temper.commands.serve import serve as serve_checkpoint
+    with importing():
+        from temper.commands.serve import ServeSettings
+        from temper.commands.serve import serve as serve_checkpoint
 
     settings = ServeSettings(
         host=host, port=port, name=name, api_key=api_key, record=record, max_running=max_running,

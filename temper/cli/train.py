@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import Overrides, Recipe, app, out
+from temper.cli.console import Overrides, Recipe, app, importing, out
+from temper.commands.progress import show_work
 from temper.errors import command_line
 
 UNFINISHED = 4
@@ -32,16 +33,20 @@ def train(
 
     name = load_recipe(recipe, set_ or ())[0].name  # first: a mistake in it needs no torch to be found
     if dry_run:
-        from temper.commands.training.preflight import dry_run as check
-
-        out.print(check(recipe, overrides=set_ or ()))
+        with importing():
+            from temper.commands.training.preflight import dry_run as check
+        with show_work(f"checking {recipe}"):
+            found = check(recipe, overrides=set_ or ())
+        out.print(found)
         out.print("\nNothing was trained. Everything that can be checked without weights is in order.")
         return
     from temper.commands.starts import undo_failed_start
-    from temper.commands.training.stopping import Stopped, describe_stop
-    from temper.commands.training.train import choose_folder, is_finished
-    from temper.commands.training.train import train as run_training
-    from temper.runs.report.report import make_report, render
+
+    with importing():
+        from temper.commands.training.stopping import Stopped, describe_stop
+        from temper.commands.training.train import choose_folder, is_finished
+        from temper.commands.training.train import train as run_training
+        from temper.runs.report.report import make_report, render
 
     run = run or choose_folder(name, resume=resume)
     try:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from temper import calls
 from temper.build import build_stage
 from temper.commands.find import find_model
+from temper.commands.progress import show_work
 from temper.commands.training.train import outputs_of
 from temper.config import RunConfig, load_recipe, refer, references
 from temper.errors import BackendError, UserError
@@ -55,9 +56,11 @@ def _referred(config: RunConfig, stages: Sequence[RunConfig], path: Path) -> Run
 
 
 async def _evaluate(config: RunConfig, model: Path) -> list[EvaluationResult]:
-    stage = build_stage(config, 0, model)
+    with show_work(f"loading {model}"):
+        stage = build_stage(config, 0, model)
     try:
-        return await stage.evaluate(step=0)
+        with show_work(f"{len(stage.data.heldout)} held-out tasks", sampler=stage.sampler):
+            return await stage.evaluate(step=0)
     finally:
         await stage.close()
 
@@ -76,7 +79,8 @@ def export(path: Path, out: Path) -> float:
         materialize(source, out)
     else:
         _copy(source, out)
-    gap = compare_logits(source, out)
+    with show_work(f"comparing {out} with {source}"):
+        gap = compare_logits(source, out)
     if gap > LOGIT_TOLERANCE:
         raise BackendError(
             f"{out}: logits differ from the checkpoint's by {gap:.3g}; the export is not the trained model"

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import Overrides, app, note, out, require_checkpoint
+from temper.cli.console import Overrides, app, importing, note, out, require_checkpoint
 from temper.cli.judging.options import Data, Fast, Limit, Suite, require_suite
 
 
@@ -35,10 +35,11 @@ def best(
     """Best-of-N: draws N answers to each prompt and gives the one that a reward likes most."""
     require_checkpoint(checkpoint)
     require_suite(suite, data, set_)
-    from temper.commands.judging import verify as rewards
-    from temper.commands.judging.best import Wanted, render
-    from temper.commands.judging.best import best as draw
-    from temper.commands.judging.evaluate import Asked
+    with importing():
+        from temper.commands.judging import verify as rewards
+        from temper.commands.judging.best import Wanted, render
+        from temper.commands.judging.best import best as draw
+        from temper.commands.judging.evaluate import Asked
 
     asked = Asked(
         suite=suite, data=data, temperature=temperature, max_new_tokens=max_new_tokens, limit=limit, seed=seed,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import app, note, out, require_checkpoint
+from temper.cli.console import app, importing, note, out, require_checkpoint
 from temper.cli.judging.options import Fast, Limit, require_suite
 
 
@@ -35,9 +35,10 @@ def choose(
             require_checkpoint(path)
     for name in suite:
         require_suite(name)
-    from temper.commands.judging.choose import choose as rate
-    from temper.commands.judging.choose import render
-    from temper.commands.judging.evaluate import Asked
+    with importing():
+        from temper.commands.judging.choose import choose as rate
+        from temper.commands.judging.choose import render
+        from temper.commands.judging.evaluate import Asked
 
     probes = [
         Asked(

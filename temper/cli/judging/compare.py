@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import Overrides, app, note, out, require_checkpoint
+from temper.cli.console import Overrides, app, importing, note, out, require_checkpoint
 from temper.cli.judging.options import Data, Fast, Limit, Suite, require_suite
 
 
@@ -36,8 +36,9 @@ def compare(
         if not path.is_file():  # a result that was saved
             require_checkpoint(path)
     require_suite(suite, data, set_)
-    from temper.commands.judging.compare import compare_models, render
-    from temper.commands.judging.evaluate import Asked
+    with importing():
+        from temper.commands.judging.compare import compare_models, render
+        from temper.commands.judging.evaluate import Asked
 
     asked = Asked(
         suite=suite, data=data, samples=samples, temperature=temperature, max_new_tokens=max_new_tokens, limit=limit,

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from temper.cli.console import Overrides, app, out, require_checkpoint
+from temper.cli.console import Overrides, app, importing, out, require_checkpoint
 from temper.cli.judging.options import require_suite
 from temper.errors import UserError
 from temper.terminal import SafeConsole
@@ -41,7 +41,8 @@ def evaluate(
     require_checkpoint(checkpoint)
     require_suite(suite, data, set_)
     if suite:
-        from temper.commands.judging.evaluate import Asked, evaluate_suite, render
+        with importing():
+            from temper.commands.judging.evaluate import Asked, evaluate_suite, render
 
         asked = Asked(
             suite=suite, data=data, samples=samples, temperature=temperature, top_p=top_p,
@@ -72,7 +73,8 @@ def _evaluate_heldout(checkpoint: Path, recipe: Path, overrides: Sequence[str], 
     from temper.config import load_recipe
 
     load_recipe(recipe, overrides)  # first: a mistake in it needs no torch to be found
-    from temper.commands.checkpoints import evaluate_checkpoint
+    with importing():
+        from temper.commands.checkpoints import evaluate_checkpoint
 
     results = evaluate_checkpoint(checkpoint, recipe, overrides=overrides)
     if as_json:

@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Literal
 
 from pydantic import ValidationError
 from rich.console import Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -28,6 +27,7 @@ from temper import calls
 from temper.build import pick_device
 from temper.build.policy import Room, describe_policy, open_engine
 from temper.commands.find import find_model
+from temper.commands.progress import show_work
 from temper.data import ENV_GENERATORS
 from temper.envs.adapters.reasoning_gym import ReasoningGymReward
 from temper.envs.adapters.verifiers import VerifiersReward
@@ -49,7 +49,7 @@ from temper.rollout.openings import try_openings
 from temper.runs.results import PromptResult, SuiteResult, differing_budget, load, save
 from temper.tasks.generators import GENERATORS
 from temper.tasks.render import Renderer
-from temper.terminal import SafeConsole, print_line
+from temper.terminal import print_line
 from temper.types import SamplingParams, Scalar, Task
 from temper.version import __version__
 
@@ -202,8 +202,9 @@ async def _evaluate(
                 at_once=at_once,
                 answer_of=answer_of(suite),
             )
-            with _progress(suite.name, len(tasks) * attempts.samples, is_live) as advance:
-                return constant, await play(setup, tasks, attempts, progress=advance)
+            total = len(tasks) * attempts.samples
+            with show_work(suite.name, total=total, sampler=setup.sampler, is_live=is_live) as work:
+                return constant, await play(setup, tasks, attempts, progress=work.advance)
         finally:
             await setup.sampler.close()
     finally:
@@ -250,8 +251,10 @@ def open_setup(
     length = shape.max_context if decoding.max_turns > 1 else longest + decoding.max_new_tokens
     decode = renderer.decode if decoding.stop else None
     room = Room(seed=asked.seed, max_running=at_once, usual_length=length)
+    with show_work(f"loading {folder}"):
+        engine = open_engine(policy, room, numerics=numerics, decode=decode)
     setup = EpisodeSetup(
-        sampler=open_engine(policy, room, numerics=numerics, decode=decode),
+        sampler=engine,
         renderer=renderer,
         scorer=rubric,
         make_env=partial(_env_of, suite),
@@ -284,14 +287,6 @@ def weights_sha256(folder: Path) -> str:
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     parts = [[file.name, sha256_of(file)] for file in files]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def _progress(name: str, total: int, is_live: bool) -> Iterator[Callable[[int], None]]:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=SafeConsole(stderr=True), transient=True, disable=not is_live) as bar:
-        task = bar.add_task(name, total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 def render(result: SuiteResult) -> RenderableType:
