@@ -1,4 +1,4 @@
-"""The three ways Temper refuses, and the helper that suggests the nearest name.
+"""The three ways Temper refuses, and what messages have in common: the nearest name, the line that installs.
 
 Owns: exception types and their exit codes. Refuses: recovery; a caller at the rim turns these into a recorded status.
 """
@@ -6,7 +6,11 @@ Owns: exception types and their exit codes. Refuses: recovery; a caller at the r
 from __future__ import annotations
 
 import difflib
+import os
+import shlex
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class TemperError(Exception):
@@ -39,3 +43,46 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' Did you mean "x"?' for the nearest known name, or '' when nothing is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f' Did you mean "{near[0]}"?' if near else ""
+
+
+def nearest_file(path: Path) -> str:
+    """' Did you mean "recipes/demo.toml"?' for the nearest name beside a file or folder that is not there, or ''."""
+    if path.expanduser().exists():
+        return ""
+    if path.expanduser().parent.is_dir():
+        near = nearest_path(path)
+        return f' Did you mean "{near}"?' if near is not None else ""
+    return f' There is no folder "{path.parent}".{nearest_file(path.parent)}'
+
+
+def nearest_path(path: Path) -> Path | None:
+    """What is there in the same folder under nearly the same name; None: nothing is."""
+    folder = path.expanduser().parent
+    near = difflib.get_close_matches(path.name, os.listdir(folder), n=1, cutoff=0.6) if folder.is_dir() else []
+    return path.parent / near[0] if near else None
+
+
+def install_line(extra: str) -> str:
+    """A command that installs an extra into the environment that runs now, whether or not that is active in the shell.
+
+    Of a clone it installs the clone, with the versions that were tested.
+    """
+    clone = Path(__file__).resolve().parent.parent
+    if not (clone / "pyproject.toml").is_file():
+        return f'{command_line("python")} -m pip install "temper-rl[{extra}]"'
+    is_here = clone == Path.cwd()
+    constraints = shlex.quote(str(Path("constraints.txt") if is_here else clone / "constraints.txt"))
+    return f'{command_line("python")} -m pip install -c {constraints} -e "{"." if is_here else clone}[{extra}]"'
+
+
+def command_line(program: str, *arguments: str) -> str:
+    """The program of this environment and its arguments, as a shell needs them that may not have it active: by its name
+    where that is found and is this one, else by its path, e.g. ".venv/bin/temper watch runs/demo"."""
+    folder = Path(sys.executable).absolute().parent
+    if not (folder / program).is_file():
+        return command_line(Path(sys.executable).name, "-m", program, *arguments)
+    found = next((Path(part) for part in os.get_exec_path() if (Path(part) / program).is_file()), None)
+    if found is not None and found.absolute() == folder:
+        return shlex.join([program, *arguments])
+    is_below = folder.is_relative_to(Path.cwd())
+    return shlex.join([str((folder.relative_to(Path.cwd()) if is_below else folder) / program), *arguments])

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from temper.errors import UserError, did_you_mean
+from temper.errors import UserError, did_you_mean, nearest_file
 
 _GIVEN: dict[str, Callable[..., Any]] = {}
 """Functions handed over in Python, by the name that a recipe calls them. They live as long as the process."""
@@ -65,8 +65,12 @@ def load_function(target: str, *, where: str) -> Callable[..., Any]:
     module_name, _, function_name = target.rpartition(":")
     try:
         module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
     except Exception as error:
-        raise UserError(f"{where}: cannot import {module_name} ({type(error).__name__}: {error})") from error
+        from temper.calls import explain_error  # only now: workers that find a function should stay small
+
+        raise UserError(f"{where}: cannot import {module_name} ({explain_error(error)})") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value)]
@@ -90,7 +94,7 @@ def _load_file(path: Path) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, resolved)
     if spec is None or spec.loader is None or not resolved.is_file():
-        raise FileNotFoundError(f"{resolved} is not there")
+        raise UserError(f"{path} is not there.{nearest_file(path)}")
     if (folder := str(resolved.parent)) not in sys.path:
         sys.path.append(folder)
     module = importlib.util.module_from_spec(spec)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "temper"
 LAYERS: dict[str, int] = {
     **dict.fromkeys(("types", "protocols", "errors", "plugins", "calls", "storable", "sandbox"), 0),
     **dict.fromkeys(("listening", "version", "interpreter"), 0),
-    **dict.fromkeys(("integrity", "markers", "terminal"), 0),
+    **dict.fromkeys(("integrity", "markers", "terminal", "hub"), 0),
     **dict.fromkeys(("config", "objectives", "rewards", "tasks", "envs", "runs", "models"), 1),
     **dict.fromkeys(("batching", "catalogue"), 2),
     **dict.fromkeys(("engine", "trainer"), 3),

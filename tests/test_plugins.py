@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from temper.errors import UserError
@@ -47,3 +49,15 @@ def test_options_are_held_against_the_signature(options: dict[str, object], mess
 def test_options_that_fit_pass() -> None:
     require_options(sample, {"name": "x", "share": 1}, where="generator", skip=1)
     require_options(open_ended, {"anything": [1]}, where="generator", skip=1)
+
+
+def test_a_misspelt_file_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def f(): pass")
+    with pytest.raises(UserError, match=r'^reward: .*/rewrad\.py is not there\. Did you mean ".*/reward\.py"\?$'):
+        load_function(f"{tmp_path}/rewrad.py:f", where="reward")
+
+
+def test_a_file_that_fails_when_it_is_run_is_named_with_the_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import math\n\nx = nonsense\n")
+    with pytest.raises(UserError, match=r"NameError: name 'nonsense' is not defined, in .*broken\.py, line 3\)$"):
+        load_function(f"{tmp_path}/broken.py:f", where="reward")

@@ -27,6 +27,7 @@ import temper.cli.serve
 import temper.cli.export
 import temper.cli.presets
 import temper.cli.metrics
+import temper.cli.recipe
 import temper.cli.doctor
 import temper.cli.model
 from temper.cli.console import app
@@ -39,7 +40,6 @@ def main() -> NoReturn:
     import os
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we start worker processes; a forked tokenizer would warn
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded at run time
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: what a model says must not fail to be shown
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -15,7 +15,12 @@ def doctor() -> None:
     """What is installed, what would run, and how to install what is missing."""
     from temper.commands.doctor import examine
 
+    findings = examine()
     table = Table("part", "", "detail")
-    for what, is_fine, detail in examine():
-        table.add_row(what, "ok" if is_fine else "-", detail)
+    for found in findings:
+        table.add_row(found.what, "ok" if found.is_fine else "-", found.detail)
     out.print(table)
+    # Below the table, each on one line: a command that a cell has wrapped cannot be copied.
+    for found in findings:
+        if found.remedy:
+            out.print(f"{found.what}:  {found.remedy}", highlight=False)

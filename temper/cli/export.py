@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import app, out
+from temper.cli.console import app, importing, out, require_checkpoint
 
 
 @app.command()
@@ -19,7 +19,9 @@ def export(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New directory")],
 ) -> None:
     """Write an ordinary Hugging Face directory, checked by logits against plain transformers."""
-    from temper.commands.checkpoints import export as export_checkpoint
+    require_checkpoint(checkpoint)
+    with importing():
+        from temper.commands.checkpoints import export as export_checkpoint
 
     gap = export_checkpoint(checkpoint, target)
     out.print(f"{target}: logits equal to those of plain transformers within {gap:.2g}")

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from temper.cli.console import app, out
+from temper.errors import command_line
 
 
 @app.command()
@@ -23,5 +24,6 @@ def init(
     for path in write_files(folder):
         out.print(f"wrote {path}", highlight=False)
     recipe = folder / "recipe.toml"
-    out.print(f"\n  temper train {recipe} --dry-run     checks everything in seconds", highlight=False)
-    out.print(f"  temper train {recipe}               trains", highlight=False)
+    train = command_line("temper", "train", str(recipe))
+    out.print(f"\n  {train} --dry-run     checks everything in seconds", highlight=False)
+    out.print(f"  {train}               trains", highlight=False)

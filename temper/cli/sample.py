@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import app, out
+from temper.cli.console import app, importing, out, require_checkpoint
 
 
 @app.command()
@@ -23,20 +23,27 @@ def sample(
     seed: int = 0,
 ) -> None:
     """Sample from a checkpoint, or talk to it."""
+    require_checkpoint(checkpoint)
     import asyncio
 
-    from temper.build.policy import Room, open_policy
-    from temper.commands.checkpoints import find_model
+    from temper.commands.find import find_model
+    from temper.commands.progress import show_work
 
-    policy = open_policy(find_model(checkpoint), Room(seed=seed, max_running=min(n, 32)))
+    with importing():
+        from temper.build.policy import Room, open_policy
+    with show_work(f"loading {checkpoint}"):
+        policy = open_policy(find_model(checkpoint), Room(seed=seed, max_running=min(n, 32)))
 
     async def talk() -> None:
         messages: list[dict[str, str]] = []
         while True:
             text = prompt if prompt is not None else input("you> ")
             messages.append({"role": "user", "content": text})
-            (answers,) = await policy.answer([messages], n, temperature=temperature, max_new_tokens=max_new_tokens)
-            for answer in answers:
+            with show_work("answering", sampler=policy.engine):
+                (answers,) = await policy.answer([messages], n, temperature=temperature, max_new_tokens=max_new_tokens)
+            for number, answer in enumerate(answers, start=1):
+                if n > 1:  # an answer may have blank lines of its own
+                    out.print(f"--- answer {number} of {n} ---", highlight=False)
                 out.print(answer)
             if prompt is not None:
                 return

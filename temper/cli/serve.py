@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import app, out
+from temper.cli.console import app, importing, out, require_checkpoint
 
 
 @app.command()
@@ -30,8 +30,10 @@ def serve(
     shutdown_seconds: Annotated[float, typer.Option(min=1, help="For what is in flight, after SIGTERM")] = 30.0,
 ) -> None:
     """Serve a checkpoint to OpenAI clients over HTTP."""
-    from temper.commands.serve import ServeSettings
-    from temper.commands.serve import serve as serve_checkpoint
+    require_checkpoint(checkpoint)
+    with importing():
+        from temper.commands.serve import ServeSettings
+        from temper.commands.serve import serve as serve_checkpoint
 
     settings = ServeSettings(
         host=host, port=port, name=name, api_key=api_key, record=record, max_running=max_running,

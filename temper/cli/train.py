@@ -5,13 +5,14 @@ Heavy imports happen inside the verb, so --help is instant.
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from temper.cli.console import Overrides, Recipe, app, out
+from temper.cli.console import Overrides, Recipe, app, importing, out
+from temper.commands.progress import show_work
+from temper.errors import command_line
 
 UNFINISHED = 4
 """Exit code of a training that an alarm stopped: only a run that reached its last step ends with 0."""
@@ -28,32 +29,49 @@ def train(
     run: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME")] = None,
 ) -> None:
     """Train a recipe: all its stages, in order."""
-    if dry_run:
-        from temper.commands.training.preflight import dry_run as check
+    from temper.config import load_recipe
 
-        out.print(check(recipe, overrides=set_ or ()))
+    name = load_recipe(recipe, set_ or ())[0].name  # first: a mistake in it needs no torch to be found
+    if dry_run:
+        with importing():
+            from temper.commands.training.preflight import dry_run as check
+        with show_work(f"checking {recipe}"):
+            found = check(recipe, overrides=set_ or ())
+        out.print(found)
         out.print("\nNothing was trained. Everything that can be checked without weights is in order.")
         return
-    from temper.commands.training.stopping import Stopped, describe_stop
-    from temper.commands.training.train import choose_folder, is_finished
-    from temper.commands.training.train import train as run_training
-    from temper.config import load_recipe
-    from temper.runs.report.report import make_report, render
+    from temper.commands.starts import undo_failed_start
 
-    run = run or choose_folder(load_recipe(recipe, set_ or ())[0].name, resume=resume)
+    with importing():
+        from temper.commands.training.stopping import Stopped, describe_stop
+        from temper.commands.training.train import choose_folder, is_finished
+        from temper.commands.training.train import train as run_training
+        from temper.runs.report.report import make_report, render
+
+    run = run or choose_folder(name, resume=resume)
     try:
-        folder = run_training(recipe, overrides=set_ or (), run=run, resume=resume)
+        with undo_failed_start(run):
+            folder = run_training(recipe, overrides=set_ or (), run=run, resume=resume)
     except Stopped as stop:
         changes = [word for change in set_ or () for word in ("--set", change)]
-        again = shlex.join(["temper", "train", str(recipe), *changes, "--run", str(run), "--resume"])
+        again = command_line("temper", "train", str(recipe), *changes, "--run", str(run), "--resume")
         out.print(f"\n{stop} {describe_stop(run)}. Go on with:\n  {again}")
         raise typer.Exit(stop.exit_code) from stop
     out.print(render(make_report(folder)))
-    out.print(f"\nThe run is in {folder}. Look at it:")
-    out.print(f"  temper watch {folder}           curves, rollouts and tokens in the browser")
-    out.print(f"  temper report {folder}          numbers, intervals, time split")
-    out.print(f"  temper sample {folder}          talk to the trained model")
-    out.print(f"  temper export {folder} OUT      an ordinary Hugging Face directory")
+    out.print(f"\nThe run is in {folder}. Look at it:\n{_next_commands(folder)}", highlight=False)
     if not is_finished(folder):
         out.print("\nThe run is not finished: go on with --resume.")
         raise typer.Exit(UNFINISHED)
+
+
+def _next_commands(folder: Path) -> str:
+    """What to type next, in a form that also works where the environment is not active."""
+    verbs = {
+        ("watch", str(folder)): "curves, rollouts and tokens in the browser",
+        ("report", str(folder)): "numbers, intervals, time split",
+        ("sample", str(folder)): "talk to the trained model",
+        ("export", str(folder), "OUT"): "an ordinary Hugging Face directory",
+    }
+    lines = {command_line("temper", *words): meaning for words, meaning in verbs.items()}
+    width = max(map(len, lines))
+    return "\n".join(f"  {line:<{width}}   {meaning}" for line, meaning in lines.items())

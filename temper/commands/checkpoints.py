@@ -1,6 +1,6 @@
 """`temper eval`, `temper sample`, `temper export`: things to do with a trained checkpoint.
 
-Owns: finding a checkpoint, asking it, handing it on. Refuses: training.
+Owns: asking a checkpoint, handing it on. Refuses: training, finding it (find.py).
 """
 
 from __future__ import annotations
@@ -15,43 +15,24 @@ from transformers import AutoModelForCausalLM
 
 from temper import calls
 from temper.build import build_stage
+from temper.commands.find import find_model
+from temper.commands.progress import show_work
 from temper.commands.training.train import outputs_of
 from temper.config import RunConfig, load_recipe, refer, references
 from temper.errors import BackendError, UserError
 from temper.integrity import verify
-from temper.models.load import find_checkpoint, read_shape
+from temper.models.load import read_shape
 from temper.models.lora.adapters import is_adapter_folder
 from temper.models.lora.materialize import load_trained, materialize
 from temper.models.scorer import CLASSES, score_head, scorer_kind
 from temper.models.states import Head, hidden_states
-from temper.stages.kinds import KINDS, kind_of
-from temper.trainer.checkpoint import latest_checkpoint
+from temper.stages.kinds import kind_of
 from temper.trainer.passes.attention import PackedAttention
 from temper.types import EvaluationResult
 
 EXPORTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 NOT_EXPORTED = ("state.json", "manifest.json")
 LOGIT_TOLERANCE = 1e-3
-
-
-def find_model(path: Path) -> Path:
-    """A checkpoint directory, or the newest checkpoint of a run's policy: a reward model answers nobody."""
-    if not (path / "run.db").is_file():
-        return find_checkpoint(str(path))
-    stages = sorted((path / "checkpoints").glob("*-*"), key=lambda stage: int(stage.name.partition("-")[0]))
-    policies = [stage for stage in stages if leaves_of(stage) != "scorer"]
-    found = [latest for stage in policies if (latest := latest_checkpoint(stage))]
-    if not found:
-        has_other = len(policies) < len(stages)
-        also = ". Name a checkpoint directory of its reward model, if that is meant" if has_other else ""
-        raise UserError(f"{path} is a run without a checkpoint of a policy yet{also}")
-    return found[-1]
-
-
-def leaves_of(stage: Path) -> str:
-    """What the stage with these checkpoints leaves to later ones."""
-    kind = KINDS.get(stage.name.partition("-")[2])
-    return "policy" if kind is None else kind.leaves
 
 
 def evaluate_checkpoint(path: Path, recipe: Path, *, overrides: Sequence[str] = ()) -> list[EvaluationResult]:
@@ -76,9 +57,11 @@ def _referred(config: RunConfig, stages: Sequence[RunConfig], path: Path) -> Run
 
 
 async def _evaluate(config: RunConfig, model: Path) -> list[EvaluationResult]:
-    stage = build_stage(config, 0, model)
+    with show_work(f"loading {model}"):
+        stage = build_stage(config, 0, model)
     try:
-        return await stage.evaluate(step=0)
+        with show_work(f"{len(stage.data.heldout)} held-out tasks", sampler=stage.sampler):
+            return await stage.evaluate(step=0)
     finally:
         await stage.close()
 
@@ -97,7 +80,8 @@ def export(path: Path, out: Path) -> float:
         materialize(source, out)
     else:
         _copy(source, out)
-    gap = compare_logits(source, out)
+    with show_work(f"comparing {out} with {source}"):
+        gap = compare_logits(source, out)
     if gap > LOGIT_TOLERANCE:
         raise BackendError(
             f"{out}: logits differ from the checkpoint's by {gap:.3g}; the export is not the trained model"

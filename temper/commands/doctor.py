@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from temper.errors import UserError
+from temper.errors import UserError, command_line, install_line
 from temper.sandbox import require_sandbox
 
 CORE = ("torch", "transformers", "pydantic", "typer", "rich", "numpy", "safetensors")
@@ -23,61 +23,82 @@ CORE = ("torch", "transformers", "pydantic", "typer", "rich", "numpy", "safetens
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An optional part: the module that proves it, what it is for, how it is installed."""
+    """An optional part: the module that proves it, what it is for, the extra that installs it."""
 
     module: str
     purpose: str
-    install: str
+    extra: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    detail: str
+    remedy: str = ""
+    """The command that mends it; empty: there is no one command."""
+    is_fine: bool = True
 
 
 OPTIONAL = (
-    Part("math_verify", 'rewards of kind "math"', 'pip install "temper-rl[math]"'),
-    Part("reasoning_gym", "generated tasks of reasoning-gym", 'pip install "temper-rl[gym]"'),
-    Part("gguf", "temper model fetch", 'pip install "temper-rl[gguf]"'),
-    Part("pyarrow", "Parquet files", 'pip install "temper-rl[parquet]"'),
-    Part("textarena", "games of TextArena", 'pip install "temper-rl[textarena]"'),
-    Part("gymnasium", "environments of Gymnasium", 'pip install "temper-rl[gymnasium]"'),
-    Part("mcp", "tools of MCP servers", 'pip install "temper-rl[mcp]"'),
-    Part("openenv", "environments of OpenEnv", 'pip install "temper-rl[openenv]"'),
-    Part("verifiers", "environments of verifiers", 'pip install "temper-rl[verifiers]"'),
+    Part("math_verify", 'rewards of kind "math"', "math"),
+    Part("reasoning_gym", "generated tasks of reasoning-gym", "gym"),
+    Part("gguf", "temper model fetch", "gguf"),
+    Part("pyarrow", "Parquet files", "parquet"),
+    Part("peft", "model.lora", "lora"),
+    Part("fastapi", "temper watch", "watch"),
+    Part("plotly", "the charts of temper watch", "watch"),
+    Part("uvicorn", "temper serve and temper watch", "serve"),
+    Part("httpx", "engine.kind sglang", "sglang"),
+    Part("matplotlib", "pictures as PNG", "plots"),
+    Part("textarena", "games of TextArena", "textarena"),
+    Part("gymnasium", "environments of Gymnasium", "gymnasium"),
+    Part("mcp", "tools of MCP servers", "mcp"),
+    Part("openenv", "environments of OpenEnv", "openenv"),
+    Part("verifiers", "environments of verifiers", "verifiers"),
 )
 
 
-def examine() -> list[tuple[str, bool, str]]:
-    """(what, is it fine, detail or remedy), in the order a user should read it."""
+def examine() -> list[Finding]:
+    """In the order a user should read it."""
     return [*_machine(), *_core(), *_optional(), _sandbox()]
 
 
-def _machine() -> Iterable[tuple[str, bool, str]]:
-    yield "python", True, platform.python_version()
-    yield "processor", True, f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()}"
+def _machine() -> Iterable[Finding]:
+    yield Finding("python", platform.python_version())
+    yield Finding("processor", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()}")
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
-        yield "gpu", True, f"{torch.cuda.get_device_name(0)}, {total / 2**30:.0f} GiB; CUDA graphs for decoding"
+        name = torch.cuda.get_device_name(0)
+        yield Finding("gpu", f"{name}, {total / 2**30:.0f} GiB; CUDA graphs for decoding")
     else:
-        yield "gpu", True, "none: training and sampling run on the CPU"
+        yield Finding("gpu", "none: training and sampling run on the CPU")
     free = shutil.disk_usage(".").free
-    yield "disk", free > 2**30, f"{free / 2**30:.1f} GiB free here"
+    yield Finding("disk", f"{free / 2**30:.1f} GiB free here", is_fine=free > 2**30)
 
 
-def _core() -> Iterable[tuple[str, bool, str]]:
+def _core() -> Iterable[Finding]:
     for name in CORE:
         try:
-            yield name, True, importlib.metadata.version(name)
+            yield Finding(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            yield name, False, f"missing: pip install {name}"
+            yield Finding(name, "missing", remedy=f"{command_line('python')} -m pip install {name}", is_fine=False)
 
 
-def _sandbox() -> tuple[str, bool, str]:
+def _sandbox() -> Finding:
     """Built and used once, not only looked for: many machines have bubblewrap and forbid it."""
     try:
         require_sandbox()
     except UserError as problem:
-        return "sandbox", False, str(problem)
-    return "sandbox", True, "bubblewrap: model-written code runs behind an OS boundary"
+        return Finding("sandbox", str(problem), is_fine=False)
+    return Finding("sandbox", "bubblewrap: model-written code runs behind an OS boundary")
 
 
-def _optional() -> Iterable[tuple[str, bool, str]]:
+def _optional() -> Iterable[Finding]:
     for part in OPTIONAL:
-        is_there = importlib.util.find_spec(part.module) is not None
-        yield part.module, is_there, part.purpose if is_there else f"missing, needed for {part.purpose}: {part.install}"
+        if importlib.util.find_spec(part.module) is not None:
+            yield Finding(part.module, part.purpose)
+        else:
+            missing = f"missing, needed for {part.purpose}"
+            yield Finding(part.module, missing, remedy=install_line(part.extra), is_fine=False)

@@ -66,6 +66,7 @@ def train(
             'if __name__ == "__main__":'
         )
     require_one_process(WHERE)
+    from temper.commands.starts import undo_failed_start
     from temper.commands.training.train import choose_folder, train_stages
     from temper.config import resolve
 
@@ -73,15 +74,16 @@ def train(
     base = _base(recipe, run, resume)
     name = str(keys.get("name") or base.get("name") or "run")
     folder = Path(run) if run is not None else choose_folder(name, resume=resume)
-    table = make_table(base, given, folder / ROWS)
-    stages = resolve(table, (), where=WHERE)
-    return Run(apart(lambda: train_stages(stages, run=folder, resume=resume)))
+    with undo_failed_start(folder):
+        table = make_table(base, given, folder / ROWS)
+        stages = resolve(table, (), where=WHERE)
+        return Run(apart(lambda: train_stages(stages, run=folder, resume=resume)))
 
 
 def load(checkpoint: str | Path, *, seed: int = 0, max_running: int = 64) -> Policy:
     """Opens a checkpoint or the newest one of a run: something to talk to. max_running: sequences drawn together."""
     from temper.build.policy import Room, open_policy
-    from temper.commands.checkpoints import find_model
+    from temper.commands.find import find_model
 
     room = Room(seed=seed, max_running=max_running)
     return Policy(Path(checkpoint), open_policy(find_model(Path(checkpoint)), room))
@@ -113,7 +115,7 @@ class Run:
     @property
     def last(self) -> Path:
         """The newest checkpoint of its policy."""
-        from temper.commands.checkpoints import find_model
+        from temper.commands.find import find_model
 
         return find_model(self.folder)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from temper.build.policy import PolicyDescription, Room, describe_policy, open_engine
-from temper.commands.checkpoints import find_model
+from temper.commands.find import find_model
 from temper.engine.local.engine import LocalEngine
 from temper.errors import UserError
 from temper.listening import is_public, listen, own_names

@@ -1,7 +1,8 @@
 """Files that lie beside a recipe: data, checkpoints, functions of the user's own.
 
 Owns: which keys name files, and that a file beside the recipe is found first. Refuses: complaining about files that are
-nowhere; whoever opens them does. A path that is not there beside the recipe is looked for in the working directory.
+nowhere; whoever opens them does. A path that is not there beside the recipe is looked for in the working directory; one
+that is in neither is named by its place beside the recipe where something there has nearly its name.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from temper.config.section import Section
-from temper.config.sections import RewardConfig, RunConfig, StageSource
+from temper.config.sections import RunConfig
+from temper.config.sources import RewardConfig, StageSource
+from temper.errors import nearest_path
 
 Part = TypeVar("Part", bound=Section)
 
@@ -50,13 +53,17 @@ def _reward(part: RewardConfig, folder: Path) -> RewardConfig:
 
 
 def find_file(text: str, folder: Path) -> str:
-    """Its path below `folder` where it is there, else as it was given."""
-    is_elsewhere = not text or text.startswith("~") or Path(text).is_absolute()
-    return text if is_elsewhere or not (folder / text).exists() else str(folder / text)
+    """Its path below `folder` where it is there, or was probably meant to be; else as it was given."""
+    if not text or text.startswith("~") or Path(text).is_absolute():
+        return text
+    beside = folder / text
+    is_misspelt = not Path(text).exists() and nearest_path(beside) is not None
+    return str(beside) if beside.exists() or is_misspelt else text
 
 
 def find_function(text: str, folder: Path) -> str:
-    """Names "rewards:score" and "rewards.py:score" as "FOLDER/rewards.py:score" where that file is there."""
+    """Names "rewards:score" and "rewards.py:score" as "FOLDER/rewards.py:score" where that file is there, or was
+    probably meant to be."""
     module, sign, name = text.rpartition(":")
     if not sign:
         return text

@@ -19,11 +19,15 @@ class NewModelConfig(Section):
     """A small random Llama model with a character tokenizer, made when the run starts."""
 
     layers: int = Field(4, ge=1)
+    """Decoder layers."""
     width: int = Field(128, ge=8)
+    """Size of a hidden state; a multiple of `heads`."""
     heads: int = Field(4, ge=1)
+    """Attention heads."""
     kv_heads: int = Field(2, ge=1)
     """Heads that hold keys and values; divides `heads`."""
     mlp_width: int = Field(384, ge=8)
+    """Size inside the feed-forward layers."""
     context: int = Field(256, ge=8)
     """Longest sequence, in tokens."""
     alphabet: str = "abcdefghijklmnopqrstuvwxyz0123456789+-*/=?.,:;!'() "
@@ -42,23 +46,29 @@ class LoraConfig(Section):
     """Adapters of low rank, trained in place of the weights."""
 
     rank: int = Field(16, ge=1)
+    """Columns of each factor: more can change more and cost more."""
     alpha: float = Field(32.0, gt=0)
     """The product of both factors counts alpha / rank times; with rslora alpha / sqrt(rank) times."""
     targets: list[str] = []
     """Names of linear layers, e.g. ["q_proj", "v_proj"]. Empty: every linear layer of attention and feed-forward."""
     rslora: bool = False
+    """Scale by alpha / sqrt(rank), so that a larger rank does not learn more slowly."""
 
 
 class ModelConfig(Section):
+    """The model to start from, its adapters, teachers and precision."""
+
     path: str = ""
-    """Hugging Face checkpoint directory to start from. A later stage starts from the one before it, unless it names
-    another directory than the first stage, or "stage:KIND": what the last stage of that kind left."""
+    """Hugging Face checkpoint directory to start from, or its name on the hub ("Qwen/Qwen2.5-0.5B"). A later stage
+    starts from the one before it, unless it names another directory than the first stage, or "stage:KIND": what the
+    last stage of that kind left."""
     new: NewModelConfig | None = None
     """Make a small model instead of reading `path`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and forward pass; auto: bfloat16 on a GPU, float32 on a CPU. Master weights, head and
     log-probabilities are always float32; moments as optim.states says."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model is trained and drawn from; auto: a GPU if there is one."""
     teacher: str = ""
     """Checkpoint directory of the teacher, for objectives that distil from one. Same tokenizer as the model."""
     teachers: dict[str, str] = {}

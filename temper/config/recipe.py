@@ -1,6 +1,7 @@
-"""From a recipe file to resolved stages, and every complaint about a key, a value or a line.
+"""From a recipe file to resolved stages.
 
-Owns: merging of stages and overrides, what is said about mistakes. Refuses: the keys themselves (sections.py).
+Owns: reading, merging of stages and of --set. Refuses: the keys themselves (sections.py), what is said about mistakes
+in them (complaints.py).
 """
 
 from __future__ import annotations
@@ -10,20 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from temper.config.beside import look_beside
+from temper.config.complaints import Source, explain_mistakes
 from temper.config.sections import RunConfig
-from temper.errors import UserError, did_you_mean
-
-REPLACED = {
-    "objective.lesson": "is called objective.loss now",
-    "optim.adam": "is three keys now: optim.beta1, optim.beta2 and optim.epsilon",
-    "engine.cuda_graphs": "is called engine.graphs now",
-    "model.lora.dropout": "does not exist: the sampler has no dropout, so it would draw from another policy than the "
-    "trainer's. Weight decay or a smaller rank also restrain an adapter",
-}
-"""Keys that recipes once had, or that those of others have, and what to write."""
+from temper.errors import UserError, nearest_file
 
 
 def load_recipe(path: Path, overrides: Iterable[str] = ()) -> list[RunConfig]:
@@ -42,8 +35,10 @@ def _read(path: Path) -> str:
     try:
         return path.read_text()
     except OSError as error:
+        near = "" if path.exists() else nearest_file(path)
         raise UserError(
-            f"{path}: cannot be read ({error.strerror}). Give the path of a recipe, e.g. recipes/demo.toml"
+            f"{path}: cannot be read ({error.strerror}).{near} Give the path of a recipe, e.g. recipes/demo.toml; "
+            '"temper init FOLDER" writes one to start from'
         ) from error
 
 
@@ -55,16 +50,49 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
 
 
 def resolve(table: Mapping[str, Any], overrides: Iterable[str], *, where: str, text: str = "") -> list[RunConfig]:
-    """Merges each [[stage]] over the shared keys and validates the result."""
+    """Merges each [[stage]] over the shared keys, and overrides over both, and validates the result."""
     shared = {key: value for key, value in table.items() if key != "stage" or not isinstance(value, list)}
     stages = table["stage"] if isinstance(table.get("stage"), list) else [{}]
+    changes = [parse_override(override) for override in overrides]
+    for change in changes:
+        _require_stage(change, len(stages))
     resolved = []
-    for stage in stages:
-        merged = merge(shared, {("stage" if key == "kind" else key): value for key, value in stage.items()})
-        for override in overrides:
-            merged = merge(merged, parse_override(override))
-        resolved.append(_validate(merged, where=where, text=text))
+    for number, stage in enumerate(stages, start=1):
+        merged = merge(shared, _with_kind(stage))
+        for change in changes:
+            merged = merge(merged, _part_for(number, change))
+        try:
+            resolved.append(RunConfig.model_validate(merged))
+        except ValidationError as error:
+            source = Source(where=where, text=text, overrides=tuple(overrides))
+            stage_named = f"stage {number}" if len(stages) > 1 else ""
+            raise UserError(explain_mistakes(error.errors(), source, stage_named)) from error
     return resolved
+
+
+def _with_kind(stage: Mapping[str, Any]) -> dict[str, Any]:
+    """In a [[stage]] table the key `stage` is called `kind`."""
+    return {("stage" if key == "kind" else key): value for key, value in stage.items()}
+
+
+def _part_for(number: int, change: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What an override says of that stage: "stage.2.steps=5" speaks of the second alone, all others of every stage."""
+    if not isinstance(change.get("stage"), Mapping):
+        return change
+    return _with_kind(change["stage"].get(str(number), {}))
+
+
+def _require_stage(change: Mapping[str, Any], num_stages: int) -> None:
+    addressed = change.get("stage")
+    if not isinstance(addressed, Mapping):
+        return
+    for name, keys in addressed.items():
+        if not name.isdecimal() or not 1 <= int(name) <= num_stages or not isinstance(keys, Mapping):
+            raise UserError(
+                f"--set stage.{name}: one stage is addressed by its number and a key, and there "
+                f"{'is 1 stage' if num_stages == 1 else f'are {num_stages} stages'}, e.g. "
+                f"--set stage.{num_stages}.optim.learning_rate=1e-5"
+            )
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +117,10 @@ def parse_override(text: str) -> dict[str, Any]:
     """'a.b=c' as nested tables. The value is read as TOML, and as plain text when that fails."""
     key, sign, value = text.partition("=")
     if not sign or not key.strip():
-        raise UserError(f"--set {text!r} is not of the form key=value, e.g. --set optim.learning_rate=1e-5")
+        raise UserError(
+            f"--set {text!r} is not of the form key=value, e.g. --set optim.learning_rate=1e-5, or "
+            "--set stage.2.steps=50 for the second stage alone"
+        )
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -97,59 +128,3 @@ def parse_override(text: str) -> dict[str, Any]:
     for part in reversed(key.strip().split(".")):
         parsed = {part: parsed}
     return cast(dict[str, Any], parsed)
-
-
-def _validate(merged: Mapping[str, Any], *, where: str, text: str) -> RunConfig:
-    try:
-        return RunConfig.model_validate(merged)
-    except ValidationError as error:
-        problems = [_explain(problem, where, text) for problem in error.errors()]
-        raise UserError("\n".join(problems)) from error
-
-
-def _explain(problem: Mapping[str, Any], where: str, text: str) -> str:
-    """One validation problem as a sentence with the place, the value and the nearest allowed name."""
-    location = [str(part) for part in problem["loc"]]
-    key = ".".join(location)
-    line = _line_of(location[-1], text) if location else None
-    place = f"{where}, line {line}" if line else where
-    if problem["type"] == "extra_forbidden":
-        allowed = sorted(_fields_at(location[:-1]))
-        if key in REPLACED:
-            return f'{place}: key "{key}" {REPLACED[key]}.'
-        return (
-            f'{place}: key "{key}" is unknown.{did_you_mean(location[-1], allowed)} Allowed here: {", ".join(allowed)}.'
-        )
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    given = "" if problem["type"] in ("value_error", "missing") else f" (got {problem['input']!r})"
-    return f"{place}: {f'{key}: ' if key else ''}{message}{given}."
-
-
-def _line_of(key: str, text: str) -> int | None:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.split("=")[0].strip() == key or line.strip().strip("[]").split(".")[-1] == key:
-            return number
-    return None
-
-
-def _fields_at(location: Iterable[str]) -> set[str]:
-    """Names allowed at a place in the configuration."""
-    section: type[BaseModel] = RunConfig
-    for part in location:
-        if part.isdigit():
-            continue
-        inner = section_of(section.model_fields[part].annotation)
-        if inner is None:
-            return set()
-        section = inner
-    return set(section.model_fields)
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class inside an annotation such as `Section`, `Section | None` or `list[Section]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for inner in getattr(annotation, "__args__", ()):
-        if (found := section_of(inner)) is not None:
-            return found
-    return None

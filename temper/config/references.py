@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from temper.config.sections import RewardConfig, RunConfig, StageSource
+from temper.config.sections import RunConfig
+from temper.config.sources import RewardConfig, StageSource
 
 FIRST = "first"
 """The model that the run started from."""

@@ -7,122 +7,16 @@ The text under each field is its help.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, field_validator, model_validator
 
 from temper.config.model import ModelConfig
 from temper.config.section import Factor, Section
+from temper.config.sources import PromptConfig, RewardConfig, SourceConfig, StageSource, part_names
 from temper.errors import did_you_mean
 from temper.types import Scalar
-
-
-class SourceConfig(Section):
-    """Where tasks come from: a file or a generator, exactly one."""
-
-    path: str = ""
-    """A .jsonl, .json or .parquet file, or a folder that save_to_disk of the package datasets wrote."""
-    generator: str = ""
-    """A generator's name ("spell_backward", "reasoning_gym"), or "package.module:function" of your own."""
-    options: dict[str, Scalar | list[Scalar]] = {}
-    """Arguments of the generator."""
-    prompt_field: str = "prompt"
-    """Column with the prompt: text, or a list of {role, content}."""
-    answer_field: str = "answer"
-    """Column with the gold answer."""
-    answer_pattern: str = ""
-    """Regular expression whose first group is the answer inside that column, e.g. "#### (.+)" for GSM8K."""
-    size: int = Field(0, ge=0)
-    """Use only this many tasks; 0: all of a file, unbounded for a generator (a held-out set needs a size)."""
-    skip_bad: bool = False
-    """Leave out what cannot be used, e.g. prompts too long for the context, in place of an error that names it."""
-    seed: int = 0
-    """Of a generator. Held-out prompts are kept out of training whatever the seeds."""
-    weight: float = Field(1.0, gt=0)
-    """Share in a mixture of sources."""
-
-    @model_validator(mode="after")
-    def _one_origin(self) -> SourceConfig:
-        if bool(self.path) == bool(self.generator):
-            raise ValueError("give exactly one of path and generator")
-        return self
-
-
-class StageSource(SourceConfig):
-    """A source of a stage, which may differ from the stage's other sources in who judges it and how it asks."""
-
-    name: str = Field("", pattern=r"^[\w.+-]*$")
-    """What metrics, results and error messages call it. Empty: the name of its file or generator. Sources that share a
-    name share the three keys below."""
-    rewards: list[str] = []
-    """Names of the [[reward]] tables that judge its tasks. Empty: all of them."""
-    system: str | None = None
-    """System message of its own, in place of prompt.system."""
-    template: str | None = None
-    """Template of its own, in place of prompt.template."""
-
-    @property
-    def label(self) -> str:
-        """Its name, given or found."""
-        return self.name or (Path(self.path).stem if self.path else self.generator.rpartition(":")[2])
-
-    @property
-    def is_particular(self) -> bool:
-        """Whether it says something about its tasks that does not hold for the whole stage."""
-        return bool(self.name or self.rewards) or self.system is not None or self.template is not None
-
-    @field_validator("template")
-    @classmethod
-    def _has_slot(cls, value: str | None) -> str | None:
-        return value if value is None else require_slot(value)
-
-
-class PromptConfig(Section):
-    system: str = ""
-    """System message put before every prompt; empty: none."""
-    template: str = "{prompt}"
-    """How a text prompt becomes the user message."""
-
-    @field_validator("template")
-    @classmethod
-    def _has_slot(cls, value: str) -> str:
-        return require_slot(value)
-
-
-def require_slot(template: str) -> str:
-    if "{prompt}" not in template:
-        raise ValueError(f'template {template!r} lacks the slot "{{prompt}}"')
-    return template
-
-
-class RewardConfig(Section):
-    kind: str
-    """math, code, exact, contains, f1, edit, rearranged, format, tags, json_schema, ifeval, length, repetition,
-    language, judge, pairwise, rubric, evolving_rubric, reward_model, process, discriminator, env, countdown,
-    reasoning_gym or verifiers; or "package.module:function" of your own."""
-    name: str = Field("", pattern=r"^[\w.+-]*$")
-    """What metrics and sources call this part. Empty: its kind, with a number from the second of a kind on."""
-    weight: float = 1.0
-    gate: bool = False
-    """The whole reward is 0 unless this part is at least 1. A gate has no weight of its own."""
-    clip: tuple[float, float] | None = None
-    """Bounds of the part before weighting."""
-    optional: bool = False
-    """Leave the part out where it cannot be scored. Otherwise the response then has no score at all."""
-    options: dict[str, Scalar | list[Scalar]] = {}
-    """Arguments of the reward, e.g. {pattern = "<answer>.*</answer>"}."""
-
-
-def part_names(parts: Sequence[RewardConfig]) -> list[str]:
-    """What the parts of a reward are called: as they say, by kind, or as a function is called."""
-    given = [part.name or part.kind.rpartition(":")[2] for part in parts]
-    names = [f"{name}_{count}" if (count := given[: place + 1].count(name)) > 1 else name
-             for place, name in enumerate(given)]  # fmt: skip
-    if len(set(names)) < len(names):
-        raise ValueError(f"two parts of a reward have one name: {', '.join(names)}. Give each a name of its own")
-    return names
 
 
 class EnvConfig(Section):
@@ -136,6 +30,8 @@ class EnvConfig(Section):
 
 
 class RolloutConfig(Section):
+    """How many answers are drawn for a step, of which weights, and which of them are trained."""
+
     groups_per_step: int = Field(8, ge=1)
     """Tasks trained per step."""
     group_size: int = Field(8, ge=1)
@@ -168,12 +64,18 @@ class RolloutConfig(Section):
 
 
 class SamplingConfig(Section):
+    """How tokens are drawn."""
+
     temperature: float = Field(1.0, gt=0)
+    """Of the draws: below 1 narrower than the model, above 1 wider."""
     max_new_tokens: int = Field(64, ge=1)
+    """Longest completion of one turn, in tokens."""
     top_k: int = Field(0, ge=0)
     """Draw among this many most likely tokens; 0: all. The trainer then renormalises over the same tokens."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Draw among the most likely tokens that hold this probability together; 1: all."""
     min_p: float = Field(0.0, ge=0, lt=1)
+    """Draw among tokens at least this share as likely as the likeliest; 0: all."""
     stop: list[str] = []
     """Texts that end a completion."""
 
@@ -186,6 +88,7 @@ class ObjectiveConfig(Section):
     shaping: list[Factor] | None = None
     """What is done to rewards before they are compared."""
     advantage: Factor | None = None
+    """How rewards become credit, e.g. "group_mean_std" or "gae"."""
     normalizers: list[Factor] | None = None
     """What is done to advantages: whiten, clip, drop."""
     critic: Factor | None = None
@@ -194,13 +97,17 @@ class ObjectiveConfig(Section):
     """What the ratio is taken against: "trainer" (its own log-probabilities when the batch started), "behavior" (the
     sampler's), "interpolated" or "current"."""
     ratio: Factor | None = None
+    """Over what the ratio of new to old probability is taken: a token, a sequence."""
     gate: Factor | None = None
+    """How far one update may move a token, e.g. {name = "clip", low = 0.2, high = 0.28}."""
     emphasis: list[Factor] | None = None
     """What changes advantages inside the loss."""
     corrections: list[Factor] | None = None
     """Multipliers and keep rules: for the sampler's mismatch and staleness, by entropy, by covariance."""
     weighting: Factor | None = None
+    """What every token counts in the loss, e.g. "token_mean" or "sequence_mean"."""
     regularizers: list[Factor] | None = None
+    """What is added to the loss: KL to the reference, entropy."""
     controllers: list[Factor] | None = None
     """What adapts a coefficient while training: adaptive_kl, adaptive_entropy."""
     reference: Factor | None = None
@@ -215,7 +122,10 @@ class ObjectiveConfig(Section):
 
 
 class OptimConfig(Section):
+    """AdamW and its schedule."""
+
     learning_rate: float = Field(1e-6, ge=0)
+    """Of AdamW, after warm-up."""
     critic_learning_rate: float | None = Field(None, ge=0)
     """Learning rate of the critic, if there is one. Same schedule, but over all steps: the policy's begins with the
     first step that trains the policy. Unset: ten times learning_rate."""
@@ -223,7 +133,9 @@ class OptimConfig(Section):
     """After warm-up. linear and cosine fall towards 0, which they would reach one step after the last; wsd (warm-up,
     stable, decay) stays at the full rate and falls linearly in the last fifth."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps in which the learning rate rises from 0."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's, decoupled from the gradient."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW's decay rate of the mean gradient."""
     beta2: float = Field(0.999, ge=0, lt=1)
@@ -231,6 +143,7 @@ class OptimConfig(Section):
     epsilon: float = Field(1e-8, gt=0)
     """Added to the root of the mean squared gradient."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Longer gradients are scaled down to this norm."""
     states: Literal["float32", "bfloat16", "8bit"] = "float32"
     """How AdamW's two moments are held between updates: 8, 4 or 2 bytes per parameter. The compact ones are rounded at
     random, the same on every run; AdamW computes in float32 whatever holds them."""
@@ -240,6 +153,8 @@ class OptimConfig(Section):
 
 
 class TrainerConfig(Section):
+    """How a batch is read and taken apart."""
+
     tokens_per_microbatch: int = Field(8192, ge=16)
     """Packed tokens of one forward pass. Changes memory and speed, never the gradient."""
     updates_per_batch: int = Field(1, ge=1)
@@ -252,6 +167,8 @@ class TrainerConfig(Section):
 
 
 class EngineConfig(Section):
+    """What draws completions."""
+
     kind: Literal["local", "vllm", "sglang"] = "local"
     """Who draws the tokens: Temper's own engine, vLLM in this process, or an SGLang server."""
     address: str = ""
@@ -302,6 +219,8 @@ class EngineConfig(Section):
 
 
 class EvaluationConfig(Section):
+    """Held-out evaluations: how often, and under which budget."""
+
     every: int = Field(0, ge=0)
     """Steps between held-out evaluations. Both ends of a stage are always evaluated when there is a held-out set."""
     samples: int = Field(1, ge=1)
@@ -309,12 +228,16 @@ class EvaluationConfig(Section):
     temperature: float | None = Field(None, gt=0)
     """Of those samples. Unset: as in training; the same below."""
     top_p: float | None = Field(None, gt=0, le=1)
+    """Of those samples."""
     max_new_tokens: int | None = Field(None, ge=1)
+    """Longest held-out completion of one turn, in tokens."""
     reward: list[RewardConfig] = []
     """A verifier that training never sees, for the held-out score. Empty: the training reward judges itself."""
 
 
 class CheckpointConfig(Section):
+    """When checkpoints are written, and how many are kept."""
+
     every: int = Field(50, ge=1)
     """Steps between checkpoints. The last step is always saved."""
     keep: int = Field(2, ge=1)
@@ -325,10 +248,13 @@ class RunConfig(Section):
     """One stage, resolved."""
 
     name: str = "run"
+    """Name of the run directory, runs/NAME, and of the run in every report."""
     stage: str = "rl"
     """rl, sft, reward_model, rejection, preference or distill. In a [[stage]] table it is called `kind`."""
     steps: int = Field(100, ge=1)
+    """Optimiser steps of the stage; of a rejection stage, steps of rollouts."""
     seed: int = 0
+    """Of all randomness: the order of the data, sampling, new weights."""
     model: ModelConfig = ModelConfig()
     train: list[StageSource] = []
     """Training tasks; several are a mixture by weight."""

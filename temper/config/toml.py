@@ -19,7 +19,7 @@ def to_toml(stages: Iterable[RunConfig]) -> str:
 
 def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
     plain = {key: value for key, value in table.items() if not isinstance(value, dict) and not _is_tables(value)}
-    lines = [f"{key} = {_toml_value(value)}" for key, value in plain.items()]
+    lines = [f"{key} = {to_toml_value(value)}" for key, value in plain.items()]
     for key, value in table.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
@@ -34,14 +34,15 @@ def _is_tables(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
-def _toml_value(value: Any) -> str:
+def to_toml_value(value: Any) -> str:
+    """One value as TOML writes it."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {to_toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        return "[" + ", ".join(to_toml_value(item) for item in value) + "]"
     return repr(value)

@@ -21,12 +21,11 @@ from temper.dashboard.queries import Wanted
 from temper.dashboard.registry import Registry, UnknownRun, summary
 from temper.dashboard.stream import Streams
 from temper.dashboard.tokens import Tokenizers
-from temper.errors import BackendError, UserError
+from temper.errors import BackendError, UserError, install_line
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-INSTALL = 'pip install "temper-rl[watch]"'
 STATIC = Path(__file__).parent / "static"
 TYPES = {
     ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8",
@@ -66,7 +65,7 @@ def make_app(registry: Registry, host: str) -> tuple[Guard, Streams]:
         from fastapi import FastAPI
         from starlette.routing import Route
     except ImportError as error:
-        raise UserError(f"temper watch needs fastapi: {INSTALL}") from error
+        raise UserError(f"temper watch needs fastapi. Run: {install_line('watch')}") from error
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     streams = Streams(registry)
     app.router.routes.append(Route("/api/stream", streams))
@@ -184,7 +183,7 @@ def static_files() -> dict[str, Path]:
     """Every file that is served, by its address below /static/. What is not here does not exist."""
     plotly = importlib.util.find_spec("plotly")
     if plotly is None or plotly.origin is None:
-        raise UserError(f"temper watch needs plotly for its charts: {INSTALL}")
+        raise UserError(f"temper watch needs plotly for its charts. Run: {install_line('watch')}")
     found = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.suffix in TYPES}
     return {**found, "plotly.min.js": Path(plotly.origin).parent / "package_data" / "plotly.min.js"}
 
@@ -214,6 +213,7 @@ def _add_static(app: FastAPI, files: Mapping[str, Path]) -> None:
 
 def make_server(app: Guard, streams: Streams) -> Any:
     """A uvicorn server that is not started. Its streams end when it is told to."""
-    server = listening.make_server(app, shutdown_seconds=5, missing=f"temper watch needs uvicorn: {INSTALL}")
+    missing = f"temper watch needs uvicorn. Run: {install_line('watch')}"
+    server = listening.make_server(app, shutdown_seconds=5, missing=missing)
     streams.is_closing = lambda: bool(server.should_exit)
     return server

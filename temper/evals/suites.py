@@ -22,9 +22,10 @@ from pydantic import Field, ValidationError, model_validator
 from temper.catalogue import GENERATORS
 from temper.config.recipe import merge, parse_override
 from temper.config.section import Section
-from temper.config.sections import EnvConfig, PromptConfig, RewardConfig, SourceConfig
+from temper.config.sections import EnvConfig
+from temper.config.sources import PromptConfig, RewardConfig, SourceConfig
 from temper.envs.library.problems import READERS, read_problems, read_rows
-from temper.errors import UserError, did_you_mean
+from temper.errors import UserError, did_you_mean, install_line
 from temper.evals.scores import CORRECT_AT
 from temper.plugins import load_function
 from temper.rewards.mathematics.answers import find_answers
@@ -205,7 +206,7 @@ def _parquet_rows(path: Path) -> list[Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(f'{path}: Parquet needs the package pyarrow. Run: pip install "temper-rl[parquet]"') from error
+        raise UserError(f"{path}: Parquet needs the package pyarrow. Run: {install_line('parquet')}") from error
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
@@ -234,10 +235,12 @@ def _plain(value: Any) -> Any:
 
 def prompts_sha256(suite: Suite, tasks: Sequence[Task]) -> str:
     """Hash of everything that is asked: words, gold answers, what environments and verifiers read; not of task ids."""
+    is_own = any(":" in part.kind for part in suite.reward)  # a function of the user's, which may read every column
     digest = hashlib.sha256(json.dumps([suite.prompt.model_dump(), suite.env.model_dump()]).encode())
     for task in tasks:
         said = [[message.role, message.content] for message in task.messages]
-        digest.update(json.dumps([said, task.answer, task.env, dict(task.extra)], sort_keys=True).encode())
+        read = [task.answer, task.env, dict(task.extra), *([dict(task.columns)] if is_own else [])]
+        digest.update(json.dumps([said, *read], sort_keys=True, default=str).encode())
     return digest.hexdigest()
 
 

@@ -1,7 +1,7 @@
 """Hugging Face checkpoints in.
 
-Owns: reading model directories, end-of-turn ids, the shape facts others need. Refuses: downloading, and
-models that would be computed wrongly (families.py, proof.py).
+Owns: reading model directories, end-of-turn ids, the shape facts others need. Refuses: finding and fetching them
+(hub.py), and models that would be computed wrongly (families.py, proof.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from temper.errors import UserError
+from temper.hub import find_checkpoint as find_checkpoint
 from temper.integrity import verify
 from temper.models.attention import ATTENTION_NAME
 from temper.models.decoder import FAMILIES, Numerics, can_walk, lay_end_to_end, set_numerics
@@ -39,20 +40,6 @@ class ModelShape:
     vocab_size: int
     max_context: int
     """Tokens of the longest row, prompt included: where a model's rotations switch with length, up to there."""
-
-
-def find_checkpoint(path: str, key: str = "model.path") -> Path:
-    """The directory of a checkpoint, or a UserError that says what is missing."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise UserError(
-            f'{key} "{path}" is not a directory. Give a Hugging Face checkpoint directory, or make one with '
-            f'"temper model fetch smollm2-135m --out {path}"'
-        )
-    if not (folder / "config.json").is_file():
-        raise UserError(f'{key} "{path}" has no config.json, so it is not a Hugging Face checkpoint')
-    verify(folder)
-    return folder
 
 
 def read_shape(folder: Path) -> ModelShape:

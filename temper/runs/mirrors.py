@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from temper.errors import UserError
+from temper.errors import UserError, install_line
 from temper.types import Batch, EvaluationResult, StepReport
 
 FOLDER = "mirrors"
@@ -187,4 +187,4 @@ def _require(name: str) -> None:
     if name not in WRITERS:
         raise UserError(f'mirror "{name}" is unknown. Choose among {", ".join(WRITERS)}')
     if importlib.util.find_spec(name) is None:
-        raise UserError(f'mirror "{name}" is not installed: pip install "temper-rl[{name}]", or leave it out')
+        raise UserError(f'mirror "{name}" is not installed. Leave it out, or run: {install_line(name)}')

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from temper import listening
+from temper.errors import install_line
 from temper.serve.app import App
 
-INSTALL = 'pip install "temper-rl[serve]"'
 LOOK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
 """Time for requests that were ended to be recorded and answered, before uvicorn cancels them."""
@@ -23,9 +23,8 @@ GRACE_SECONDS = 15.0
 
 def make_server(app: App, shutdown_seconds: float) -> Any:
     """A uvicorn server that is not started. Requests in flight have `shutdown_seconds` once it is told to end."""
-    return listening.make_server(
-        app, shutdown_seconds=shutdown_seconds + GRACE_SECONDS, missing=f"temper serve needs uvicorn: {INSTALL}"
-    )
+    missing = f"temper serve needs uvicorn. Run: {install_line('serve')}"
+    return listening.make_server(app, shutdown_seconds=shutdown_seconds + GRACE_SECONDS, missing=missing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

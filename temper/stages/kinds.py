@@ -15,16 +15,27 @@ KINDS: dict[str, StageKind] = {
     kind.name: kind for kind in (rl.KIND, sft.KIND, reward_model.KIND, rejection.KIND, preference.KIND, distill.KIND)
 }
 
+OTHER_KINDS = {
+    **dict.fromkeys(("rlhf", "rlvr", "reinforcement"), "rl"),
+    **dict.fromkeys(("finetune", "fine_tuning", "supervised", "instruct"), "sft"),
+    **dict.fromkeys(("rm", "reward"), "reward_model"),
+    **dict.fromkeys(("best_of_n", "rft"), "rejection"),
+    **dict.fromkeys(("distillation", "kd"), "distill"),
+}
+"""Other words for kinds of stage."""
+
 
 def kind_of(config: RunConfig) -> StageKind:
     """The kind of a stage. Raises UserError for a name that is none, or that is an objective's."""
     name = config.stage
     if name in KINDS:
         return KINDS[name]
+    known = f"Kinds: {', '.join(KINDS)}."
     if name in PRESETS:
         kind = kinds_for(name)[0]
-        raise UserError(f'"{name}" is an objective. Use kind = "{kind}" with objective.preset = "{name}"')
-    raise UserError(f'kind "{name}" is unknown.{did_you_mean(name, KINDS)} Known: {", ".join(KINDS)}')
+        raise UserError(f'"{name}" is a preset. Write kind = "{kind}" and objective = {{ preset = "{name}" }}. {known}')
+    meant = f' Did you mean "{OTHER_KINDS[name]}"?' if name in OTHER_KINDS else did_you_mean(name, KINDS)
+    raise UserError(f'"{name}" is no kind of stage.{meant} {known} "temper presets" lists the algorithms of each.')
 
 
 def kinds_for(preset: str) -> list[str]:

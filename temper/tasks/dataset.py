@@ -88,21 +88,22 @@ def read_file(
     size: int = 0,
     skip_bad: bool = False,
 ) -> FileSource:
-    """Reads a .jsonl, .json or .parquet file, or a folder that `datasets` saved. Every row is checked now, so that row
-    40,000 cannot end a run on its second day.
+    """Reads a .jsonl, .json or .parquet file, a folder that `datasets` saved, or a data set of the hub. Every row is
+    checked now, so that row 40,000 cannot end a run on its second day.
 
     Rows have the columns `prompt_field` and `answer_field`; or, where these are left as they are, a shape that
     schemas.py knows. answer_field "" means that there are no gold answers. size 0 means every row.
     `skip_bad` leaves rows out that cannot be trained; the source names them.
     """
     pattern = _compile(answer_pattern, path) if answer_pattern else None
+    name = path.name if path.exists() else str(path)  # a data set of the hub's: "owner/name:split"
     tasks: list[Task] = []
     bad: list[str] = []
     schema: Schema | None = None
     for row in rows_of(path):
         if size and len(tasks) == size:
             break
-        task_id = f"{path.name}:{row.number}"
+        task_id = f"{name}:{row.number}"
         try:
             if not tasks and not bad:
                 schema = _schema(row.content, prompt_field, answer_field)
@@ -120,7 +121,7 @@ def read_file(
         raise UserError(
             f"{path}: size={size} is more than its {len(tasks)} tasks. Use size = {len(tasks)}, or 0 for all."
         )
-    return FileSource(path.name, tuple(tasks), tuple(bad))
+    return FileSource(name, tuple(tasks), tuple(bad))
 
 
 def _further(bad: Sequence[str]) -> str:
@@ -167,7 +168,10 @@ def _task(task_id: str, row: Any, prompt_field: str, answer_field: str, pattern:
         for key, value in row.items()
         if key not in (prompt_field, answer_field) and isinstance(value, (str, int, float, bool))
     }
-    return Task(id=task_id, messages=messages, answer=answer, extra={**rest, **read_tools(row.get("tools"))})
+    extra = {**rest, **read_tools(row.get("tools"))}
+    # References, no copies: also the whole of a column of which answer_pattern took a part.
+    columns = {name: value for name, value in row.items() if name not in ("prompt", "answer", *extra)}
+    return Task(id=task_id, messages=messages, answer=answer, extra=extra, columns=columns)
 
 
 def _column(row: dict[str, Any], name: str, setting: str) -> Any:

@@ -1,4 +1,4 @@
-"""Rows of files: JSON lines, JSON lists, Parquet, and folders that the package `datasets` saved.
+"""Rows of files: JSON lines, JSON lists, Parquet, folders that the package `datasets` saved, data sets of the hub.
 
 Owns: formats, and the place of each row in its file. Refuses: what a row means (schemas.py, dataset.py).
 """
@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from temper.errors import UserError
+from temper.errors import UserError, install_line, nearest_file
+from temper.hub import RowsName, fetch_rows, rows_name
 
 
 class Row(NamedTuple):
@@ -29,8 +30,13 @@ def rows_of(path: Path) -> Iterator[Row]:
     """Every row, in order, as JSON has it: objects are dicts. Raises UserError, also in the middle of a file."""
     if path.is_dir():
         return _saved_rows(path)
+    if (name := rows_name(str(path))) is not None:
+        return _fetched_rows(name)
     if not path.is_file():
-        raise UserError(f"{path}: no such file. Give the path of a .jsonl, .json or .parquet file.")
+        raise UserError(
+            f"{path}: no such file.{nearest_file(path)} Give the path of a .jsonl, .json or .parquet file, or the name "
+            'of a data set on the hub, e.g. "openai/gsm8k:main/train".'
+        )
     kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     if kind not in _READERS:
         raise UserError(
@@ -38,6 +44,15 @@ def rows_of(path: Path) -> Iterator[Row]:
             "either of them with .gz, .parquet, or a folder written by save_to_disk of the package datasets."
         )
     return _READERS[kind](path)
+
+
+def _fetched_rows(name: RowsName) -> Iterator[Row]:
+    """A split of the hub's: its files as one."""
+    number = 0
+    for file in fetch_rows(name):
+        for row in rows_of(file):
+            number += 1
+            yield Row(number, f"{file.name}, {row.place}", row.content)
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -124,7 +139,7 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(f'{path}: Parquet needs the package pyarrow. Run: pip install "temper-rl[parquet]"') from error
+        raise UserError(f"{path}: Parquet needs the package pyarrow. Run: {install_line('parquet')}") from error
     return pyarrow
 
 

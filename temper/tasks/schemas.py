@@ -58,14 +58,17 @@ class Schema:
     read: Callable[[Row], Read]
 
     def task(self, task_id: str, row: Row) -> Task:
-        """Raises BadRow. Scalars in columns that the schema does not know stay in `extra`."""
+        """Raises BadRow. Scalars in columns that the schema does not know stay in `extra`, all else in
+        `columns`."""
         row = _present(row)
         if unseen := [name for name in _NOT_TEXT if row.pop(name, None)]:
             raise BadRow(f'"{unseen[0]}" is not empty, and only text can be trained. Remove such rows.')
         tools = read_tools(row.pop("tools", None))
         messages, answer, extra = self.read(row)
         rest = {name: value for name, value in row.items() if isinstance(value, (str, int, float, bool))}
-        return Task(id=task_id, messages=tuple(messages), answer=answer, extra={**rest, **extra, **tools})
+        columns = {name: value for name, value in row.items() if name not in rest}
+        extra = {**rest, **extra, **tools}
+        return Task(id=task_id, messages=tuple(messages), answer=answer, extra=extra, columns=columns)
 
 
 def schema_of(row: Any) -> Schema:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from temper.types.checks import hold, require_parallel
 from temper.types.columns import array_of, bits, floats, integers, ragged
 from temper.types.rollouts import Group, Scalar
+
+if TYPE_CHECKING:  # torch takes seconds to import, and whoever holds a tensor has done so: a recipe is read without it
+    import torch
+    from torch import Tensor
 
 _FLOATS = ("proximal_logprobs", "reference_logprobs", "teacher_logprobs", "values", "targets")
 OPTIONAL_COLUMNS = (*_FLOATS, "top_ids", "top_logprobs", "keep_ids")
@@ -141,10 +144,12 @@ class Microbatch:
         return bool(self.advantages.any())
 
     def to(self, device: torch.device) -> Microbatch:
+        import torch
+
         tensors = {
             name: value.to(device)
             for name in self.__dataclass_fields__
-            if isinstance(value := getattr(self, name), Tensor)
+            if isinstance(value := getattr(self, name), torch.Tensor)
         }
         return dataclasses.replace(self, **tensors)  # type: ignore[arg-type]
 

@@ -144,6 +144,8 @@ class Task:
     """Whatever else the reward or environment reads, e.g. the reasoning-gym entry."""
     source: str = ""
     """Name of the source it comes from, where a stage tells its sources apart; else empty."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """All other columns of its row, e.g. lists: for a reward of the user's own that asks for them."""
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:

@@ -9,6 +9,8 @@ import pytest
 from temper.build import check_stages
 from temper.config import RunConfig, resolve
 from temper.errors import UserError
+from temper.objectives import PRESETS
+from temper.stages.kinds import KINDS, OTHER_KINDS
 
 
 def stages_of(*stages: dict[str, Any], **shared: Any) -> list[RunConfig]:
@@ -50,16 +52,22 @@ def test_groups_divide_over_the_updates_of_a_step(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("grpo", 'Use kind = "rl" with objective.preset = "grpo"'),
-        ("ipo", 'Use kind = "preference" with objective.preset = "ipo"'),
-        ("rejektion", 'kind "rejektion" is unknown. Did you mean "rejection"'),
-        ("other", "Known: rl, sft, reward_model, rejection, preference, distill"),
+        ("grpo", '"grpo" is a preset. Write kind = "rl" and objective = { preset = "grpo" }.'),
+        ("ipo", 'kind = "preference" and objective = { preset = "ipo" }'),
+        ("rejektion", '"rejektion" is no kind of stage. Did you mean "rejection"'),
+        ("finetune", 'Did you mean "sft"?'),
+        ("other", "Kinds: rl, sft, reward_model, rejection, preference, distill."),
     ],
 )
 def test_a_kind_that_is_none_is_answered_with_the_nearest(kind: str, message: str) -> None:
     with pytest.raises(UserError) as raised:
         check_stages(stages_of({"kind": kind}))
     assert message in str(raised.value)
+
+
+def test_other_words_for_kinds_are_no_kinds_and_lead_to_one() -> None:
+    assert set(OTHER_KINDS.values()) <= KINDS.keys()
+    assert not {*PRESETS, *OTHER_KINDS} & (KINDS.keys() - {"sft", "reward_model"})
 
 
 def test_of_several_stages_the_wrong_one_is_named() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import errno
+import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from temper.cli import main
 from temper.config import resolve, to_toml
+from temper.errors import install_line
+from temper.models.tiny import make_tiny_model
 from temper.runs.reader import RunReader
 from temper.trainer.local import LocalTrainer
+from temper.version import __version__
 
 
 def temper(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -40,13 +45,21 @@ def recipe(tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monk
     return tiny_recipe
 
 
+@pytest.fixture
+def tiny_folder(tmp_path: Path) -> Path:
+    """A checkpoint of a small model."""
+    return make_tiny_model(
+        tmp_path / "model", layers=1, width=16, heads=2, kv_heads=1, mlp_width=32, context=32, alphabet="abc", seed=0
+    )
+
+
 def test_train_report_eval_sample_and_export_work_on_one_run(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "r.toml", recipe)
     assert temper(monkeypatch, "train", path) == 0
     out = capsys.readouterr().out
-    assert "temper report runs/tiny" in out
+    assert "report runs/tiny" in out
     run = tmp_path / "runs" / "tiny"
     assert temper(monkeypatch, "report", run, "--json") == 0
     report = json.loads(capsys.readouterr().out)
@@ -97,6 +110,58 @@ def test_presets_and_doctor_explain_themselves(
     assert all(word in out for word in ("dr_grpo", "sequence_geometric", "torch"))
     titles = ["policy gradients", "given texts", "preferences", "reward models", "distillation"]
     assert sorted(titles, key=out.index) == titles
+
+
+def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert temper(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"temper {__version__}\n"
+
+
+def test_doctor_gives_whole_commands_brackets_and_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else found(name))
+    monkeypatch.setenv("COLUMNS", "60")
+    assert temper(monkeypatch, "doctor") == 0
+    assert f"math_verify:  {install_line('math')}" in capsys.readouterr().out.splitlines()
+
+
+def test_a_failed_start_does_not_use_up_the_name_of_a_run(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "r.toml", recipe)
+    assert temper(monkeypatch, "train", path, "--set", 'reward=[{kind="exakt"}]') == 2
+    assert temper(monkeypatch, "train", path, "--set", 'train=[{path="nowhere.jsonl"}]') == 2
+    assert not (tmp_path / "runs" / "tiny").exists()
+    assert temper(monkeypatch, "train", path) == 0
+    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["tiny"]
+
+
+def test_the_closing_lines_of_a_training_run_in_a_shell_without_the_environment(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert temper(monkeypatch, "train", write(tmp_path / "r.toml", recipe)) == 0
+    said = capsys.readouterr().out
+    (line,) = [line.strip() for line in said.splitlines() if "numbers, intervals, time split" in line]
+    command = line.partition("   ")[0]
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, timeout=120,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "runs/tiny: finished" in done.stdout
+
+
+def test_several_answers_are_told_apart(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask = ("sample", tiny_folder, "--prompt", "ab", "--max-new-tokens", 4)
+    assert temper(monkeypatch, *ask, "--n", 3) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("---")] == [f"--- answer {k} of 3 ---" for k in (1, 2, 3)]
+    assert temper(monkeypatch, *ask) == 0
+    assert "---" not in capsys.readouterr().out
 
 
 def data_file(folder: Path, *rows: str) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from temper.build import resolve_objective
 from temper.build.sampler import make_sampler
-from temper.commands.checkpoints import export, find_model
+from temper.commands.checkpoints import export
+from temper.commands.find import find_model
 from temper.commands.training.train import train
 from temper.config import resolve, to_toml
 from temper.engine.vllm import engine

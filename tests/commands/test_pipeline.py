@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from temper.build import build_stage
-from temper.commands.checkpoints import evaluate_checkpoint, find_model
+from temper.commands.checkpoints import evaluate_checkpoint
+from temper.commands.find import find_model
 from temper.commands.training import train as training
 from temper.commands.training.preflight import dry_run
 from temper.commands.training.train import outputs_of, train

@@ -292,3 +292,19 @@ def test_sources_that_cannot_be_judged_as_they_say_are_refused(change: dict[str,
 def test_parts_of_a_reward_are_called_by_name_by_kind_or_as_a_function_is() -> None:
     kinds = [{"kind": "math"}, {"kind": "math"}, {"kind": "mine.py:score"}, {"kind": "code", "name": "tests"}]
     assert part_names([RewardConfig(**kind) for kind in kinds]) == ["math", "math_2", "score", "tests"]
+
+
+def test_a_misspelt_file_beside_the_recipe_is_looked_for_there(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.jsonl", "reward.py"):
+        (tmp_path / "mine" / name).touch()
+    table = {**tiny_recipe, "train": [{"path": "trian.jsonl"}], "reward": [{"kind": "rewrad.py:f"}]}
+    (tmp_path / "mine" / "r.toml").write_text(to_toml(resolve(table, [], where="tiny")))
+    config = load_recipe(Path("mine/r.toml"))[0]
+    assert config.train[0].path == "mine/trian.jsonl", "its message can then name mine/train.jsonl"
+    assert config.reward[0].kind == "mine/rewrad.py:f"
+    (tmp_path / "trian.jsonl").touch()
+    assert load_recipe(Path("mine/r.toml"))[0].train[0].path == "trian.jsonl", "what is there is what is meant"

@@ -4,14 +4,16 @@ import asyncio
 import dataclasses
 import re
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 from temper.errors import UserError
+from temper.plugins import name_function
 from temper.rewards.composite import CompositeReward
 from temper.rewards.form.text import TextReward
-from temper.rewards.user import UserReward
+from temper.rewards.user import SHOWN_LINES, UserReward
 from temper.types import Message, Score, ScoreKind, Task, Trajectory
 
 Say = Callable[[str], Trajectory]
@@ -155,3 +157,101 @@ def test_a_list_without_by_turn_says_what_to_set(tmp_path: Path, monkeypatch: py
 
     assert not reward.pays_turns
     assert "set options.by_turn = true" in str(asyncio.run(go()).reason)
+
+
+def scored(reward: UserReward, task: Task, trajectory: Trajectory) -> Score:
+    async def go() -> Score:
+        score = await reward.score(task, trajectory)
+        await reward.close()
+        return score
+
+    return asyncio.run(go())
+
+
+def own(folder: Path, source: str, **options: object) -> UserReward:
+    path = folder / f"own_{abs(hash(source))}.py"
+    path.write_text(source)
+    return UserReward(f"{path}:f", workers=1, **options)  # type: ignore[arg-type]
+
+
+ROW = Task(
+    id="t",
+    messages=(Message(role="user", content="q"),),
+    answer="1",
+    extra={"level": 3},
+    columns={"tests": ["a", {"b": 2}], "when": date(2026, 1, 31), "answer": "raw"},
+)
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        "prompt, response, answer, level, tests, when",
+        "prompt, response, answer, *, when, tests, level=0",
+        "prompt, response, answer, **columns",
+    ],
+)
+def test_columns_of_the_row_reach_a_function_that_asks_for_them(signature: str, tmp_path: Path, say: Say) -> None:
+    source = f"""
+def f({signature}):
+    columns = locals().get("columns") or {{"level": level, "tests": tests, "when": when}}
+    assert (prompt, response, answer) == ("q", "r", "1"), (prompt, response, answer)
+    return columns == {{"level": 3, "tests": ["a", {{"b": 2}}], "when": "2026-01-31"}}
+"""
+    assert scored(own(tmp_path, source), ROW, say("r")) == Score.of(1.0)
+
+
+def test_a_function_that_asks_for_no_column_gets_none(tmp_path: Path, say: Say) -> None:
+    assert scored(own(tmp_path, "def f(*said): return len(said)"), ROW, say("r")) == Score.of(3.0)
+
+
+def test_columns_reach_a_function_that_was_handed_over_and_one_that_pays_turns(tmp_path: Path, say: Say) -> None:
+    def handed_over(prompt: str, response: str, answer: str, level: int) -> float:
+        return float(level)
+
+    assert scored(UserReward(name_function(handed_over)), ROW, say("r")) == Score.of(3.0)
+    paying = own(tmp_path, "def f(prompt, turns, answer, level): return [float(level)]", by_turn=True)
+    assert scored(paying, ROW, say("r")) == Score.of(3.0)
+
+
+def test_a_column_that_a_row_lacks_is_found_before_training(tmp_path: Path) -> None:
+    reward = own(tmp_path, "def f(prompt, response, answer, levle, tests=None): return 1")
+    said = str(reward.check(ROW))
+    assert 'has a parameter "levle", which is no column of the row. Did you mean "level"?' in said
+    assert "Columns: tests, when, level" in said
+    assert re.search(r", in .*own_\d+\.py, line 1$", said)
+    assert own(tmp_path, "def f(prompt, response, answer, levle=0): return 1").check(ROW) is None
+
+
+@pytest.mark.parametrize("signature", ["completions, **kwargs", "prompts, completions, answer, **kwargs"])
+def test_a_reward_of_trl_is_answered_with_the_signature_of_here(signature: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as found:
+        own(tmp_path, f"def f({signature}): return [1.0]")
+    said = str(found.value)
+    assert "as TRL calls it" in said
+    assert "def f(prompt, response, answer, **columns) -> number or None" in said
+    assert "by_turn" not in said
+
+
+def test_the_first_lines_that_a_function_prints_are_shown(
+    tmp_path: Path, say: Say, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "import sys\ndef f(p, r, a):\n    print('seen', r)\n    print('\\x1b[2J', file=sys.stderr)\n    return 1"
+    assert scored(own(tmp_path, source), TASK, say("this")) == Score.of(1.0)
+    assert capsys.readouterr().err.splitlines() == ["f prints: seen this", "f prints: ␛[2J"]
+    lines = 3 * SHOWN_LINES
+    assert (
+        scored(own(tmp_path, f"def f(p, r, a):\n    print('x\\n' * {lines})\n    return 1"), TASK, say("r")).value == 1
+    )
+    said = capsys.readouterr().err
+    assert said.count("f prints: x") == SHOWN_LINES
+    assert said.endswith("f prints more; the rest is not shown\n")
+
+
+def test_what_a_function_printed_before_it_failed_is_shown_with_its_line(
+    tmp_path: Path, say: Say, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "def f(p, r, a):\n    print('before')\n    return {}[r]\n"
+    score = scored(own(tmp_path, source), TASK, say("gone"))
+    assert re.fullmatch(r"KeyError: 'gone', in .*own_\d+\.py, line 3", str(score.reason))
+    assert capsys.readouterr().err == "f prints: before\n"

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from temper.cli.console import app
-from temper.commands.checkpoints import find_model
+from temper.commands.find import find_model
 from temper.commands.training.train import train_stages
 from temper.config import resolve
 from temper.objectives import PRESETS

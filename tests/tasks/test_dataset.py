@@ -231,3 +231,21 @@ def test_tasks_are_drawn_as_often_as_the_data_holds_them() -> None:
     assert len(own) == size
     # Walking permutations is evener than chance: no task is ever more than one draw ahead of another.
     assert max(own.values()) - min(own.values()) <= 1
+
+
+def test_every_column_stays_with_the_task(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"question": "2 + 2 =", "solution": "so\n#### 4", "level": 3, "tests": [1, {"a": 2}], "hint": None}
+    path.write_text(json.dumps(row))
+    (task,) = read_file(path, "question", "solution", "#### (.+)").tasks
+    assert task.answer == "4"
+    assert {**task.extra, **task.columns} == row, "also the whole of a column of which a part is the answer"
+    path.write_text(json.dumps({"prompt": "2 + 2 =", "completion": "4", "tests": [1, 2]}))
+    (task,) = read_file(path).tasks
+    assert task.columns == {"tests": [1, 2]}
+
+
+def test_a_misspelt_file_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").touch()
+    with pytest.raises(UserError, match=r'no such file\. Did you mean ".*/train\.jsonl"\?'):
+        read_file(tmp_path / "trian.jsonl")

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import Overrides, app, note, out
-from temper.cli.judging.options import Data, Fast, Limit, Suite
+from temper.cli.console import Overrides, app, importing, note, out, require_checkpoint
+from temper.cli.judging.options import Data, Fast, Limit, Suite, require_suite
 
 
 @app.command()
@@ -33,10 +33,13 @@ def best(
     set_: Overrides = None,
 ) -> None:
     """Best-of-N: draws N answers to each prompt and gives the one that a reward likes most."""
-    from temper.commands.judging import verify as rewards
-    from temper.commands.judging.best import Wanted, render
-    from temper.commands.judging.best import best as draw
-    from temper.commands.judging.evaluate import Asked
+    require_checkpoint(checkpoint)
+    require_suite(suite, data, set_)
+    with importing():
+        from temper.commands.judging import verify as rewards
+        from temper.commands.judging.best import Wanted, render
+        from temper.commands.judging.best import best as draw
+        from temper.commands.judging.evaluate import Asked
 
     asked = Asked(
         suite=suite, data=data, temperature=temperature, max_new_tokens=max_new_tokens, limit=limit, seed=seed,

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import app, note, out
-from temper.cli.judging.options import Fast, Limit
+from temper.cli.console import app, importing, note, out, require_checkpoint
+from temper.cli.judging.options import Fast, Limit, require_suite
 
 
 @app.command()
@@ -30,9 +30,15 @@ def choose(
     target: Annotated[Path, typer.Option("--out", help="Directory of the results")] = Path("choice"),
 ) -> None:
     """Which checkpoint RL should start from: the best of each domain by pass@k, and their average."""
-    from temper.commands.judging.choose import choose as rate
-    from temper.commands.judging.choose import render
-    from temper.commands.judging.evaluate import Asked
+    for path in candidates:
+        if not (path / "run.db").is_file():  # of a run, all checkpoints are meant
+            require_checkpoint(path)
+    for name in suite:
+        require_suite(name)
+    with importing():
+        from temper.commands.judging.choose import choose as rate
+        from temper.commands.judging.choose import render
+        from temper.commands.judging.evaluate import Asked
 
     probes = [
         Asked(

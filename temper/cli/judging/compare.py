@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import Overrides, app, note, out
-from temper.cli.judging.options import Data, Fast, Limit, Suite
+from temper.cli.console import Overrides, app, importing, note, out, require_checkpoint
+from temper.cli.judging.options import Data, Fast, Limit, Suite, require_suite
 
 
 @app.command()
@@ -32,8 +32,13 @@ def compare(
     set_: Overrides = None,
 ) -> None:
     """What training did: paired differences with intervals, pass@k curves, a verdict; one HTML page."""
-    from temper.commands.judging.compare import compare_models, render
-    from temper.commands.judging.evaluate import Asked
+    for path in (base, trained):
+        if not path.is_file():  # a result that was saved
+            require_checkpoint(path)
+    require_suite(suite, data, set_)
+    with importing():
+        from temper.commands.judging.compare import compare_models, render
+        from temper.commands.judging.evaluate import Asked
 
     asked = Asked(
         suite=suite, data=data, samples=samples, temperature=temperature, max_new_tokens=max_new_tokens, limit=limit,

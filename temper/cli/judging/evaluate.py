@@ -13,7 +13,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from temper.cli.console import Overrides, app, out
+from temper.cli.console import Overrides, app, importing, out, require_checkpoint
+from temper.cli.judging.options import require_suite
+from temper.errors import UserError
 from temper.terminal import SafeConsole
 
 
@@ -36,8 +38,11 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable")] = False,
 ) -> None:
     """Score of a checkpoint with 95% intervals: on a suite, or on the held-out set of a recipe."""
+    require_checkpoint(checkpoint)
+    require_suite(suite, data, set_)
     if suite:
-        from temper.commands.judging.evaluate import Asked, evaluate_suite, render
+        with importing():
+            from temper.commands.judging.evaluate import Asked, evaluate_suite, render
 
         asked = Asked(
             suite=suite, data=data, samples=samples, temperature=temperature, top_p=top_p,
@@ -48,13 +53,28 @@ def evaluate(
         found = evaluate_suite(checkpoint, asked, note=lambda line: notes.print(line, highlight=False))
         out.print_json(json.dumps(found.metrics)) if as_json else out.print(render(found))
         return
-    _evaluate_heldout(checkpoint, recipe or checkpoint / "config.toml", set_ or (), as_json)
+    _evaluate_heldout(checkpoint, recipe or _own_recipe(checkpoint), set_ or (), as_json)
+
+
+def _own_recipe(checkpoint: Path) -> Path:
+    """That of the run, or of the run that a checkpoint belongs to."""
+    for folder in (checkpoint, *checkpoint.resolve().parents[:3]):
+        if (folder / "run.db").is_file():
+            return folder / "config.toml"
+    raise UserError(
+        f"{checkpoint} belongs to no run, so nothing says what to ask it. Give a suite, e.g. "
+        f"temper eval {checkpoint} --suite gsm8k, or a recipe with a [heldout] table: temper eval {checkpoint} RECIPE"
+    )
 
 
 def _evaluate_heldout(checkpoint: Path, recipe: Path, overrides: Sequence[str], as_json: bool) -> None:
     import dataclasses
 
-    from temper.commands.checkpoints import evaluate_checkpoint
+    from temper.config import load_recipe
+
+    load_recipe(recipe, overrides)  # first: a mistake in it needs no torch to be found
+    with importing():
+        from temper.commands.checkpoints import evaluate_checkpoint
 
     results = evaluate_checkpoint(checkpoint, recipe, overrides=overrides)
     if as_json:

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import app, note
-from temper.cli.judging.options import Data, Fast, Limit, Suite
+from temper.cli.console import app, importing, note, require_checkpoint
+from temper.cli.judging.options import Data, Fast, Limit, Suite, require_suite
 
 
 @app.command("label-steps")
@@ -30,9 +30,12 @@ def label_steps(
     fast: Fast = False,
 ) -> None:
     """Labels the steps of solutions by how often the model succeeds from there: data for a process reward model."""
-    from temper.commands.judging.evaluate import Asked
-    from temper.commands.judging.label_steps import label_steps as label
-    from temper.stages.step_labels import Labelling
+    require_checkpoint(checkpoint)
+    require_suite(suite, data)
+    with importing():
+        from temper.commands.judging.evaluate import Asked
+        from temper.commands.judging.label_steps import label_steps as label
+        from temper.stages.step_labels import Labelling
 
     asked = Asked(
         suite=suite, data=data, samples=samples, max_new_tokens=max_new_tokens, limit=limit, seed=seed,

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from temper.cli.console import Overrides, app, note, out
-from temper.cli.judging.options import Data, Fast, Limit, Suite
+from temper.cli.console import Overrides, app, importing, note, out, require_checkpoint
+from temper.cli.judging.options import Data, Fast, Limit, Suite, require_suite
 
 
 @app.command()
@@ -33,10 +33,13 @@ def scale(
     set_: Overrides = None,
 ) -> None:
     """Test-time scaling: accuracy against tokens for best-of-N, majority, budget forcing and refinement."""
-    from temper.commands.judging.evaluate import Asked
-    from temper.commands.judging.scale import Ways, parse_budgets, render
-    from temper.commands.judging.scale import scale as run_modes
-    from temper.evals.scaling import Budget
+    require_checkpoint(checkpoint)
+    require_suite(suite, data, set_)
+    with importing():
+        from temper.commands.judging.evaluate import Asked
+        from temper.commands.judging.scale import Ways, parse_budgets, render
+        from temper.commands.judging.scale import scale as run_modes
+        from temper.evals.scaling import Budget
 
     shape = Budget(max_tokens=1, continuation=continuation, answer_prefix=answer_prefix, think_end=think_end)
     ways = Ways(

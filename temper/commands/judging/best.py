@@ -20,9 +20,10 @@ from rich.text import Text
 
 from temper import calls
 from temper.catalogue import reward_of
-from temper.commands.checkpoints import find_model
+from temper.commands.find import find_model
 from temper.commands.judging.evaluate import Asked, Note, open_setup, with_decoding
-from temper.config.sections import RewardConfig
+from temper.commands.progress import show_work
+from temper.config.sources import RewardConfig
 from temper.errors import UserError
 from temper.evals.attempts import Attempts, play
 from temper.evals.best_of import Gain, Pick, gains, pick
@@ -117,7 +118,9 @@ async def _draw(
             attempts = Attempts(
                 name="best", samples=suite.decoding.samples, at_once=at_once, answer_of=answer_of(suite)
             )
-            return await play(setup, tasks, attempts, progress=lambda count: None)
+            total = len(tasks) * attempts.samples
+            with show_work(f"best of {attempts.samples}", total=total, sampler=setup.sampler) as work:
+                return await play(setup, tasks, attempts, progress=work.advance)
         finally:
             await setup.sampler.close()
     finally:

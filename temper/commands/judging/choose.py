@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from temper.commands.checkpoints import find_model, leaves_of
+from temper.commands.find import find_model, leaves_of
 from temper.commands.judging.evaluate import Asked, Note, budget_of, evaluate_suite, open_suite, weights_sha256
 from temper.errors import UserError
 from temper.evals.passk import pass_at_k

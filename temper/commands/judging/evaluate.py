@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Literal
 
 from pydantic import ValidationError
 from rich.console import Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -28,7 +27,8 @@ from temper import calls
 from temper.build import pick_device
 from temper.build.policy import Room, describe_policy, open_engine
 from temper.catalogue import reward_of
-from temper.commands.checkpoints import find_model
+from temper.commands.find import find_model
+from temper.commands.progress import show_work
 from temper.envs.env import find_env
 from temper.errors import UserError
 from temper.evals.attempts import Attempts, constant_score, play
@@ -43,7 +43,7 @@ from temper.rollout.episode import EpisodeSetup
 from temper.rollout.openings import try_openings
 from temper.runs.results import PromptResult, SuiteResult, differing_budget, load, save
 from temper.tasks.render import Renderer
-from temper.terminal import SafeConsole, print_line
+from temper.terminal import print_line
 from temper.types import SamplingParams, Scalar, Task
 from temper.version import __version__
 
@@ -196,8 +196,9 @@ async def _evaluate(
                 at_once=at_once,
                 answer_of=answer_of(suite),
             )
-            with _progress(suite.name, len(tasks) * attempts.samples, is_live) as advance:
-                return constant, await play(setup, tasks, attempts, progress=advance)
+            total = len(tasks) * attempts.samples
+            with show_work(suite.name, total=total, sampler=setup.sampler, is_live=is_live) as work:
+                return constant, await play(setup, tasks, attempts, progress=work.advance)
         finally:
             await setup.sampler.close()
     finally:
@@ -215,10 +216,11 @@ def open_setup(
     sizes = {task.id: len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in asks}
     longest = max(sizes.values(), default=0)
     if longest + decoding.max_new_tokens > shape.max_context:
+        left = shape.max_context - longest
         raise UserError(
             f"the prompt of {max(sizes, key=lambda name: sizes[name])}, the longest, has {longest} tokens; with "
-            f"max_new_tokens={decoding.max_new_tokens} that is more than "
-            f"the model's context of {shape.max_context}. Use --max-new-tokens {max(1, shape.max_context - longest)}"
+            f"max_new_tokens={decoding.max_new_tokens} that is more than the model's context of {shape.max_context}. "
+            f"Use {f'--max-new-tokens {left}' if left > 0 else 'shorter prompts, or a model with a longer context'}"
         )
     numerics = asked.numerics
     if numerics == "exact" and shape.family not in FAMILIES:
@@ -228,8 +230,10 @@ def open_setup(
     length = shape.max_context if decoding.max_turns > 1 else longest + decoding.max_new_tokens
     decode = renderer.decode if decoding.stop else None
     room = Room(seed=asked.seed, max_running=at_once, usual_length=length)
+    with show_work(f"loading {folder}"):
+        engine = open_engine(policy, room, numerics=numerics, decode=decode)
     setup = EpisodeSetup(
-        sampler=open_engine(policy, room, numerics=numerics, decode=decode),
+        sampler=engine,
         renderer=renderer,
         scorer=rubric,
         make_env=partial(_env_of, suite),
@@ -262,14 +266,6 @@ def weights_sha256(folder: Path) -> str:
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     parts = [[file.name, sha256_of(file)] for file in files]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def _progress(name: str, total: int, is_live: bool) -> Iterator[Callable[[int], None]]:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=SafeConsole(stderr=True), transient=True, disable=not is_live) as bar:
-        task = bar.add_task(name, total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 def render(result: SuiteResult) -> RenderableType:

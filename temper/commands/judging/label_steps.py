@@ -13,9 +13,10 @@ from pathlib import Path
 from temper import calls
 from temper.build.policy import describe_policy
 from temper.catalogue import reward_of
-from temper.commands.checkpoints import find_model
+from temper.commands.find import find_model
 from temper.commands.judging.evaluate import Asked, Note, open_setup, open_suite
 from temper.commands.judging.scale import require_single_turn
+from temper.commands.progress import show_work
 from temper.errors import UserError
 from temper.evals.suites import Suite
 from temper.rollout.episode import EpisodeSetup, run_episode
@@ -57,8 +58,10 @@ async def _label(
         await rubric.start()
         setup, _ = open_setup(suite, tasks, asked, folder, rubric, note)
         try:
-            solutions = await _solutions(suite, tasks, setup, folder)
-            labelled, reasons = await label_solutions(setup, solutions, rules)
+            with show_work("solutions", sampler=setup.sampler) as shown:
+                solutions = await _solutions(suite, tasks, setup, folder)
+                shown.rename(f"labels of the steps of {len(solutions)} solutions")
+                labelled, reasons = await label_solutions(setup, solutions, rules)
         finally:
             await setup.sampler.close()
     finally:

@@ -17,8 +17,9 @@ from rich.table import Table
 from temper import calls
 from temper.build.policy import describe_policy
 from temper.catalogue import reward_of
-from temper.commands.checkpoints import find_model
+from temper.commands.find import find_model
 from temper.commands.judging.evaluate import Asked, Note, budget_of, open_setup, with_decoding
+from temper.commands.progress import show_work
 from temper.errors import UserError, did_you_mean
 from temper.evals.comparison.curves import Point, best_of, majority, panel, single
 from temper.evals.comparison.page import write_png
@@ -186,10 +187,15 @@ async def _run(suite: Suite, tasks: Sequence[Task], asked: Asked, ways: Ways, fo
         await rubric.start()
         setup = _open(suite, tasks, asked, ways, folder, rubric, note)
         try:
-            is_choosing = any(mode in CHOOSING for mode in ways.modes)
-            samples = await draw_samples(setup, tasks, ways.samples) if is_choosing else []
-            work = Work(setup=setup, tasks=tasks, ways=ways, repeats=suite.decoding.samples, samples=samples)
-            return [point for mode in ways.modes for point in await MODES[mode](work)]
+            with show_work(f"{suite.name}, samples", sampler=setup.sampler) as shown:
+                is_choosing = any(mode in CHOOSING for mode in ways.modes)
+                samples = await draw_samples(setup, tasks, ways.samples) if is_choosing else []
+                work = Work(setup=setup, tasks=tasks, ways=ways, repeats=suite.decoding.samples, samples=samples)
+                points: list[Point] = []
+                for mode in ways.modes:
+                    shown.rename(f"{suite.name}, {mode}")
+                    points += await MODES[mode](work)
+                return points
         finally:
             await setup.sampler.close()
     finally:

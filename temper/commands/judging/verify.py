@@ -14,6 +14,7 @@ from pathlib import Path
 
 from temper import calls
 from temper.catalogue import REWARDS
+from temper.commands.progress import show_work
 from temper.errors import UserError
 from temper.evals.verdicts import Rate, error_rates
 from temper.rewards.composite import CompositeReward
@@ -90,7 +91,8 @@ def verify(
     rows = load_attacks(kind) if attack else load_golden(kind, golden)
     if not rows:
         raise UserError(f'the attack pack has nothing for reward "{kind}"')
-    scored = calls.run(_score_all(kind, rows, options or {}, rewards))
+    with show_work(f"{len(rows):,} verdicts of {kind}"):
+        scored = calls.run(_score_all(kind, rows, options or {}, rewards))
     return Verification(kind, attack, tuple(zip(rows, scored, strict=True)))
 
 

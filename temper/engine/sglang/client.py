@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from temper.errors import BackendError, TaskError, UserError
+from temper.errors import BackendError, TaskError, UserError, install_line
 
 if TYPE_CHECKING:
     import httpx
@@ -40,7 +40,7 @@ class Client:
         try:
             import httpx
         except ImportError as error:
-            raise UserError('engine.kind "sglang" needs httpx: pip install "temper-rl[sglang]"') from error
+            raise UserError(f'engine.kind "sglang" needs httpx. Run: {install_line("sglang")}') from error
         if not address.startswith(("http://", "https://")):
             raise UserError(
                 f'engine.kind "{address}" is no address: write http://HOST:PORT, e.g. http://127.0.0.1:30000'

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from temper.errors import TaskError, UserError, did_you_mean
+from temper.errors import TaskError, UserError, did_you_mean, install_line
 from temper.protocols import Reward
 from temper.types import Message, Scalar, Score, Task, Trajectory
 
@@ -130,7 +130,7 @@ def _require_family(family: str, options: dict[str, Scalar | list[Scalar]]) -> N
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise UserError(
-            'generator "reasoning_gym" needs the package reasoning-gym. Run: pip install "temper-rl[gym]"'
+            f'generator "reasoning_gym" needs the package reasoning-gym. Run: {install_line("gym")}'
         ) from error
     if family not in DATASETS:
         raise UserError(

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from temper.calls import DeadlinePassed
 from temper.envs.threads import Worker
-from temper.errors import TaskError, TemperError, UserError
+from temper.errors import TaskError, TemperError, UserError, install_line
 from temper.types import Task
 
 Result = TypeVar("Result")
@@ -26,9 +26,7 @@ def require_package(module: str, *, extra: str, package: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(
-            f'{what} needs the package {package} ({error}). Run: pip install "temper-rl[{extra}]"'
-        ) from error
+        raise UserError(f"{what} needs the package {package} ({error}). Run: {install_line(extra)}") from error
 
 
 def episode_seed(task: Task, seed: int) -> int:

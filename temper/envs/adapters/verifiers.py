@@ -16,7 +16,7 @@ from temper.envs.adapters.third_party import EpisodeThread, require_package
 from temper.envs.adapters.verifiers_rollout import Rollout, readable
 from temper.envs.tool_calls import find_parser, parse
 from temper.envs.tool_env import Presentation
-from temper.errors import TaskError, TemperError, UserError
+from temper.errors import TaskError, TemperError, UserError, install_line
 from temper.plugins import load_function
 from temper.protocols import EnvOpening, EnvReply, Reward
 from temper.types import Event, EventKind, Message, Scalar, Score, Task, Trajectory
@@ -78,7 +78,7 @@ def _loaded(name: str, arguments: str) -> Any:
     if kind is None:
         raise UserError(
             f"verifiers {package.__version__} has no environments with rubrics; they ended with version 0.2. "
-            'Run: pip install "temper-rl[verifiers]"'
+            f"Run: {install_line('verifiers')}"
         )
     load = (
         load_function(name, where="environment") if ":" in name else functools.partial(package.load_environment, name)

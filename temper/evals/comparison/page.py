@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from temper.errors import UserError
+from temper.errors import UserError, install_line
 from temper.evals.comparison.compare import Comparison, PromptChange
 from temper.evals.comparison.verdict import Difference, Kind
 from temper.runs.report.plot import COLORS, Line, Panel, chart
@@ -108,7 +108,7 @@ def write_png(panels: Sequence[Panel], path: Path) -> None:
     try:
         figure: Any = import_module("matplotlib.figure").Figure(figsize=(6 * len(panels), 4.2), dpi=150)
     except ImportError as error:
-        raise UserError('a PNG needs matplotlib. Run: pip install "temper-rl[plots]"') from error
+        raise UserError(f"a PNG needs matplotlib. Run: {install_line('plots')}") from error
     for place, panel in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), place + 1)
         for number, line in enumerate(panel.lines):

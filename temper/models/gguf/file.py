@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from temper.errors import UserError
+from temper.errors import UserError, install_line
 from temper.models.gguf.tokenizer import write_tokenizer
 
 Report = Callable[[str, float], None]
@@ -44,7 +44,7 @@ def convert(path: Path, folder: Path, *, is_tied: bool, stop_tokens: tuple[str, 
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise UserError('reading GGUF files needs the package gguf: pip install "temper-rl[gguf]"') from error
+        raise UserError(f"reading GGUF files needs the package gguf. Run: {install_line('gguf')}") from error
     from safetensors.torch import save_file
 
     report("read", 0.0)

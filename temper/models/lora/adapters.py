@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from temper.errors import BackendError, UserError, did_you_mean
+from temper.errors import BackendError, UserError, did_you_mean, install_line
 from temper.integrity import verify
 from temper.models.lora.low_rank import ADAPTER, is_adapted, merged_weight
 from temper.models.save import save_description, saved_tensors
@@ -330,5 +330,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise UserError('model.lora needs the package peft. Run: pip install "temper-rl[lora]"') from error
+        raise UserError(f"model.lora needs the package peft. Run: {install_line('lora')}") from error
     return peft

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from temper.errors import UserError
+from temper.errors import UserError, install_line
 from temper.protocols import Reward
 from temper.rewards.mathematics.answers import count_words, find_answers, gold_answer
 from temper.rewards.mathematics.forms import decide, form, is_refused, plain_number
@@ -44,7 +44,7 @@ class MathReward(Reward):
         """strict: the last number of a response is not an answer. min_words: a response with fewer
         words beside its answer is wrong."""
         if importlib.util.find_spec("math_verify") is None:
-            raise UserError('reward "math" needs the package math-verify. Run: pip install "temper-rl[math]"')
+            raise UserError(f'reward "math" needs the package math-verify. Run: {install_line("math")}')
         self._is_strict = strict
         self._require_boxed = require_boxed
         self._min_words = min_words
@@ -103,7 +103,10 @@ class MathReward(Reward):
             verdict = self._pool.submit(gold, gold).result(timeout=300.0)
         except WorkerFailed as error:
             return f"its answer {task.answer!r} breaks the verifier: {error}"
-        return None if verdict is True else f"its answer {task.answer!r} cannot be parsed as mathematics"
+        if verdict is True:
+            return None
+        marked = ' Its answer stands behind "####": set answer_pattern = "#### (.+)"' if "####" in task.answer else ""
+        return f"its answer {task.answer!r} cannot be parsed as mathematics.{marked}"
 
     async def close(self) -> None:
         self._pool.close()

@@ -22,7 +22,7 @@ MAX_HANGING = 16
 class Calls(Protocol):
     """Where a function runs."""
 
-    async def call(self, *arguments: Any) -> Any:
+    async def call(self, *arguments: Any, **named: Any) -> Any:
         """What it returns. Raises WorkerFailed with the reason otherwise."""
         ...
 
@@ -37,7 +37,7 @@ class LiveCalls:
         self._deadline_seconds = deadline_seconds
         self._hanging: list[threading.Thread] = []
 
-    async def call(self, *arguments: Any) -> Any:
+    async def call(self, *arguments: Any, **named: Any) -> Any:
         self._hanging = [thread for thread in self._hanging if thread.is_alive()]
         if len(self._hanging) >= MAX_HANGING:
             raise WorkerFailed(f"{MAX_HANGING} calls hang; nothing more is started")
@@ -55,7 +55,7 @@ class LiveCalls:
         def run() -> None:
             value, failure = None, None
             try:
-                value = self._function(*arguments)
+                value = self._function(*arguments, **named)
             except BaseException as error:  # sys.exit() in a reward must not end a run
                 failure = error
             if not loop.is_closed():

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ PATIENCE = 8
 
 Json = Any
 """What JSON can hold."""
+Arguments = tuple[list[Json], dict[str, Json]]
+"""By place and by name."""
 
 
 class WorkerFailed(TaskError):
@@ -79,13 +81,15 @@ class WorkerPool:
         deadline_seconds: float = 5.0,
         is_pure: bool = False,
         memory_bytes: int | None = None,
+        show: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.target = target
         self.size = size
         self.deadline_seconds = deadline_seconds
         self.is_pure = is_pure
         self.memory_bytes = memory_bytes
-        self._jobs: queue.SimpleQueue[tuple[Future[Json], list[Json]] | None] = queue.SimpleQueue()
+        self._show = show
+        self._jobs: queue.SimpleQueue[tuple[Future[Json], Arguments] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._workers: dict[threading.Thread, _Worker] = {}
         self._in_flight = 0
@@ -93,11 +97,11 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._room = _Room()
 
-    async def call(self, *arguments: Json) -> Json:
+    async def call(self, *arguments: Json, **named: Json) -> Json:
         """The function's result. Raises WorkerFailed with the reason otherwise."""
-        return await asyncio.wrap_future(self.submit(*arguments))
+        return await asyncio.wrap_future(self.submit(*arguments, **named))
 
-    def submit(self, *arguments: Json) -> Future[Json]:
+    def submit(self, *arguments: Json, **named: Json) -> Future[Json]:
         """For callers without an event loop. The deadline counts from when a worker takes the call."""
         future: Future[Json] = Future()
         with self._lock:
@@ -108,7 +112,7 @@ class WorkerPool:
                 thread = threading.Thread(target=self._serve, name=f"pool {self.target}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
-            self._jobs.put((future, list(arguments)))
+            self._jobs.put((future, (list(arguments), named)))
         return future
 
     @property
@@ -148,7 +152,7 @@ class WorkerPool:
                 self._in_flight -= 1
         self._discard()
 
-    def _attempt(self, arguments: list[Json]) -> Json | WorkerFailed:
+    def _attempt(self, arguments: Arguments) -> Json | WorkerFailed:
         """The result of a call, or why it has none."""
         failure = WorkerFailed("the worker pool was closed")
         for enter in (self._room.together, self._room.alone) if self.is_pure else (self._room.together,):
@@ -171,7 +175,7 @@ class WorkerPool:
         me = threading.current_thread()
         if me not in self._workers:
             # Listed before it has started, so that close() also kills one that is busy importing.
-            self._workers[me] = _Worker()
+            self._workers[me] = _Worker(self._show)
             if self._is_closed:
                 raise _Lost(WorkerFailed("the worker pool was closed"))
             hello = {
@@ -241,7 +245,8 @@ class _Room:
 class _Worker:
     """One process and the socket to it. Used by one thread; kill() may come from another."""
 
-    def __init__(self) -> None:
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
         self.connection, theirs = socket.socketpair()
         with theirs:
             # -P: the script's folder stays off sys.path, where a file could shadow the standard library's.
@@ -268,6 +273,8 @@ class _Worker:
             is_spent = end == f"signal {program.CPU_SPENT.name}"
             failure = CpuSpent("it used up its CPU time") if is_spent else WorkerFailed(f"worker died ({end})")
             raise _Lost(failure) from error
+        if "printed" in reply:
+            self._show(reply["printed"])
         if reply.get("overrun") == "MemoryError":
             raise _Lost(Overrun(reply["error"]))  # the memory may be what earlier calls left behind
         if "overrun" in reply:

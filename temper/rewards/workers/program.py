@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import io
 import json
 import os
 import resource
@@ -22,13 +23,15 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 MAX_FRAME_BYTES = 64 * 2**20
+MAX_PRINTED = 4000
+"""Characters of what one call printed that are told."""
 CPU_SPENT = signal.SIGPROF
 """What ends a worker whose call has used up its CPU seconds: the signal of ITIMER_PROF."""
 
 
 def send(connection: socket.socket, value: Any) -> None:
-    """Writes one frame. Respects the socket's own timeout."""
-    payload = json.dumps(value).encode()
+    """Writes one frame. Respects the socket's own timeout. Dates and the like become text."""
+    payload = json.dumps(value, default=str).encode()
     connection.sendall(struct.pack("!I", len(payload)) + payload)
 
 
@@ -89,8 +92,8 @@ def main() -> None:
         limit_memory(hello["memory_bytes"])
         send(connection, {"value": "ready"})
         while True:
-            arguments = receive(connection)
-            send(connection, answer(function, arguments, hello["cpu_seconds"]))
+            arguments, named = receive(connection)
+            send(connection, answer(function, arguments, named, hello["cpu_seconds"]))
     except (EOFError, ConnectionError):
         return
 
@@ -110,14 +113,23 @@ def limit_memory(num_bytes: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def answer(function: Any, arguments: list[Any], cpu_seconds: float | None) -> dict[str, Any]:
-    """The result of one call, or the exception as text; "overrun" when the call needed more than this process has.
+def answer(function: Any, arguments: list[Any], named: dict[str, Any], cpu_seconds: float | None) -> dict[str, Any]:
+    """The result of one call, or the exception as text; "overrun" when the call needed more than this process has;
+    and what it printed, if it did.
 
     After cpu_seconds of computing the kernel ends the process with CPU_SPENT, also while it is stuck in C code.
     """
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        outcome = _outcome(function, arguments, named, cpu_seconds)
+    printed = said.getvalue()[:MAX_PRINTED]
+    return {**outcome, "printed": printed} if printed else outcome
+
+
+def _outcome(function: Any, arguments: list[Any], named: dict[str, Any], cpu_seconds: float | None) -> dict[str, Any]:
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds or 0.0)
     try:
-        value = function(*arguments)
+        value = function(*arguments, **named)
         json.dumps(value)
     except (MemoryError, RecursionError) as error:
         return {"error": f"{type(error).__name__}: {error}".rstrip(": "), "overrun": type(error).__name__}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from temper.errors import UserError
+from temper.errors import UserError, install_line
 from temper.runs.reader import RunReader
 
 Form = Literal["long", "wide"]
@@ -84,7 +84,7 @@ def _parquet(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> bytes:
         import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
         import pyarrow.parquet as pq  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
-        raise UserError('Parquet needs pyarrow: pip install "temper-rl[parquet]". Or write a .csv file') from error
+        raise UserError(f"Parquet needs pyarrow. Write a .csv file, or run: {install_line('parquet')}") from error
     types = {"stage": pa.int64(), "step": pa.int64(), "name": pa.string()}
     arrays = [
         pa.array([row[place] for row in rows], types.get(name, pa.float64())) for place, name in enumerate(columns)

@@ -198,10 +198,12 @@ class _Room:
         worst = max(over, key=lambda place: over[place])
         others = [tasks[place].id for place in over if place != worst]
         also = f" Also: {', '.join(others[:MAX_NAMED])}{', ...' if len(others) > MAX_NAMED else ''}." if others else ""
+        room = context - over[worst]
+        shorter = f"at most {setting}={room}, " if room > 0 else ""  # else no length of an answer would do
         raise UserError(
             f"{name}: {len(over)} of {len(tasks)} prompts are too long. {tasks[worst].id} has {over[worst]} tokens; "
-            f"with {setting}={budget} that is more than the model's context of {context}.{also} Use at most "
-            f"{setting}={max(1, context - over[worst])}, shorter prompts, or a model with a longer context; "
+            f"{f'with {setting}={budget} that' if room > 0 else 'that alone'} is more than the model's context of "
+            f"{context}.{also} Use {shorter}shorter prompts, or a model with a longer context; "
             f"{key}.skip_bad = true leaves such tasks out"
         )
 

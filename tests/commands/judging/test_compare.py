@@ -13,7 +13,7 @@ from temper.commands.judging.compare import compare_models, render
 from temper.commands.judging.evaluate import Asked, evaluate_suite
 from temper.commands.judging.scale import Ways, default_budgets, parse_budgets, require_single_turn, scale
 from temper.commands.judging.scale import render as render_points
-from temper.errors import UserError
+from temper.errors import UserError, install_line
 from temper.evals.scaling import Budget
 from temper.evals.suites import load_suite, read_tasks
 from temper.models.tiny import make_tiny_model
@@ -56,7 +56,7 @@ def test_two_checkpoints_are_asked_the_same_and_their_files_written(models, suit
     assert {row["name"] for row in table["differences"]} >= {"pass@1", "pass@4", "maj@4", "best@4", "mean score"}
     assert len(table["prompts"]) == 6
     assert "<svg" in (out / "compare.html").read_text()
-    assert (out / "compare.png").is_file() or any('pip install "temper-rl[plots]"' in line for line in notes)
+    assert (out / "compare.png").is_file() or any(install_line("plots") in line for line in notes)
     text = shown(render(comparison))
     assert comparison.verdict.kind in text
     assert "prompts got worse" in text
@@ -94,7 +94,7 @@ def test_a_missing_matplotlib_costs_the_picture_only(models, suite: str, tmp_pat
     compare_models(*models, Asked(suite=suite, samples=2), out=out, note=notes.append)
     assert (out / "compare.html").is_file()
     assert not (out / "compare.png").exists()
-    assert any('pip install "temper-rl[plots]"' in line for line in notes)
+    assert any(install_line("plots") in line for line in notes)
 
 
 def test_all_modes_run_on_a_real_engine_and_again_give_the_same_numbers(models, suite: str, tmp_path: Path) -> None:

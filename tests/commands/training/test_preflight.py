@@ -323,6 +323,16 @@ def test_what_an_environment_pays_for_gold_answers_is_tried_in_the_environment(
     assert ":Whole: started for 2 tasks" in text
 
 
+def test_an_answer_that_does_not_fit_beside_the_longest_prompt_is_told_how_long_it_may_be(
+    tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 26, "answer": "ab"}))
+    tiny_recipe |= {"stage": tiny_recipe["stage"][1:], "train": [{"path": str(tmp_path / "long.jsonl")}]}
+    said = r"28 tokens; with sampling\.max_new_tokens=8 .* context of 32\. Use at most sampling\.max_new_tokens=4, "
+    with pytest.raises(UserError, match=said):
+        dry_run(write_recipe({**tiny_recipe, "sampling": {"max_new_tokens": 8}}, tmp_path))
+
+
 @pytest.fixture
 def long_rows(tiny_recipe: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """Two of 400 rows are too long for a context of 32, far behind the tasks that are probed."""
@@ -336,8 +346,8 @@ def long_rows(tiny_recipe: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
 
 def test_every_row_of_a_file_is_measured_before_the_run(long_rows: dict[str, Any], tmp_path: Path) -> None:
     said = (
-        r"long\.jsonl: 2 of 400 prompts are too long\. long\.jsonl:396 has 42 tokens; with sampling\.max_new_tokens=4 "
-        r"that is more than the model's context of 32\. Also: long\.jsonl:390\..*train\.skip_bad = true leaves such"
+        r"long\.jsonl: 2 of 400 prompts are too long\. long\.jsonl:396 has 42 tokens; that alone is more than the "
+        r"model's context of 32\. Also: long\.jsonl:390\. Use shorter prompts.*train\.skip_bad = true leaves such"
     )
     with pytest.raises(UserError, match=said):
         dry_run(write_recipe(long_rows, tmp_path))

@@ -151,6 +151,9 @@ def test_gold_that_cannot_be_parsed_is_found_when_data_is_loaded(reward: MathRew
     assert reward.check(task("72")) is None
     assert reward.check(task(r"\frac{\pi}{3}")) is None
     assert "cannot be parsed" in (reward.check(task("{")) or "")
+    assert "answer_pattern" not in (reward.check(task("{")) or "")
+    gsm8k = "Tom has 3 + 4 = <<3+4=7>>7 apples.\n#### 7"
+    assert (reward.check(task(gsm8k)) or "").endswith('set answer_pattern = "#### (.+)"')
     assert "no gold answer" in (reward.check(task(None)) or "")
     assert not score(reward, "{", say(r"\boxed{x}")).is_value
     assert not score(reward, None, say("5")).is_value
