@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from temper.types import Scalar
-
+Scalar = str | int | float | bool
+"""The same as in temper.types, which imports torch: a recipe is read, and compared with the defaults, without it."""
 Factor = str | dict[str, Scalar]
 """A named function, or a table with its name and arguments: "clip" or {name = "clip", high = 0.28}."""
 

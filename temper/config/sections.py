@@ -12,8 +12,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from temper.config.model import ModelConfig
-from temper.config.section import Factor, Section
-from temper.types import Scalar
+from temper.config.section import Factor, Scalar, Section
 
 StageKind = Literal["rl", "sft", "reward_model", "rejection", "preference", "distill"]
 
