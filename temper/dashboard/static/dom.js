@@ -87,6 +87,18 @@ export function prose(text) {
     .map((part, index) => (index % 2 ? el("code", {}, part) : part));
 }
 
+/** Plotly reads a little HTML in names; what comes from a run is shown as it is written. */
+export function label(text) {
+  return String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+}
+
+/** Seconds as people say them. */
+export function duration(seconds) {
+  if (!isNumber(seconds)) return "–";
+  if (seconds >= 7200) return `${number(seconds / 3600, 1)} h`;
+  return seconds >= 120 ? `${number(seconds / 60, 1)} min` : `${number(seconds, 1)} s`;
+}
+
 /** What a run is called; its folder only where two have the same name. */
 export function runLabel(run, runs) {
   return runs.filter((one) => one.name === run.name).length > 1 ? `${run.name} · ${run.folder}` : run.name;
