@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +32,13 @@ Recipe = Annotated[Path, typer.Argument(help="A recipe, e.g. recipes/demo.toml",
 def refuse_launchers(context: typer.Context) -> None:
     if context.invoked_subcommand not in READERS:
         require_one_process(f'"temper {context.invoked_subcommand} ..."')
+
+
+@contextmanager
+def saying(what: str) -> Iterator[None]:
+    """Says on a terminal what a verb does before it has anything to show: importing torch alone takes seconds."""
+    with out.status(f"{what} ..."):
+        yield
 
 
 def note(line: str) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from temper.cli.console import Overrides, Recipe, app, out
+from temper.cli.console import Overrides, Recipe, app, out, saying
 
 UNFINISHED = 4
 """Exit code of a training that an alarm stopped: only a run that reached its last step ends with 0."""
@@ -34,13 +34,15 @@ def train(
         out.print(check(recipe, overrides=set_ or ()))
         out.print("\nNothing was trained. Everything that can be checked without weights is in order.")
         return
-    from temper.commands.training.stopping import Stopped, describe_stop
-    from temper.commands.training.train import choose_folder, is_finished
-    from temper.commands.training.train import train as run_training
     from temper.config import load_recipe
-    from temper.runs.report.report import make_report, render
 
-    run = run or choose_folder(load_recipe(recipe, set_ or ())[0].name, resume=resume)
+    name = load_recipe(recipe, set_ or ())[0].name  # first: a mistake in a recipe need not wait for torch
+    with saying("loading torch and transformers"):
+        from temper.commands.training.stopping import Stopped, describe_stop
+        from temper.commands.training.train import choose_folder, is_finished
+        from temper.commands.training.train import train as run_training
+        from temper.runs.report.report import make_report, render
+    run = run or choose_folder(name, resume=resume)
     try:
         folder = run_training(recipe, overrides=set_ or (), run=run, resume=resume)
     except Stopped as stop:

@@ -1,6 +1,6 @@
 // What was run. Owns: the resolved recipe as it is kept with the run, and what differs from another one.
 import { ask, remembered } from "./api.js";
-import { card, el, empty, failure, fill, plain, runLabel, table } from "./dom.js";
+import { card, el, empty, exact, failure, fill, runLabel, table } from "./dom.js";
 
 export async function mount(root, { run, runs, view, isCurrent }) {
   const changed = card("What this recipe changes", "Keys whose values are not the defaults of this version of Temper.");
@@ -76,9 +76,9 @@ function changes(rows) {
   return table(
     [
       { title: "Stage", class: "short", cell: (row) => row.stage || "all" },
-      { title: "Key", cell: (row) => el("code", {}, row.key) },
-      { title: "Value", class: "after", cell: (row) => el("code", {}, plain(row.value)) },
-      { title: "Default", cell: (row) => el("code", {}, row.default === "" ? '""' : plain(row.default)) },
+      { title: "Key", class: "short", cell: (row) => el("code", {}, row.key) },
+      { title: "Value", class: "after", cell: (row) => el("code", {}, exact(row.value)) },
+      { title: "Default", cell: (row) => el("code", {}, exact(row.default)) },
     ],
     rows,
     { label: "Keys that differ from the defaults" },
@@ -89,9 +89,9 @@ function differing(rows, run, other) {
   if (!rows.length) return empty("No difference", "Both runs have the same resolved configuration.");
   return table(
     [
-      { title: "Key", cell: (row) => el("code", {}, row.key) },
-      { title: run.name, class: "before", cell: (row) => el("code", {}, plain(row.a)) },
-      { title: other?.name || "other", class: "after", cell: (row) => el("code", {}, plain(row.b)) },
+      { title: "Key", class: "short", cell: (row) => el("code", {}, row.key) },
+      { title: run.name, class: "before", cell: (row) => el("code", {}, exact(row.a)) },
+      { title: other?.name || "other", class: "after", cell: (row) => el("code", {}, exact(row.b)) },
     ],
     rows,
     { label: "Differences" },

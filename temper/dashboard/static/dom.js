@@ -80,6 +80,13 @@ export function plain(value) {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
+/** A value of a recipe, to the last digit: two that differ must not look the same. */
+export function exact(value) {
+  if (value === null || value === undefined) return "–";
+  if (value === "") return '""';
+  return typeof value === "string" ? value : typeof value === "number" ? String(value) : JSON.stringify(value);
+}
+
 /** A sentence with its `commands` set apart. */
 export function prose(text) {
   return String(text)

@@ -1,6 +1,6 @@
 // All runs in one table. Owns: sorting, searching, choosing runs to compare, tags and notes.
 import { ask, send } from "./api.js";
-import { ago, badge, card, duration, el, empty, failure, fill, isNumber, number, plain, runLabel } from "./dom.js";
+import { ago, badge, card, duration, el, empty, exact, failure, fill, isNumber, number, runLabel } from "./dom.js";
 import { address } from "./view.js";
 
 const TONES = { running: "good", finished: "", failed: "bad", dead: "bad", stopped: "warn" };
@@ -97,7 +97,7 @@ export async function mount(root, { view, isCurrent }) {
 
 /** Every word is somewhere in what the row says, or is key=value of its recipe. */
 function fits(run, query) {
-  const recipe = Object.entries(run.recipe).map(([key, value]) => `${key}=${plain(value)}`);
+  const recipe = Object.entries(run.recipe).map(([key, value]) => `${key}=${exact(value)}`);
   const state = WORDS[run.state] || run.state;
   const text = [run.name, run.folder, state, run.ended, run.error, run.note, ...run.tags, ...recipe].join(" ").toLowerCase();
   return query
@@ -129,7 +129,7 @@ function columnsOf(state, view, edit, choose) {
       title: el("code", {}, key),
       class: "recipe-cell",
       value: (run) => sortable(run.recipe[key]),
-      cell: (run) => (key in run.recipe ? el("code", { title: plain(run.recipe[key]) }, compact(run.recipe[key])) : "–"),
+      cell: (run) => (key in run.recipe ? el("code", { title: exact(run.recipe[key]) }, compact(run.recipe[key])) : "–"),
     })),
     { key: "steps", title: "Steps", number: true, value: (run) => run.steps_done, cell: (run) => `${run.steps_done} / ${planned(run)}` },
     { key: "seconds", title: "Time", number: true, value: (run) => run.seconds, cell: (run) => duration(run.seconds) },
@@ -142,14 +142,14 @@ function columnsOf(state, view, edit, choose) {
 /** A value of a recipe in a narrow cell: of a path its end, of a table its keys. */
 function compact(value) {
   if (value && typeof value === "object" && !Array.isArray(value))
-    return Object.entries(value).map(([key, inner]) => `${key}=${plain(inner)}`).join(" ");
-  const text = value === "" ? '""' : plain(value);
+    return Object.entries(value).map(([key, inner]) => `${key}=${exact(inner)}`).join(" ");
+  const text = exact(value);
   const parts = text.split("/");
   return text.length > 30 && parts.length > 4 ? `…/${parts.slice(-3).join("/")}` : text;
 }
 
 function sortable(value) {
-  return value === undefined || value === null ? null : isNumber(value) ? value : plain(value);
+  return value === undefined || value === null ? null : isNumber(value) ? value : exact(value);
 }
 
 function sorted(runs, columns, order) {

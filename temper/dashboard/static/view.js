@@ -51,8 +51,24 @@ export class View {
       if (text) this.parameters.set(name, text);
       else this.parameters.delete(name);
     }
-    history.replaceState(null, "", address(this.id, this.name, Object.fromEntries(this.parameters)));
+    this.write();
     this.changed();
+  }
+
+  /** Some browsers allow a hundred addresses in half a minute, which a slider can exceed: then a little later. */
+  write() {
+    clearTimeout(this.later);
+    try {
+      history.replaceState(null, "", address(this.id, this.name, Object.fromEntries(this.parameters)));
+    } catch {
+      this.later = setTimeout(() => this.isCurrent() && this.write(), 1000);
+    }
+  }
+
+  /** Whether the address is still that of this page. */
+  isCurrent() {
+    const { id, name } = route();
+    return id === this.id && name === this.name;
   }
 
   toggle(name, value) {

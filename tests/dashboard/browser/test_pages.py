@@ -374,7 +374,7 @@ def test_the_recipe_begins_with_what_it_changes(browser: Browser) -> None:
         f'return [...document.querySelectorAll("{table} tbody tr")].map((row) => '
         "[...row.children].map((cell) => cell.innerText))"
     )
-    assert ["rl", "optim.learning_rate", "0.001", "1.0e-6"] in rows
+    assert ["rl", "optim.learning_rate", "0.001", "0.000001"] in rows
     assert ["all", "sampling.max_new_tokens", "4", "64"] in rows
     assert not [row for row in rows if row[1] == "optim.beta1"], "a default"
     assert browser.run("return document.querySelector('.toml').checkVisibility()") is False, "all keys on demand"

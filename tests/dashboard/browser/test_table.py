@@ -75,7 +75,7 @@ def test_the_score_and_what_differs_are_columns(browser: Browser, query: Query) 
     titles = browser.run("return [...document.querySelectorAll('table.runs th code')].map((one) => one.innerText)")
     differing = ["stages", "seed", "objective.proximal", "rl.optim.learning_rate", "checkpoint.keep"]
     assert titles == differing, "and nothing that is equal everywhere"
-    assert cell(browser, "other", "rl.optim.learning_rate") == "5.0e-4"
+    assert cell(browser, "other", "rl.optim.learning_rate") == "0.0005"
     assert cell(browser, "seed", "seed") == "7"
     assert cell(browser, "alone", "stages") == "rl"
 
