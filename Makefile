@@ -23,7 +23,7 @@ heavy: $(INSTALLED)
 browser: $(INSTALLED)
 	command -v chromium > /dev/null && command -v chromedriver > /dev/null || $(AS_ROOT) sh -c \
 		"apt-get update -q && apt-get install -y -q chromium chromium-driver"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/dashboard/test_browser.py -m browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/dashboard/browser -m browser
 
 # Two adapters whose packages want other versions than the rest, and Ray: an environment of their own.
 adapters:

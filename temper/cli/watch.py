@@ -20,7 +20,7 @@ def watch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one")] = 8777,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser")] = False,
 ) -> None:
-    """Look at runs in the browser while they are trained, or afterwards. Reads only."""
+    """Look at runs in the browser while they are trained, or afterwards. Reads runs, and keeps your notes on them."""
     from temper.commands.watch import watch as serve_dashboard
 
     serve_dashboard(

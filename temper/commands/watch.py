@@ -1,7 +1,7 @@
 """`temper watch`: the dashboard of one run, several, or a folder of runs, live or finished.
 
-Owns: putting the server together, saying where it is, ending it. Refuses: writing to a run, and listening beyond this
-machine unasked. Imports no torch: the page is there at once.
+Owns: putting the server together, saying where it is, ending it. Refuses: writing to a run's record, and listening
+beyond this machine unasked. Imports no torch: the page is there at once.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """What goes out over HTTP: JSON, refusals, and the headers that keep the page to itself.
 
-Owns: who may ask (GET, from this machine's own names), and what the browser may do with the answer.
+Owns: who may ask (GET, from this machine's own names), who may write a note (PUT, from its own page), and what the
+browser may do with the answer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from temper.listening import is_called_by
@@ -17,6 +18,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+MOST_BYTES = 64_000
+"""Of a note with its tags as it is sent."""
 HEADERS = {
     # Charts set styles on elements and save pictures through blobs; scripts come from this server alone, without eval.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -43,6 +46,24 @@ async def refuse(send: Send, status: int, text: str) -> None:
     await send({"type": "http.response.body", "body": to_json({"error": text})})
 
 
+def why_not_written(hosts: frozenset[str] | None, headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Why a request may not write; empty when it may.
+
+    A page of another site can make a browser send it here, but not as JSON without asking first, which nobody answers,
+    and not without its own name in Origin.
+    """
+    given = {key: value.decode("latin-1").lower() for key, value in headers}
+    if hosts is None:
+        return "notes are written where the page is served to this machine alone; others can only read"
+    if given.get(b"content-type", "").partition(";")[0].strip() != "application/json":
+        return "notes are sent as application/json"
+    if given.get(b"origin", "http://" + given[b"host"]) != "http://" + given[b"host"]:
+        return "notes are written by this server's own page"
+    if not given.get(b"content-length", "").isdecimal() or int(given[b"content-length"]) > MOST_BYTES:
+        return f"notes have at most {MOST_BYTES} bytes, and say how many"
+    return ""
+
+
 class Guard:
     """Before the application: refuses what is not a plain question to this machine, and adds HEADERS to all answers."""
 
@@ -62,9 +83,11 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
-        if scope["method"] != "GET":
-            await refuse(guarded, 405, f"the dashboard only reads: GET, not {scope['method']}")
+        if scope["method"] not in ("GET", "PUT"):
+            await refuse(guarded, 405, f"the dashboard reads, and keeps notes: GET or PUT, not {scope['method']}")
         elif not is_called_by(self._hosts, scope["headers"]):
             await refuse(guarded, 403, "this server answers only to the names of its own machine, e.g. 127.0.0.1")
+        elif scope["method"] == "PUT" and (problem := why_not_written(self._hosts, scope["headers"])):
+            await refuse(guarded, 403, problem)
         else:
             await self._app(scope, receive, guarded)

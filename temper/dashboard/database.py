@@ -102,3 +102,12 @@ def reading(folder: Path, seconds: float = QUERY_SECONDS) -> Iterator[Database]:
     with closing(connect(folder / DATABASE)) as connection:
         connection.execute("BEGIN")  # deferred: the first SELECT takes the snapshot, and no lock keeps a writer out
         yield Database(connection, seconds)
+
+
+def signature(folder: Path) -> tuple[Any, ...]:
+    """Changes with every write. Two calls of stat are cheaper than a connection that is kept open for data_version, and
+    notice a replaced file, too."""
+    path = folder / DATABASE
+    log = path.with_name(f"{path.name}-wal")
+    facts = [path.stat(), *([log.stat()] if log.exists() else [])]
+    return tuple((fact.st_ino, fact.st_size, fact.st_mtime_ns) for fact in facts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from temper.dashboard import queries
+from temper.dashboard import queries, recipes
 from temper.dashboard.database import Database, reading
-from temper.dashboard.series import Point, by_stage, together
+from temper.dashboard.series import Point, by_stage, make_axes, together
 from temper.dashboard.suites import suites
 from temper.dashboard.tokens import Tokenizers
 from temper.runs.metrics import describe
@@ -44,13 +43,31 @@ class Missing(Exception):
 
 def overview(folder: Path) -> dict[str, Any]:
     with reading(folder) as database:
-        names = [name for name in OVERVIEW if name in set(queries.metric_names(database))]
+        known = queries.metric_names(database)
+        names = [name for name in dict.fromkeys((*OVERVIEW, *known)) if name in known and _is_of_overview(name)]
         return {
             "series": _series(database, [*names, LOSS]),
+            "proximal": _proximal(folder),
             "evaluations": queries.evaluations(database),
             "alarms": queries.alarms(database),
             "events": queries.events(database),
         }
+
+
+def _is_of_overview(name: str) -> bool:
+    return name in OVERVIEW or name.startswith("reward/")  # every part of the reward
+
+
+def _proximal(folder: Path) -> list[str]:
+    """Log-probabilities that each stage takes for those of the proximal policy, where its recipe names them."""
+    objectives = (stage.get("objective") for stage in recipes.recipe_stages(folder))
+    return [str(table.get("proximal", "")) if isinstance(table, dict) else "" for table in objectives]
+
+
+def axes(folder: Path) -> dict[str, Any]:
+    """By stage: tokens and seconds that had passed at the end of each step."""
+    with reading(folder) as database:
+        return make_axes(queries.progress(database))
 
 
 def metrics(folder: Path) -> list[dict[str, str]]:
@@ -79,7 +96,8 @@ def _series(database: Database, names: Sequence[str]) -> dict[str, list[dict[str
 def rollouts(folder: Path, wanted: queries.Wanted, offset: int, limit: int) -> dict[str, Any]:
     with reading(folder) as database:
         rows, more = queries.rollouts(database, wanted, offset, limit)
-    return {"rows": rows, "more": more, "statuses": queries.STATUSES}
+        total, is_whole = queries.count_rollouts(database, wanted) if more or not rows else (offset + len(rows), True)
+    return {"rows": rows, "more": more, "total": total, "is_whole": is_whole, "statuses": queries.STATUSES}
 
 
 def group(folder: Path, stage: int, step: int, group_id: str) -> dict[str, Any]:
@@ -143,7 +161,7 @@ def data(folder: Path) -> dict[str, Any]:
         rates = queries.group_rates(database)
         tasks = queries.group_tasks(database)
         outcomes, distinct = queries.ledger_counts(database)
-        hardest, easiest = _extremes(database, rates, tasks)
+        hardest, easiest, ties = _extremes(database, rates, tasks)
         curves = _series(database, DATA)
     dropped = {name.removeprefix("dropped:"): count for name, count in outcomes.items() if name.startswith("dropped:")}
     return {
@@ -157,6 +175,7 @@ def data(folder: Path) -> dict[str, Any]:
         },
         "hardest": hardest,
         "easiest": easiest,
+        "ties": ties,
         "curriculum": _curriculum(rates, tasks),
     }
 
@@ -181,8 +200,9 @@ def _histogram(rates: Sequence[Rate]) -> dict[str, Any]:
 
 def _extremes(
     database: Database, rates: Sequence[Rate], tasks: Mapping[tuple[int, int, str], str]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Prompts by their mean pass rate over all draws: lowest first, highest first."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, dict[str, int]]]:
+    """Prompts by their mean pass rate over all draws: lowest first, highest first; and how many tie with the last of
+    each list, so that nobody takes the cut for a rank."""
     drawn: dict[str, list[float]] = {}
     newest: dict[str, tuple[int, int, str]] = {}
     for stage, step, group_id, rate in rates:
@@ -201,7 +221,15 @@ def _extremes(
 
     easiest = sorted(means, key=lambda entry: (-entry[0], entry[1], entry[2]))
     listed = [[describe_prompt(rate, task) for rate, _, task in order[:NUM_PROMPTS]] for order in (means, easiest)]
-    return listed[0], listed[1]
+    ties = {name: _ties(order) for name, order in (("hardest", means), ("easiest", easiest))}
+    return listed[0], listed[1], ties
+
+
+def _ties(order: Sequence[tuple[float, int, str]]) -> dict[str, int]:
+    """Prompts with the pass rate of the last one listed: all of them, and those in the list."""
+    last = order[min(len(order), NUM_PROMPTS) - 1][0] if order else 0.0
+    equal = [place for place, (rate, _, _) in enumerate(order) if rate == last]
+    return {"all": len(equal), "listed": sum(place < NUM_PROMPTS for place in equal)}
 
 
 def _curriculum(rates: Sequence[Rate], tasks: Mapping[tuple[int, int, str], str]) -> dict[str, Any] | None:
@@ -231,9 +259,15 @@ def systems(folder: Path) -> dict[str, Any]:
         return {
             "seconds": together(queries.seconds(database)),
             "series": _series(database, names),
+            "units": {name: _unit(name) for name in names},
             "staleness": _staleness(queries.drawn_versions(database, RECENT_STEPS)),
             "idle": _idle(database, names),
         }
+
+
+def _unit(name: str) -> str:
+    meant = describe(name)
+    return "" if meant is None else meant.unit
 
 
 def _staleness(rows: Sequence[tuple[int, bytes, bytes, str]]) -> dict[str, list[int]]:
@@ -275,23 +309,8 @@ def evaluations(folder: Path) -> dict[str, Any]:
 
 def config(folder: Path) -> dict[str, Any]:
     try:
-        text = (folder / "config.toml").read_text(encoding="utf-8")
+        text = recipes.recipe_text(folder)
     except OSError as error:
         raise Missing(f"the run has no config.toml ({error.strerror})") from error
-    try:
-        return {"toml": text, "stages": tomllib.loads(text).get("stage", [])}
-    except tomllib.TOMLDecodeError:
-        return {"toml": text, "stages": []}
-
-
-def config_difference(one: Path, other: Path) -> list[dict[str, Any]]:
-    """Keys whose values differ; None where a run does not have the key."""
-    a, b = (dict(_flat(config(folder)["stages"], "stages")) for folder in (one, other))
-    return [{"key": key, "a": a.get(key), "b": b.get(key)} for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
-
-
-def _flat(value: Any, name: str) -> list[tuple[str, Any]]:
-    items = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else None
-    if items is None or (isinstance(value, list) and not any(isinstance(item, dict) for item in value)):
-        return [(name, value)]
-    return [pair for key, item in items for pair in _flat(item, f"{name}.{key}")]
+    stages = recipes.recipe_stages(folder)
+    return {"toml": text, "stages": stages, "changed": recipes.changed(stages)}

@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from temper.dashboard.database import Database, OutOfTime, Value
-from temper.dashboard.series import Point
+from temper.dashboard.series import Point, Progress
 from temper.runs.state import QUERY, RunState, read_run_state
 
 SHOWN_TEXT = 300
 """Characters of a response in a list."""
 ROLLOUT_COLUMNS = (
     "stage", "step", "group_id", "member", "task_id", "status", "score", "score_kind", "reason", "num_tokens",
-    "outcome", "text",
+    "outcome", "text", "prompt",
 )  # fmt: skip
+MOST_COUNTED = 20_000
+"""Rollouts that a filter counts; a reader of more does not care how many more."""
 STATUSES = (
     "completed", "truncated_length", "truncated_turns", "bad_format", "tool_error", "timeout", "aborted",
     "too_long",
@@ -65,6 +67,35 @@ def seconds(database: Database) -> dict[str, list[Point]]:
     for stage, step, name, value in database.iterate("SELECT stage, step, name, seconds FROM seconds ORDER BY 1, 2"):
         found.setdefault(name, []).append((stage, step, value))
     return found
+
+
+def progress(database: Database) -> list[Progress]:
+    """What every step drew, trained and took."""
+    return database.rows(
+        "SELECT s.stage, s.step, s.tokens_drawn, s.tokens_trained, (SELECT SUM(seconds) FROM seconds t "
+        "WHERE t.stage = s.stage AND t.step = s.step) FROM steps s ORDER BY 1, 2"
+    )
+
+
+def totals(database: Database) -> tuple[int, int, int, float]:
+    """(steps, tokens drawn, tokens trained, seconds) of the whole run."""
+    steps, drawn, trained = database.rows("SELECT COUNT(*), SUM(tokens_drawn), SUM(tokens_trained) FROM steps")[0]
+    seconds = database.rows("SELECT SUM(seconds) FROM seconds")[0][0]
+    return steps, drawn or 0, trained or 0, seconds or 0.0
+
+
+def ends(database: Database, name: str) -> tuple[float | None, float | None]:
+    """First and last value of a metric."""
+    found = [
+        database.rows(f"SELECT value FROM metrics WHERE name = ? ORDER BY stage {way}, step {way} LIMIT 1", name)
+        for way in ("ASC", "DESC")
+    ]
+    return found[0][0][0] if found[0] else None, found[1][0][0] if found[1] else None
+
+
+def alarm_levels(database: Database) -> dict[str, int]:
+    """How many alarms of each level rang."""
+    return dict(database.rows("SELECT level, COUNT(*) FROM alarms GROUP BY level"))
 
 
 def evaluations(database: Database) -> list[dict[str, Any]]:
@@ -122,10 +153,32 @@ def rollouts(database: Database, wanted: Wanted, offset: int, limit: int) -> tup
             if place >= offset + limit:
                 return found, True
             if place >= offset:
-                found.append(dict(zip(ROLLOUT_COLUMNS, row, strict=True)))
+                found.append(_listed(row))
     except OutOfTime:
         return found, True
     return found, False
+
+
+def _listed(row: tuple[Any, ...]) -> dict[str, Any]:
+    """`prompt`: the last thing that was asked."""
+    shown = dict(zip(ROLLOUT_COLUMNS, row, strict=True))
+    messages = json.loads(shown["prompt"])
+    return {**shown, "prompt": str(messages[-1]["content"])[:SHOWN_TEXT] if messages else ""}
+
+
+def count_rollouts(database: Database, wanted: Wanted) -> tuple[int | None, bool]:
+    """How many match, up to MOST_COUNTED, and whether that is all. None: time ran out before any were counted."""
+    condition, values = _conditions(wanted)
+    stage = "" if wanted.stage is None else " AND t.stage = ?"
+    groups = " JOIN groups g USING (stage, step, group_id)" if "g." in condition else ""
+    some = f"SELECT 1 FROM trajectories t{groups} WHERE 1{stage}{condition}"
+    limit = f" LIMIT {MOST_COUNTED + 1}" if condition else ""  # all of a table or of a stage, an index counts
+    given = [] if wanted.stage is None else [wanted.stage]
+    try:
+        found = int(database.rows(f"SELECT COUNT(*) FROM ({some}{limit})", *given, *values)[0][0])
+    except OutOfTime:
+        return None, False
+    return (MOST_COUNTED, False) if condition and found > MOST_COUNTED else (found, True)
 
 
 def _matching(database: Database, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
@@ -136,8 +189,8 @@ def _matching(database: Database, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
     for stage in known if wanted.stage is None else [wanted.stage]:
         yield from database.iterate(
             "SELECT t.stage, t.step, t.group_id, t.member, g.task_id, t.status, t.score, t.score_kind, t.reason, "
-            f"t.num_tokens, g.outcome, substr(t.text, 1, {SHOWN_TEXT}) FROM trajectories t CROSS JOIN groups g "
-            "ON g.stage = t.stage AND g.step = t.step AND g.group_id = t.group_id "
+            f"t.num_tokens, g.outcome, substr(t.text, 1, {SHOWN_TEXT}), g.prompt FROM trajectories t "
+            "CROSS JOIN groups g ON g.stage = t.stage AND g.step = t.step AND g.group_id = t.group_id "
             f"WHERE t.stage = ?{condition} ORDER BY t.step DESC, g.draw, t.member",
             stage,
             *values,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from temper.dashboard import queries
+from temper.dashboard import queries, recipes
 from temper.dashboard.database import DATABASE, OutOfTime, reading
 from temper.errors import UserError
 
@@ -94,10 +94,13 @@ def find_runs(root: Path, depth: int = DEPTH) -> list[Path]:
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """One line of the list of runs. A run that cannot be read is listed with what is wrong with it."""
+    """One line of the list of runs. A run that cannot be read is listed with what is wrong with it.
+
+    `seeds` is equal for runs whose recipes differ in their seed alone."""
     about: dict[str, Any] = {
         "id": run.id, "name": run.name, "folder": str(run.folder), "state": "not finished", "ended": "", "stages": [],
         "last_stage": None, "last_step": None, "updated": _updated(run.folder), "error": None,
+        "seeds": recipes.seed_group(recipes.recipe_stages(run.folder)),
     }  # fmt: skip
     try:
         with reading(run.folder) as database:

@@ -58,3 +58,24 @@ def together(parts: Mapping[str, Sequence[Point]], most: int = MOST_POINTS) -> d
     curves = by_stage(((*place, total) for place, total in sorted(totals.items())), most)
     kept = {(curve["stage"], step) for curve in curves for step in curve["steps"]}
     return {name: by_stage(point for point in points if point[:2] in kept) for name, points in parts.items()}
+
+
+Progress = tuple[int, int, int, int, float | None]
+"""Stage, step, tokens drawn, tokens trained, seconds: of that step alone."""
+
+
+def make_axes(rows: Iterable[Progress], most: int = MOST_POINTS) -> dict[str, dict[str, list[float]]]:
+    """By stage, what had passed at the end of each step: {steps, drawn, trained, seconds}. Of a long stage every so
+    many steps and the last: sums only grow, so a reader may draw a straight line between two of them."""
+    stages: dict[int, list[tuple[float, ...]]] = {}
+    for stage, step, drawn, trained, seconds in rows:
+        passed = stages.setdefault(stage, [])
+        before = passed[-1] if passed else (0, 0, 0, 0.0)
+        passed.append((step, before[1] + drawn, before[2] + trained, before[3] + (seconds or 0.0)))
+    axes = {}
+    for stage, passed in stages.items():
+        every = -(-len(passed) // most)
+        kept = [row for place, row in enumerate(passed) if place % every == every - 1 or row is passed[-1]]
+        columns = [list(column) for column in zip(*kept, strict=True)]
+        axes[str(stage)] = dict(zip(("steps", "drawn", "trained", "seconds"), columns, strict=True))
+    return axes

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from temper import listening
-from temper.dashboard import pages
+from temper.dashboard import pages, recipes
 from temper.dashboard.answers import Guard, to_json
 from temper.dashboard.database import OutOfTime
 from temper.dashboard.queries import Wanted
 from temper.dashboard.registry import Registry, UnknownRun, summary
 from temper.dashboard.stream import Streams
+from temper.dashboard.table import notes_of, table
 from temper.dashboard.tokens import Tokenizers
 from temper.errors import BackendError, UserError, install_line
+from temper.runs.notes import make_notes, write_notes
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -71,6 +73,7 @@ def make_app(registry: Registry, host: str) -> tuple[Guard, Streams]:
     app.router.routes.append(Route("/api/stream", streams))
     _answer_failures(app)
     answer = _answering()
+    _add_table_routes(app, registry, answer, can_edit=not listening.is_public(host))
     _add_rollout_routes(app, registry, answer)
     _add_run_routes(app, registry, answer)
     _add_static(app, static_files())
@@ -124,10 +127,35 @@ def _answering() -> Answer:
     return answer
 
 
+def _add_table_routes(app: FastAPI, registry: Registry, answer: Answer, *, can_edit: bool) -> None:
+    """All runs at once, and what people write beside them."""
+    from fastapi import Body
+
+    @app.get("/api/table")
+    def whole_table() -> Any:
+        return answer(lambda: table(registry.runs(), can_edit=can_edit))
+
+    @app.get("/api/runs/{run_id}/notes")
+    def notes(run_id: str) -> Any:
+        return answer(lambda: notes_of(registry.find(run_id).folder))
+
+    @app.put("/api/runs/{run_id}/notes")
+    def keep_notes(run_id: str, tags: list[str] = Body(...), note: str = Body(...)) -> Any:
+        """The Guard has looked at who sends this."""
+
+        def keep() -> dict[str, Any]:
+            folder = registry.find(run_id).folder
+            write_notes(folder, make_notes(tags, note))
+            return notes_of(folder)
+
+        return answer(keep)
+
+
 def _add_run_routes(app: FastAPI, registry: Registry, answer: Answer) -> None:
     """Whole runs. Plain functions: the framework gives each a thread."""
     pages_by_name: Mapping[str, Callable[[Path], Any]] = {
         "overview": pages.overview,
+        "axes": pages.axes,
         "metrics": pages.metrics,
         "data": pages.data,
         "systems": pages.systems,
@@ -141,7 +169,7 @@ def _add_run_routes(app: FastAPI, registry: Registry, answer: Answer) -> None:
 
     @app.get("/api/config-diff")
     def config_difference(a: str, b: str) -> Any:
-        return answer(lambda: pages.config_difference(registry.find(a).folder, registry.find(b).folder))
+        return answer(lambda: recipes.difference(registry.find(a).folder, registry.find(b).folder))
 
     @app.get("/api/runs/{run_id}/series")
     def series(run_id: str, names: str = "") -> Any:

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs
 
 from temper.dashboard import queries
 from temper.dashboard.answers import Receive, Scope, Send, refuse, to_json
-from temper.dashboard.database import DATABASE, OutOfTime, reading
+from temper.dashboard.database import OutOfTime, reading, signature
 from temper.dashboard.registry import Registry, Run
 from temper.errors import UserError
 from temper.runs.state import DEAD_AFTER_SECONDS, RunState
@@ -106,28 +106,19 @@ class Feed:
     def _read_if_changed(self) -> State | None:
         """None: nothing new, or the run is not there, or not yet."""
         try:
-            signature = _signature(self.run.folder)
-            if signature == self._signature and not self._is_silent():
+            found = signature(self.run.folder)
+            if found == self._signature and not self._is_silent():
                 return None
             state = read_state(self.run.folder)
         except (OSError, UserError, sqlite3.Error, OutOfTime):
             return None  # tried again in a second; a run that comes back is then told of
-        self._signature = signature
+        self._signature = found
         return state
 
     def _is_silent(self) -> bool:
         """Whether a run that was alive should have shown it by now: a dead one changes no file."""
         run = None if self._state is None else self._state.run
         return run is not None and run.name == "running" and time.time() - (run.heartbeat or 0) > DEAD_AFTER_SECONDS
-
-
-def _signature(folder: Path) -> tuple[Any, ...]:
-    """Changes with every write. Two calls of stat are cheaper than a connection that is kept open for data_version, and
-    notice a replaced file, too."""
-    path = folder / DATABASE
-    log = path.with_name(f"{path.name}-wal")
-    facts = [path.stat(), *([log.stat()] if log.exists() else [])]
-    return tuple((fact.st_ino, fact.st_size, fact.st_mtime_ns) for fact in facts)
 
 
 class Streams:

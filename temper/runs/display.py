@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -51,6 +52,17 @@ def harmless(method: Method[Arguments]) -> Method[Arguments]:
     return guarded
 
 
+class Waiting:
+    """What is being done, and for how many seconds. The panel draws itself anew several times a second, so it counts
+    also while nothing is reported: a model may take minutes to load."""
+
+    def __init__(self, text: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._text, self._clock, self._since = text, clock, clock()
+
+    def __rich__(self) -> Text:
+        return Text(f"{self._text} · {self._clock() - self._since:.0f} s")
+
+
 class Display:
     """Shows one run. append() and evaluation() are called by the loop after every step and evaluation."""
 
@@ -60,6 +72,7 @@ class Display:
         self._folder = ""
         self._stage, self._steps, self._step = "", 0, 0
         self._report: StepReport | None = None
+        self._doing = Waiting("starting")
         self._rewards: deque[float] = deque(maxlen=HISTORY)
         self._losses: deque[float] = deque(maxlen=HISTORY)
         self._step_seconds: deque[float] = deque(maxlen=50)
@@ -69,6 +82,7 @@ class Display:
     @harmless
     def start(self, folder: Path) -> None:
         self._folder = str(folder)
+        self._doing = Waiting("looking at the run and its model")
         if self._console.is_terminal:
             self._live = Live(self._panel(), console=self._console, refresh_per_second=4)
             self._live.start()
@@ -84,6 +98,7 @@ class Display:
         for history in (self._rewards, self._losses, self._step_seconds):
             history.clear()
         self._scores.clear()
+        self._doing = Waiting(f"loading data and model, measuring the held-out score before step {done + 1}")
         resumed = f", resumed after step {done}" if done else ""
         self._show(f"stage {name}, {steps} steps{resumed}")
 
@@ -102,6 +117,8 @@ class Display:
     def evaluation(self, result: EvaluationResult) -> None:
         first, _ = self._scores.get(result.name, (result, result))
         self._scores[result.name] = (first, result)
+        if self._report is None:
+            self._doing = Waiting(f"step {result.step + 1} is under way")
         constant = f"commonest answer {100 * result.constant_score:.1f}%"
         self._show(f"step {result.step}/{self._steps}  held-out {result.name} {score(result)}  {constant}")
 
@@ -147,18 +164,24 @@ class Display:
             return "unknown"
         return duration(median(self._step_seconds) * (self._steps - self._step))
 
-    def _panel(self) -> RenderableType:
-        rows = Table.grid(padding=(0, 2))
-        rows.add_column(style="dim", justify="right", no_wrap=True, min_width=8)
-        rows.add_column(no_wrap=True, overflow="ellipsis")
+    def _bar(self) -> Table:
         bar = Table.grid(padding=(0, 2))
         bar.add_row(
             Text(f"{self._step}/{self._steps}"),
             ProgressBar(total=max(1, self._steps), completed=self._step, width=36),
-            Text(f"{self._step_seconds[-1]:.2f} s/step" if self._step_seconds else "starting"),
+            Text(f"{self._step_seconds[-1]:.2f} s/step" if self._step_seconds else ""),
             Text(f"ETA {self._eta()}" if self._step_seconds and self._step < self._steps else ""),
         )
-        rows.add_row("step", bar)
+        return bar
+
+    def _panel(self) -> RenderableType:
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="dim", justify="right", no_wrap=True, min_width=8)
+        rows.add_column(no_wrap=True, overflow="ellipsis")
+        if self._steps:
+            rows.add_row("step", self._bar())
+        if self._report is None:
+            rows.add_row("now", self._doing)
         if self._rewards:
             rows.add_row("reward", curve(self._rewards, "green"))
         elif self._losses:

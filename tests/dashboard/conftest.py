@@ -52,6 +52,9 @@ class Served:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def put(self, path: str, content: Any, **headers: str) -> httpx.Response:
+        return httpx.put(self.url + path, json=content, headers=headers, timeout=30.0)
+
     def run(self, name: str | None = None) -> str:
         """Address of the run with this name, or of the only one."""
         return next(f"/api/runs/{run['id']}" for run in self.get("/api/runs") if name in (None, run["name"]))

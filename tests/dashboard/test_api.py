@@ -110,6 +110,7 @@ def test_rollouts_come_newest_first_in_draw_order(
     assert [(row["group_id"], row["member"]) for row in answer["rows"]] == [(r.group_id, r.index) for r in rollouts]
     for row, record in zip(answer["rows"], rollouts, strict=True):
         assert row["text"] == record.text[:300]
+        assert row["prompt"] == record.prompt[-1].content[:300]
         for name in ("task_id", "status", "score", "score_kind", "reason", "num_tokens", "outcome"):
             assert row[name] == getattr(record, name)
     assert answer["more"], "earlier steps follow"
@@ -138,6 +139,8 @@ def test_filters_find_exactly_what_they_say(
     wanted = [(r.step, r.group_id, r.index) for r in everything if is_wanted(r)]
     assert [(row["step"], row["group_id"], row["member"]) for row in answer["rows"]] == wanted
     assert not answer["more"]
+    part = server.get(f"{server.run()}/rollouts", step=2, step_to=7, limit=1, **asked)
+    assert (part["total"], part["is_whole"]) == (len(wanted), True), "counted, also beyond what is shown"
 
 
 def test_pages_of_rollouts_join_without_gap_or_overlap(trained: Path, serve: Serve) -> None:
@@ -146,6 +149,7 @@ def test_pages_of_rollouts_join_without_gap_or_overlap(trained: Path, serve: Ser
     parts = [server.get(f"{server.run()}/rollouts", offset=offset, limit=50) for offset in (0, 50, 100)]
     assert [row for part in parts for row in part["rows"]] == whole["rows"]
     assert [part["more"] for part in parts] == [True, True, False]
+    assert {part["total"] for part in parts} == {len(whole["rows"])}
     assert set(whole["statuses"]) == {status.value for status in Status}
 
 
@@ -165,6 +169,7 @@ def test_a_search_that_runs_out_of_time_says_that_there_may_be_more(trained: Pat
     with reading(trained) as database:
         database._connection.set_progress_handler(lambda: True, 1)  # small runs end before the first look at the clock
         assert queries.rollouts(database, queries.Wanted(stage=1, q="zebra"), 0, 50) == ([], True)
+        assert queries.count_rollouts(database, queries.Wanted(q="zebra")) == (None, False)
     with reading(trained) as database:
         assert queries.rollouts(database, queries.Wanted(q="zebra"), 0, 50) == ([], False)
 
@@ -430,7 +435,7 @@ def test_configurations_are_shown_and_compared_key_by_key(trained: Path, tmp_pat
     assert [stage["kind"] for stage in config["stages"]] == ["sft", "rl"]
     ids = {run["name"]: run["id"] for run in server.get("/api/runs")}
     assert server.get("/api/config-diff", a=ids["tiny"], b=ids["other"]) == [
-        {"key": "stages.1.optim.learning_rate", "a": 0.001, "b": 0.5}
+        {"key": "rl.optim.learning_rate", "a": 0.001, "b": 0.5}
     ]
     assert server.get("/api/config-diff", a=ids["tiny"], b=ids["tiny"]) == []
 
@@ -542,8 +547,10 @@ def test_unknown_things_are_answered_in_words(trained: Path, serve: Serve) -> No
 
 def test_nothing_but_reading_is_possible(trained: Path, serve: Serve) -> None:
     server = serve(trained)
-    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+    for method in ("POST", "DELETE", "PATCH", "OPTIONS"):
         assert exchange(server, method, "/api/runs").startswith("HTTP/1.1 405")
+    for path in ("/api/runs", "/api/table", f"{server.run()}/config", f"{server.run()}/overview", "/"):
+        assert server.put(path, {"tags": [], "note": ""}).status_code == 405, path  # notes alone are written
     connection = connect(trained / "run.db")
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
         connection.execute("DELETE FROM steps")

@@ -170,8 +170,8 @@ def test_clients_that_vanish_leave_nothing_behind(store: RunStore, serve: Serve,
 
 def test_all_clients_of_a_run_share_one_look(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    original = stream._signature
-    monkeypatch.setattr(stream, "_signature", lambda folder: looks.append(1) or original(folder))
+    original = stream.signature
+    monkeypatch.setattr(stream, "signature", lambda folder: looks.append(1) or original(folder))
     monkeypatch.setattr(stream, "LOOK_EVERY_SECONDS", 3600.0)
     write_step(store, 1)
     store.flush()

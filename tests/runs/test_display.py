@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
-from temper.runs.display import Display
+from temper.runs.display import Display, Waiting
 from temper.terminal import SafeConsole
 from temper.types import Batch, EvaluationResult, StepReport
 
@@ -58,6 +58,40 @@ def test_a_terminal_gets_a_panel_with_scores_curve_and_time_split(
         "rollout 75%",
     ):
         assert part in panel, part
+
+
+def panel_of(display: Display) -> str:
+    output = io.StringIO()
+    SafeConsole(file=output, width=110, color_system=None).print(display._panel())
+    return output.getvalue()
+
+
+def test_the_panel_says_what_happens_before_the_first_step(
+    make_step: StepMaker, make_evaluation: EvaluationMaker
+) -> None:
+    display = Display(SafeConsole(file=io.StringIO(), width=110, force_terminal=True, color_system=None))
+    display.start(Path("runs/demo"))
+    try:
+        assert "looking at the run and its model · 0 s" in panel_of(display)
+        assert "0/0" not in panel_of(display), "no bar of nothing"
+        display.stage("1 of 2: sft", steps=60)
+        assert "loading data and model, measuring the held-out score before step 1 · 0 s" in panel_of(display)
+        display.evaluation(make_evaluation(0, 0.5))
+        assert "step 1 is under way · 0 s" in panel_of(display)
+        display.append(*make_step(1))
+        assert "under way" not in panel_of(display)
+        display.stage("2 of 2: rl", steps=60, done=7)
+        assert "before step 8" in panel_of(display)
+    finally:
+        display.close()
+
+
+def test_waiting_is_counted_when_it_is_drawn_and_not_when_it_began() -> None:
+    now = [100.0]
+    waiting = Waiting("loading", clock=lambda: now[0])
+    assert waiting.__rich__().plain == "loading · 0 s"
+    now[0] = 107.4
+    assert waiting.__rich__().plain == "loading · 7 s"
 
 
 def test_a_broken_display_never_reaches_the_training(make_step: StepMaker, make_evaluation: EvaluationMaker) -> None:

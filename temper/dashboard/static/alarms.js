@@ -1,20 +1,20 @@
 // What the rules saw and what happened to the process. Owns: the timeline of alarms and the list of events.
-import { offsets } from "./charts.js";
 import { badge, el, empty, isNumber, number, percent, when } from "./dom.js";
+import { layOut, position } from "./stages.js";
 
-/** Marks along the steps, and each alarm in words; a mark shows its step in all charts. */
-export function timeline(state, alarms, redraw) {
+/** Marks along the steps, and each alarm in words; choose(alarm) shows its step in all charts. */
+export function timeline(run, alarms, choose) {
   if (!alarms.length)
     return empty(
       "No alarm has rung",
       "Rules watch the metrics of every step: reward against held-out score, length, entropy, KL, mismatch, gradients and more. What they see would stand here.",
     );
-  const starts = offsets(state.run);
-  const place = (alarm) => (starts[alarm.stage] || 0) + alarm.step;
+  const lay = layOut([{ run }]);
+  const place = (alarm) => position(lay, { run }, alarm.stage, alarm.step) || 0;
   const end = Math.max(
     1,
     ...alarms.map(place),
-    state.run.stages.reduce((sum, one) => sum + one.steps, 0),
+    run.stages.reduce((sum, one) => sum + one.steps, 0),
   );
   const items = alarms.map((alarm) =>
     el(
@@ -28,7 +28,7 @@ export function timeline(state, alarms, redraw) {
         el(
           "span",
           { class: "hint" },
-          `${state.run.stages.find((one) => one.stage === alarm.stage)?.name ?? ""} step ${alarm.step} · ${when(alarm.time)}${isNumber(alarm.value) ? ` · value ${number(alarm.value)}` : ""}`,
+          `${run.stages.find((one) => one.stage === alarm.stage)?.name ?? ""} step ${alarm.step} · ${when(alarm.time)}${isNumber(alarm.value) ? ` · value ${number(alarm.value)}` : ""}`,
         ),
       ),
       el(
@@ -53,8 +53,7 @@ export function timeline(state, alarms, redraw) {
       on: {
         click: () => {
           items.forEach((item, other) => item.classList.toggle("marked", other === index));
-          state.marked = state.stage === "" ? place(alarm) : alarm.step;
-          redraw();
+          choose(alarm);
           items[index].scrollIntoView({ block: "nearest" });
         },
       },

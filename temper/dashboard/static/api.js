@@ -1,4 +1,5 @@
-// Asks the server. Owns: addresses, errors in words, what was asked a moment ago. Refuses: changing anything; all is GET.
+// Asks the server. Owns: addresses, errors in words, what was asked a moment ago. Refuses: changing a run; notes alone
+// are sent.
 
 const DEADLINE_MS = 30000;
 const kept = new Map();
@@ -8,11 +9,23 @@ export async function ask(path, parameters = {}) {
   for (const [name, value] of Object.entries(parameters)) {
     if (value !== null && value !== undefined && value !== "") query.set(name, value);
   }
-  const address = query.size ? `${path}?${query}` : path;
+  return exchange(query.size ? `${path}?${query}` : path, path);
+}
+
+/** What people write beside a run. */
+export function send(path, content) {
+  return exchange(path, path, {
+    method: "PUT",
+    body: JSON.stringify(content),
+    headers: { "Content-Type": "application/json", Accept: "application/json" },
+  });
+}
+
+async function exchange(address, path, options = { headers: { Accept: "application/json" } }) {
   const stop = new AbortController();
   const timer = setTimeout(() => stop.abort(), DEADLINE_MS);
   try {
-    const answer = await fetch(address, { signal: stop.signal, headers: { Accept: "application/json" } });
+    const answer = await fetch(address, { signal: stop.signal, ...options });
     const body = await answer.json().catch(() => null);
     if (!answer.ok)
       throw new Error(

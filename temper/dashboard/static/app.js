@@ -1,12 +1,15 @@
-// The frame around the pages. Owns: routes (#/RUN/page?…), the choice of run, live updates, theme, keys.
+// The frame around the pages. Owns: which page is shown, the choice of run, live updates, theme, keys.
 import { ask, forget } from "./api.js";
-import { closeCharts, repaint } from "./charts.js";
+import { closeCharts, repaint, useView } from "./charts.js";
 import { ago, el, empty, failure, fill, runLabel } from "./dom.js";
 import { listen, showShortcuts } from "./keys.js";
 import { follow } from "./live.js";
+import { address, carried, route, TABLE, View } from "./view.js";
 
 export const PAGES = [
+  { name: TABLE, letter: "u", title: "Runs" },
   { name: "overview", letter: "o", title: "Overview" },
+  { name: "metrics", letter: "m", title: "Metrics" },
   { name: "rollouts", letter: "r", title: "Rollouts" },
   { name: "tokens", letter: "t", title: "Tokens" },
   { name: "data", letter: "d", title: "Data" },
@@ -14,37 +17,24 @@ export const PAGES = [
   { name: "evaluations", letter: "e", title: "Evaluations" },
   { name: "config", letter: "c", title: "Config" },
 ];
-const RUNS_EVERY_MS = 15000;
+const RUNS_EVERY_MS = 10000;
 const page = document.getElementById("page");
 let runs = [];
 let shown = { key: "", update: null };
 let visit = 0;
-let followed = { id: null, end: () => {} };
-
-/** {run, page, parameters} of the address. */
-function route() {
-  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
-  const [id, name] = path.split("/");
-  return { id: decodeURIComponent(id || ""), name: name || "overview", parameters: new URLSearchParams(query) };
-}
-
-export function address(id, name, parameters = {}) {
-  const query = new URLSearchParams();
-  for (const [key, value] of Object.entries(parameters))
-    if (value !== "" && value !== null && value !== undefined) query.set(key, value);
-  return `#/${encodeURIComponent(id)}/${name}${query.size ? `?${query}` : ""}`;
-}
+let followed = { id: null, last: null, end: () => {} };
 
 async function show() {
   const { id, name, parameters } = route();
   const run = runs.find((one) => one.id === id);
-  if (!run && runs.length && !id) {
-    location.replace(address(runs[0].id, "overview"));
+  if (!location.hash.replace(/^#\/?/, "") && runs.length) {
+    location.replace(runs.length > 1 ? address("", TABLE) : address(runs[0].id, "overview"));
     return;
   }
   frame(run, name);
   const mine = ++visit;
-  if (!run) {
+  if (name === TABLE) unwatch();
+  else if (!run) {
     closeCharts();
     fill(
       page,
@@ -57,15 +47,16 @@ async function show() {
     );
     return;
   }
-  if (run.error) {
+  if (run?.error) {
     closeCharts();
     shown = { key: "" };
     fill(page, failure(new Error(run.error)));
     return;
   }
-  watch(run);
+  if (run) watch(run);
   const key = `${id}/${name}`;
   if (shown.key === key && shown.moved) {
+    shown.view.parameters = parameters;
     shown.moved(parameters);
     return;
   } // the page itself changed its address
@@ -79,14 +70,16 @@ async function show() {
     if (mine !== visit) return;
     const root = el("div", { class: "page" });
     fill(page, el("h1", { class: "hidden" }, found.title), root);
+    const view = new View({ id, name, parameters }, () => links(run, name));
+    useView(view);
     const handle = await module.mount(root, {
       run,
       runs,
-      parameters,
+      view,
       address,
       isCurrent: () => mine === visit || shown.key === key,
     });
-    if (shown.key === key) Object.assign(shown, handle || {});
+    if (shown.key === key) Object.assign(shown, handle || {}, { view });
   } catch (error) {
     if (shown.key === key) fill(page, failure(error));
   }
@@ -95,27 +88,34 @@ async function show() {
 function frame(run, name) {
   const title = PAGES.find((one) => one.name === name)?.title || "";
   document.title = run ? `${run.name} · ${title} · Temper` : "Temper";
-  const links = PAGES.map((one, index) =>
+  links(run, name);
+  document.querySelector("#nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+  listRuns(run);
+}
+
+/** To every page, with the choices that pages share. From the table: to the pages of the run that was shown last. */
+function links(run, name) {
+  const { parameters } = route();
+  const to = run || runs.find((one) => one.id === followed.last) || runs[0];
+  const nodes = PAGES.map((one, index) =>
     el(
       "a",
       {
-        href: address(run?.id || "", one.name),
+        href: address(to?.id || "", one.name, one.name === TABLE ? {} : carried(parameters)),
         "aria-current": one.name === name ? "page" : null,
-        title: `${index + 1} or g ${one.letter}`,
+        title: `${index} or g ${one.letter}`,
       },
       one.title,
     ),
   );
-  fill(document.getElementById("nav"), links);
-  document.querySelector("#nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
-  listRuns(run);
+  fill(document.getElementById("nav"), nodes);
 }
 
 function listRuns(run) {
   const select = document.getElementById("run");
   if (document.activeElement === select && select.options.length === runs.length) return; // not under the reader's fingers
   const options = runs.map((one) => el("option", { value: one.id, selected: one.id === run?.id }, runLabel(one, runs)));
-  fill(select, run ? [] : el("option", { value: "" }, "Choose a run"), options);
+  fill(select, run ? [] : el("option", { value: "", selected: true }, "Choose a run"), options);
 }
 
 /** state: "running", "finished", "failed", "stopped", "dead", "not finished", or "lost" for the connection. */
@@ -131,10 +131,18 @@ function tellState(run, state, text = "") {
   node.title = text || node.textContent;
 }
 
+function unwatch() {
+  followed.end();
+  followed = { id: null, last: followed.last, end: () => {} };
+  const node = document.getElementById("live");
+  node.textContent = node.title = "";
+  delete node.dataset.state;
+}
+
 function watch(run) {
   if (followed.id === run.id) return;
   followed.end();
-  followed = { id: run.id, end: () => {} };
+  followed = { id: run.id, last: run.id, end: () => {} };
   tellState(run, run.state, run.ended);
   if (run.state === "finished") return;
   const end = follow(
@@ -152,7 +160,7 @@ function watch(run) {
     },
     (state, text) => tellState(runs.find((one) => one.id === run.id) || run, state, text),
   );
-  followed = { id: run.id, end };
+  followed = { id: run.id, last: run.id, end };
 }
 
 async function loadRuns() {
@@ -163,8 +171,8 @@ async function loadRuns() {
 }
 
 function go(name) {
-  const { id } = route();
-  if (id) location.hash = address(id, name);
+  const link = [...document.querySelectorAll("#nav a")][PAGES.findIndex((one) => one.name === name)];
+  if (link && (name === TABLE || !link.hash.startsWith("#//"))) location.hash = link.hash;
 }
 
 function flipTheme() {
@@ -186,8 +194,9 @@ async function start() {
     page.focus();
   });
   document.getElementById("run").addEventListener("change", (event) => {
-    if (event.target.value)
-      location.hash = address(event.target.value, route().name === "tokens" ? "rollouts" : route().name);
+    const { name, parameters } = route();
+    const page = { tokens: "rollouts", [TABLE]: "overview" }[name] || name;
+    if (event.target.value) location.hash = address(event.target.value, page, carried(parameters));
   });
   listen(PAGES, go);
   window.addEventListener("hashchange", show);
@@ -200,10 +209,13 @@ async function start() {
   setInterval(async () => {
     if (document.hidden) return;
     try {
-      if (await loadRuns()) {
-        if (shown.key) listRuns(runs.find((one) => one.id === route().id));
-        else await show();
+      const isNew = await loadRuns();
+      if (!shown.key) {
+        if (isNew) await show();
+        return;
       }
+      if (isNew) listRuns(runs.find((one) => one.id === route().id));
+      if (route().name === TABLE) await shown.update?.();
     } catch {
       /* the stream's indicator already says that the server is gone */
     }

@@ -1,14 +1,15 @@
-// Draws with plotly. Owns: when it is loaded, colours, smoothing, the steps axis. Refuses: waiting for it; a page stands
-// before its charts do, and a chart is drawn when it comes into view.
+// Draws with plotly. Owns: when it is loaded, a chart's card and what its buttons do. Refuses: waiting for plotly; a page
+// stands before its charts do, and a chart is drawn when it comes into view.
 import { el, fill, isNumber, prose } from "./dom.js";
+import { csv, fileName, save } from "./exports.js";
+import { COLORS } from "./traces.js";
 
-// Okabe and Ito's palette, told apart by colour-blind readers too; yellow is left out: it vanishes on white.
-export const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#8c6bb1"];
-// The same hues, light enough for a dark page.
+// The hues of COLORS, light enough for a dark page.
 const ON_DARK = ["#4aa3df", "#ff8a3d", "#2bbf95", "#e39cc4", "#9bd3f5", "#f2b632", "#a8a8a8", "#b79ad9"];
-const MOST_POINTS = 1000;
+const PICTURE = { format: "png", width: 1000, height: 560, scale: 2 };
 const charts = new Set();
 let loading = null;
+let view = null;
 
 function plotly() {
   loading ??= new Promise((done, failed) => {
@@ -22,6 +23,11 @@ function plotly() {
   return loading;
 }
 
+/** Charts keep what the reader chose for them (logarithmic, full size) with the choices of their page. */
+export function useView(chosen) {
+  view = chosen;
+}
+
 const sight = new IntersectionObserver(
   (entries) => {
     for (const entry of entries) {
@@ -32,26 +38,49 @@ const sight = new IntersectionObserver(
   { rootMargin: "150px" },
 );
 
-/** Plotly reads a little HTML in names; what comes from a run is shown as it is written. */
-export function label(text) {
-  return String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-}
-
 export class Chart {
-  constructor(title, hint, { height = 210 } = {}) {
+  /** x and y: titles of the axes. */
+  constructor(title, hint, { height = 210, x = "step", y = "", hasLog = true } = {}) {
+    this.title = title;
+    this.height = height;
+    this.x = x;
+    this.y = y;
+    this.slug = fileName(title).toLowerCase();
     this.holder = el("div", { class: "chart", style: { height: `${height}px` } });
     this.holder.chart = this;
     this.latest = el("span", { class: "latest" });
+    this.hint = el("p", { class: "hint" }, hint);
+    this.left = el("p", { class: "hint left-out" });
     this.node = el(
       "section",
-      { class: "card" },
-      el("div", { class: "card-head" }, el("h2", {}, title, this.latest), hint && el("p", { class: "hint" }, hint)),
+      { class: "card chart-card", data: { chart: this.slug } },
+      el("div", { class: "card-head" }, el("h2", {}, title, this.latest), hint && this.hint, this.buttons(hasLog)),
       this.holder,
+      this.left,
     );
-    this.title = title;
+    this.note = ""; // a sentence below the curves
     this.isVisible = this.isStale = false;
     charts.add(this);
     sight.observe(this.holder);
+  }
+
+  buttons(hasLog) {
+    const button = (text, what, click) =>
+      el("button", { type: "button", title: what, "aria-label": `${what}: ${this.title}`, on: { click } }, text);
+    this.reset = button("Reset zoom", "Show everything again", () => this.resetZoom());
+    this.reset.hidden = true;
+    this.logButton = hasLog ? button("log", "Logarithmic axis", () => this.flipLog()) : null;
+    this.fullButton = button("Full size", "Full size", () => (this.isFull ? this.leaveFull() : this.goFull()));
+    const files = [
+      button("CSV", "Download the numbers", () => this.saveNumbers()),
+      button("PNG", "Download the picture", () => this.savePicture()),
+    ];
+    this.tools = el("div", { class: "chart-tools" }, this.reset, this.logButton, files, this.fullButton);
+    return this.tools;
+  }
+
+  get isLog() {
+    return (view?.get("scale") === "log") !== Boolean(view?.list("log").includes(this.slug)) && Boolean(this.logButton);
   }
 
   /** What to show from now on; drawn at once when in view. No traces: `why` stands in their place. */
@@ -64,11 +93,26 @@ export class Chart {
       "aria-label",
       `${this.title}: ${traces.length ? `chart with ${traces.length} series` : why}`,
     );
+    this.tools.hidden = !traces.length;
+    this.logButton?.setAttribute("aria-pressed", String(this.isLog));
+    fill(this.left, [this.note, this.isLog ? belowZero(traces) : ""].filter(Boolean).join(" "));
     if (!traces.length) {
       this.clear();
       fill(this.holder, el("p", { class: "empty" }, prose(why)));
     } else if (this.isVisible) this.draw();
+    if (traces.length && !this.isFull && view?.get("full") === this.slug) this.goFull();
     return this;
+  }
+
+  fullLayout() {
+    return layoutOf(this.layout, { x: this.x, y: this.y, isLog: this.isLog });
+  }
+
+  /** The traces as they are drawn: in the colours of the theme, and without what a logarithm cannot show, or curves
+   * would fall to the bottom of the chart there. */
+  figure() {
+    const above = (value) => (isNumber(value) && value <= 0 ? null : value);
+    return themed(this.isLog ? this.traces.map((trace) => ({ ...trace, y: trace.y?.map(above) })) : this.traces);
   }
 
   async draw() {
@@ -82,13 +126,87 @@ export class Chart {
     }
     if (!this.isStale || !this.traces.length || !this.holder.isConnected) return;
     this.isStale = false;
-    if (!this.isDrawn) this.holder.replaceChildren();
+    const isNew = !this.isDrawn;
+    if (isNew) this.holder.replaceChildren();
     this.isDrawn = true;
-    Plotly.react(this.holder, themed(this.traces), layoutOf(this.layout), {
+    await Plotly.react(this.holder, this.figure(), this.fullLayout(), {
       displaylogo: false,
       responsive: true,
       displayModeBar: false,
     });
+    if (isNew) this.holder.on?.("plotly_relayout", () => this.tellZoom());
+    this.tellZoom();
+  }
+
+  tellZoom() {
+    const { xaxis, yaxis } = this.holder._fullLayout || {};
+    this.reset.hidden = !(xaxis?.autorange === false || yaxis?.autorange === false);
+  }
+
+  resetZoom() {
+    window.Plotly.relayout(this.holder, { "xaxis.autorange": true, "yaxis.autorange": true });
+  }
+
+  flipLog() {
+    view?.toggle("log", this.slug);
+    this.set(this.traces, this.layout);
+  }
+
+  saveNumbers() {
+    const y = this.layout.yaxis?.title || this.y;
+    save(csv(this.traces, this.layout.xaxis?.title || this.x, y), `${fileName(this.title)}.csv`, "text/csv");
+  }
+
+  async savePicture() {
+    const Plotly = await plotly();
+    const style = getComputedStyle(document.documentElement);
+    const layout = this.fullLayout();
+    const figure = {
+      data: this.figure(),
+      layout: {
+        ...layout,
+        title: { text: this.title, font: { size: 16 } },
+        margin: { l: 60, r: 20, t: 60, b: 50 },
+        paper_bgcolor: style.getPropertyValue("--panel").trim(),
+        legend: { ...layout.legend, y: -0.16, yanchor: "top" },
+      },
+    };
+    save(await Plotly.toImage(figure, PICTURE), `${fileName(this.title)}.png`, "image/png");
+  }
+
+  /** In a dialog over the page: Escape closes it, and the focus stays inside. */
+  goFull() {
+    this.isFull = true;
+    this.place = document.createComment("chart");
+    const dialog = el("dialog", { class: "full", "aria-label": this.title });
+    this.node.replaceWith(this.place);
+    dialog.append(this.node);
+    document.body.append(dialog);
+    dialog.addEventListener("close", () => this.comeBack(dialog));
+    dialog.showModal();
+    this.fullButton.focus();
+    this.fullButton.textContent = "Close";
+    this.holder.style.height = "";
+    view?.set({ full: this.slug });
+    this.fit();
+  }
+
+  leaveFull() {
+    this.node.closest("dialog")?.close();
+  }
+
+  comeBack(dialog) {
+    this.isFull = false;
+    this.fullButton.textContent = "Full size";
+    this.holder.style.height = `${this.height}px`;
+    this.place.replaceWith(this.node);
+    dialog.remove();
+    if (charts.has(this)) view?.set({ full: "" });
+    this.fit();
+  }
+
+  fit() {
+    if (this.isDrawn) window.Plotly.Plots.resize(this.holder);
   }
 
   clear() {
@@ -97,9 +215,10 @@ export class Chart {
   }
 
   close() {
+    charts.delete(this);
+    if (this.isFull) this.leaveFull();
     this.clear();
     sight.unobserve(this.holder);
-    charts.delete(this);
   }
 }
 
@@ -114,13 +233,20 @@ export function repaint() {
   }
 }
 
+/** A logarithm has no place for 0: what is not drawn is said. */
+function belowZero(traces) {
+  const values = traces.filter((trace) => trace.meta !== "edge").flatMap((trace) => [...(trace.y || [])]);
+  const lost = values.filter((value) => isNumber(value) && value <= 0).length;
+  return lost ? `${lost} of ${values.filter(isNumber).length} points are 0 or less: a logarithmic axis cannot show them.` : "";
+}
+
 function themed(traces) {
   if (document.documentElement.dataset.theme !== "dark") return traces;
   const text = COLORS.reduce((sofar, color, index) => sofar.replaceAll(color, ON_DARK[index]), JSON.stringify(traces));
   return JSON.parse(text);
 }
 
-function layoutOf(own) {
+function layoutOf(own, { x, y, isLog }) {
   const style = getComputedStyle(document.documentElement);
   const tone = (name) => style.getPropertyValue(name).trim();
   const axis = {
@@ -131,12 +257,13 @@ function layoutOf(own) {
     nticks: 6,
     tickfont: { size: 11 },
   };
-  const titled = ({ title, ...other } = {}) => ({
+  const titled = ({ title, ...other } = {}, usual = "") => ({
     ...axis,
     ...other,
-    title: { text: title, font: { size: 11 }, standoff: 6 },
+    title: { text: title || usual, font: { size: 11 }, standoff: 6 },
   });
   const { xaxis, yaxis, ...rest } = own;
+  const place = ["x", "kind", "scale"].map((name) => view?.get(name) ?? "").join("/");
   return {
     margin: { l: 44, r: 10, t: 6, b: 30 },
     paper_bgcolor: "rgba(0,0,0,0)",
@@ -149,151 +276,9 @@ function layoutOf(own) {
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 }, traceorder: "normal" },
     bargap: 0.15,
     dragmode: "zoom",
-    uirevision: "keep", // a zoom survives a live update
+    uirevision: `${place}/${isLog}`, // a zoom survives a live update, and not another axis
     ...rest,
-    xaxis: titled(xaxis),
-    yaxis: titled(yaxis),
+    xaxis: titled(xaxis, x),
+    yaxis: { ...titled(yaxis, y), ...(isLog ? { type: "log", rangemode: "normal" } : {}) },
   };
-}
-
-/** Exponential mean over the steps, corrected for its start, so that it begins at the first value and not at 0. */
-export function smooth(values, weight) {
-  let sum = 0;
-  let mass = 0;
-  return values.map((value) => {
-    if (!isNumber(value)) return null;
-    sum = weight * sum + (1 - weight) * value;
-    mass = weight * mass + (1 - weight);
-    return sum / mass;
-  });
-}
-
-/** The steps of all stages behind each other: where each stage begins. */
-export function offsets(run) {
-  const starts = {};
-  let before = 0;
-  for (const stage of run?.stages || []) {
-    starts[stage.stage] = before;
-    before += Number(stage.steps) || 0;
-  }
-  return starts;
-}
-
-/** Points of one metric on the axis of all stages, with a gap between stages. stage: only that one, from its own step 1. */
-export function joined(pieces, run, stage = "") {
-  const starts = offsets(run);
-  const x = [];
-  const y = [];
-  const names = [];
-  for (const piece of pieces || []) {
-    if (stage !== "" && String(piece.stage) !== String(stage)) continue;
-    if (x.length) {
-      x.push(x.at(-1));
-      y.push(null);
-      names.push("");
-    }
-    const shift = stage === "" ? starts[piece.stage] || 0 : 0;
-    const every = Math.ceil(piece.steps.length / MOST_POINTS);
-    piece.steps.forEach((step, index) => {
-      if (index % every && index !== piece.steps.length - 1) return;
-      x.push(step + shift);
-      y.push(piece.values[index]);
-      names.push(`${stageName(run, piece.stage)} step ${step}`);
-    });
-  }
-  return { x, y, names };
-}
-
-export function stageName(run, stage) {
-  const found = (run?.stages || []).find((one) => one.stage === stage);
-  return label(found ? found.name : `stage ${stage}`);
-}
-
-/** A line, and under it its unsmoothed self. */
-export function line({ x, y, names }, name, color, weight = 0) {
-  const shown = weight ? smooth(y, weight) : y;
-  const few = y.length < 3 ? "lines+markers" : "lines";
-  const main = {
-    x,
-    y: shown,
-    text: names,
-    name: label(name),
-    mode: few,
-    type: "scatter",
-    line: { color, width: 2 },
-    marker: { color, size: 6 },
-    hovertemplate: "%{y:.4~g}  <i>%{text}</i>",
-  };
-  if (!weight) return [main];
-  return [
-    { ...main, y, opacity: 0.22, line: { color, width: 1 }, hoverinfo: "skip", hovertemplate: null, showlegend: false },
-    main,
-  ];
-}
-
-/** A line with its interval as a band; rows: {x, score, low, high, name}. */
-export function band(rows, name, color) {
-  const sides = rows.filter((row) => isNumber(row.low) && isNumber(row.high));
-  const shape = { type: "scatter", mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false };
-  const x = sides.map((row) => row.x);
-  return [
-    { ...shape, x, y: sides.map((row) => row.low) },
-    { ...shape, x, y: sides.map((row) => row.high), fill: "tonexty", fillcolor: `${color}2e` },
-    {
-      type: "scatter",
-      mode: "lines+markers",
-      name: label(name),
-      x: rows.map((row) => row.x),
-      y: rows.map((row) => row.score),
-      line: { color, width: 2 },
-      marker: { size: 6, color },
-      text: rows.map(
-        (row) => `${isNumber(row.low) ? `[${row.low.toFixed(3)}, ${row.high.toFixed(3)}] ` : ""}${row.name || ""}`,
-      ),
-      hovertemplate: "%{y:.4~g} <i>%{text}</i>",
-    },
-  ];
-}
-
-/** Dotted lines where stages begin. */
-export function boundaries(run, stage = "") {
-  if (stage !== "") return [];
-  return Object.values(offsets(run))
-    .filter((start) => start > 0)
-    .map((start) => ({
-      type: "line",
-      x0: start,
-      x1: start,
-      y0: 0,
-      y1: 1,
-      yref: "paper",
-      line: { color: "#8888", width: 1, dash: "dot" },
-    }));
-}
-
-/** The score of always giving the commonest answer, dotted. */
-export function constant(rows, color) {
-  const flat = rows.filter((row) => isNumber(row.constant_score));
-  return flat.length
-    ? [
-        {
-          type: "scatter",
-          mode: "lines",
-          name: "constant answer",
-          showlegend: false,
-          x: flat.map((row) => row.x),
-          y: flat.map((row) => row.constant_score),
-          line: { color, width: 1, dash: "dot" },
-          hovertemplate: "%{y:.4~g}",
-        },
-      ]
-    : [];
-}
-
-/** Many short numbers over the steps, one colour per name. */
-export function lines(series, run, { stage = "", weight = 0, rename = (name) => name } = {}) {
-  const names = Object.keys(series || {}).filter((name) => (series[name] || []).some((piece) => piece.steps?.length));
-  return names.flatMap((name, index) =>
-    line(joined(series[name], run, stage), rename(name), COLORS[index % COLORS.length], weight),
-  );
 }

@@ -1,8 +1,9 @@
 // What was run. Owns: the resolved recipe as it is kept with the run, and what differs from another one.
 import { ask, remembered } from "./api.js";
-import { card, el, empty, failure, fill, plain, runLabel, table } from "./dom.js";
+import { card, el, empty, exact, failure, fill, runLabel, table } from "./dom.js";
 
-export async function mount(root, { run, runs, parameters, address, isCurrent }) {
+export async function mount(root, { run, runs, view, isCurrent }) {
+  const changed = card("What this recipe changes", "Keys whose values are not the defaults of this version of Temper.");
   const difference = card("Against another run", "Only the keys whose values differ.");
   const whole = card("Resolved configuration", "Every key, defaults included, as stored with the run.");
   const rest = runs.filter((one) => one.id !== run.id);
@@ -12,7 +13,7 @@ export async function mount(root, { run, runs, parameters, address, isCurrent })
     { id: "other", on: { change: () => compare() } },
     el("option", { value: "" }, "choose a run"),
     rest.map((one) =>
-      el("option", { value: one.id, selected: parameters.get("with") === one.id }, runLabel(one, runs)),
+      el("option", { value: one.id, selected: view.get("with") === one.id }, runLabel(one, runs)),
     ),
   );
   fill(
@@ -31,10 +32,10 @@ export async function mount(root, { run, runs, parameters, address, isCurrent })
           "Serve a folder with several runs, `temper watch FOLDER`, to see what differs between two of them.",
         ),
   );
-  fill(root, el("div", { class: "stack" }, difference.node, whole.node));
+  fill(root, el("div", { class: "stack" }, changed.node, difference.node, whole.node));
 
   async function compare() {
-    history.replaceState(null, "", address(run.id, "config", { with: choose.value }));
+    view.set({ with: choose.value });
     if (!choose.value) {
       fill(result);
       return;
@@ -56,21 +57,41 @@ export async function mount(root, { run, runs, parameters, address, isCurrent })
   }
   const found = await remembered(run.id, "config");
   if (!isCurrent()) return null;
-  fill(
-    whole.body,
-    found.toml ? toml(found.toml) : empty("No configuration was kept", "The run's config.toml is missing."),
+  fill(changed.body, changes(found.changed || []));
+  const text = found.toml ? toml(found.toml) : empty("No configuration was kept", "The run's config.toml is missing.");
+  const all = el(
+    "details",
+    { open: Boolean(view.get("whole")) },
+    el("summary", {}, `Show all ${found.toml.split("\n").length} lines`),
+    text,
   );
+  all.addEventListener("toggle", () => view.set({ whole: all.open ? "1" : "" }));
+  fill(whole.body, all);
   if (choose.value) await compare();
   return {};
+}
+
+function changes(rows) {
+  if (!rows.length) return empty("Nothing", "Every key has its default, or the run keeps no recipe that can be read.");
+  return table(
+    [
+      { title: "Stage", class: "short", cell: (row) => row.stage || "all" },
+      { title: "Key", class: "short", cell: (row) => el("code", {}, row.key) },
+      { title: "Value", class: "after", cell: (row) => el("code", {}, exact(row.value)) },
+      { title: "Default", cell: (row) => el("code", {}, exact(row.default)) },
+    ],
+    rows,
+    { label: "Keys that differ from the defaults" },
+  );
 }
 
 function differing(rows, run, other) {
   if (!rows.length) return empty("No difference", "Both runs have the same resolved configuration.");
   return table(
     [
-      { title: "Key", cell: (row) => el("code", {}, row.key) },
-      { title: run.name, class: "before", cell: (row) => el("code", {}, plain(row.a)) },
-      { title: other?.name || "other", class: "after", cell: (row) => el("code", {}, plain(row.b)) },
+      { title: "Key", class: "short", cell: (row) => el("code", {}, row.key) },
+      { title: run.name, class: "before", cell: (row) => el("code", {}, exact(row.a)) },
+      { title: other?.name || "other", class: "after", cell: (row) => el("code", {}, exact(row.b)) },
     ],
     rows,
     { label: "Differences" },

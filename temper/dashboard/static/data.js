@@ -1,7 +1,10 @@
 // What the policy is taught with. Owns: pass rates, groups without signal, the prompt ledger, the curriculum.
 import { remembered } from "./api.js";
-import { boundaries, Chart, COLORS, label, lines } from "./charts.js";
-import { card, el, empty, fill, isNumber, number, percent, table, tile } from "./dom.js";
+import { Chart } from "./charts.js";
+import { curves } from "./curves.js";
+import { card, el, empty, fill, isNumber, label, number, percent, table, tile } from "./dom.js";
+import { boundaries, layOut } from "./stages.js";
+import { COLORS } from "./traces.js";
 
 export async function mount(root, { run, address, isCurrent }) {
   const state = { run };
@@ -9,14 +12,17 @@ export async function mount(root, { run, address, isCurrent }) {
   const histogram = new Chart(
     "Pass rates of groups",
     "How many groups were solved by which share of their members, early against late. Groups in the middle teach most.",
-    { height: 260 },
+    { height: 260, x: "pass rate", y: "groups" },
   );
   const signal = new Chart(
     "Groups without signal",
     "Share of groups: all passed (too easy), all failed (too hard), all rewards equal (nothing to learn).",
-    { height: 260 },
+    { height: 260, y: "share of groups" },
   );
-  const curriculum = new Chart("Curriculum", "Pass rate by source or task family over the steps.", { height: 260 });
+  const curriculum = new Chart("Curriculum", "Pass rate by source or task family over the steps.", {
+    height: 260,
+    y: "pass rate",
+  });
   const dropped = card("Why groups were dropped", "Prompts that were drawn but not trained, by reason.");
   const hard = card("Hardest prompts", "Lowest pass rates. Many at 0: too hard, or a broken verifier.");
   const easy = card("Easiest prompts", "Highest pass rates. Many at 1: nothing left to learn there.");
@@ -35,22 +41,25 @@ export async function mount(root, { run, address, isCurrent }) {
     fill(tiles, ledger(found.ledger || {}));
     histogram.set(
       bars(found.histogram),
-      { barmode: "group", xaxis: { title: "pass rate" }, hovermode: "closest" },
+      { barmode: "group", hovermode: "closest" },
       "Appears when groups have been scored. Supervised stages have none.",
     );
+    const lay = layOut([state]);
+    const drawn = (series) =>
+      curves(Object.keys(series || {}), [{ entries: [{ run: state.run, series }], name: "", color: COLORS[0] }], lay).traces;
     signal.set(
-      lines(found.series, state.run, { rename: (name) => name.replace(/^data\//, "").replaceAll("_", " ") }),
-      { shapes: boundaries(state.run), yaxis: { rangemode: "tozero" } },
+      drawn(found.series),
+      { ...boundaries(lay), yaxis: { rangemode: "tozero" } },
       "Appears with the first step that draws groups.",
     );
     curriculum.set(
-      lines(found.curriculum, state.run),
-      { shapes: boundaries(state.run), yaxis: { rangemode: "tozero" }, showlegend: true },
+      drawn(found.curriculum),
+      { ...boundaries(lay), yaxis: { rangemode: "tozero" }, showlegend: true },
       "Appears when tasks come from more than one source or family.",
     );
     fill(dropped.body, reasons(found.ledger || {}));
-    fill(hard.body, prompts(found.hardest, "Hardest prompts", open));
-    fill(easy.body, prompts(found.easiest, "Easiest prompts", open));
+    fill(hard.body, prompts(found.hardest, "Hardest prompts", open, found.ties?.hardest));
+    fill(easy.body, prompts(found.easiest, "Easiest prompts", open, found.ties?.easiest));
   }
   await load();
   return {
@@ -106,8 +115,18 @@ function reasons({ dropped }) {
   );
 }
 
-function prompts(rows, name, open) {
+/** ties: prompts with the pass rate of the last row, all and listed. */
+function prompts(rows, name, open, ties) {
   if (!rows?.length) return empty("No prompts yet", "They appear when groups have been scored.");
+  const more = (ties?.all || 0) - (ties?.listed || 0);
+  const tied =
+    more > 0
+      ? `${ties.all} prompts have the pass rate ${percent(rows.at(-1).rate)}; ${ties.listed} of them are listed, those drawn most often, then by name.`
+      : "";
+  return [tied ? el("p", { class: "hint ties" }, tied) : null, promptTable(rows, name, open)];
+}
+
+function promptTable(rows, name, open) {
   return table(
     [
       { title: "Pass rate", number: true, cell: (row) => percent(row.rate) },

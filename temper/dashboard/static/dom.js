@@ -80,11 +80,30 @@ export function plain(value) {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
+/** A value of a recipe, to the last digit: two that differ must not look the same. */
+export function exact(value) {
+  if (value === null || value === undefined) return "–";
+  if (value === "") return '""';
+  return typeof value === "string" ? value : typeof value === "number" ? String(value) : JSON.stringify(value);
+}
+
 /** A sentence with its `commands` set apart. */
 export function prose(text) {
   return String(text)
     .split("`")
     .map((part, index) => (index % 2 ? el("code", {}, part) : part));
+}
+
+/** Plotly reads a little HTML in names; what comes from a run is shown as it is written. */
+export function label(text) {
+  return String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+}
+
+/** Seconds as people say them. */
+export function duration(seconds) {
+  if (!isNumber(seconds)) return "–";
+  if (seconds >= 7200) return `${number(seconds / 3600, 1)} h`;
+  return seconds >= 120 ? `${number(seconds / 60, 1)} min` : `${number(seconds, 1)} s`;
 }
 
 /** What a run is called; its folder only where two have the same name. */

@@ -1,19 +1,22 @@
 // Whether it helped. Owns: held-out scores with intervals, pass@k curves, suites, audits.
 import { remembered } from "./api.js";
-import { band, boundaries, Chart, COLORS, constant, offsets, stageName } from "./charts.js";
+import { Chart } from "./charts.js";
+import { heldout } from "./curves.js";
 import { badge, card, el, empty, fill, isNumber, number, table, when } from "./dom.js";
+import { axisTitle, boundaries, layOut } from "./stages.js";
+import { band, COLORS } from "./traces.js";
 
 export async function mount(root, { run, isCurrent }) {
   const state = { run };
   const scores = new Chart(
     "Held-out score over the steps",
     "With its 95% interval, clustered by prompt. Dotted: always giving the commonest answer. Below it nothing was learned.",
-    { height: 300 },
+    { height: 300, y: "score" },
   );
   const curves = new Chart(
     "pass@k",
     "The chance that at least one of k answers is right. Up at 1 but not at large k: sharpening, not new ability.",
-    { height: 300 },
+    { height: 300, x: "k", y: "pass@k" },
   );
   const latest = card("Measured", "Every held-out evaluation, newest first.");
   const suites = card("Suites", "Evaluations of checkpoints under fixed budgets.");
@@ -38,9 +41,11 @@ export async function mount(root, { run, isCurrent }) {
   async function load() {
     const found = await remembered(state.run.id, "evaluations");
     if (!isCurrent()) return;
+    const entry = { run: state.run, evaluations: found.evaluations || [] };
+    const lay = layOut([entry]);
     scores.set(
-      heldout(found.evaluations || [], state.run),
-      { shapes: boundaries(state.run) },
+      heldout([{ entries: [entry], name: state.run.name, color: COLORS[0] }], lay).traces,
+      { ...boundaries(lay), xaxis: { title: axisTitle(lay) } },
       "Appears after the first held-out evaluation; the recipe needs a [heldout] section.",
     );
     const kinds = [...passCurves(found)];
@@ -65,22 +70,6 @@ export async function mount(root, { run, isCurrent }) {
       return kinds.has("evaluation") || kinds.has("state") ? load() : null;
     },
   };
-}
-
-function heldout(rows, run) {
-  const starts = offsets(run);
-  const names = [...new Set(rows.map((one) => one.name))];
-  return names.flatMap((name, index) => {
-    const own = rows
-      .filter((one) => one.name === name)
-      .map((one) => ({
-        ...one,
-        x: one.step + (starts[one.stage] || 0),
-        name: `${stageName(run, one.stage)} step ${one.step}`,
-      }));
-    const color = COLORS[index % COLORS.length];
-    return [...band(own, name, color), ...constant(own, color)];
-  });
 }
 
 /** {k, score, low, high} of everything called pass@k. */

@@ -8,7 +8,8 @@ export function listen(pages, go) {
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const field = event.target.closest?.("input, select, textarea");
-    if (field) {
+    const isTick = field?.type === "checkbox"; // takes no letters: keys go on working
+    if (field && !isTick) {
       if (event.key === "Escape") field.blur();
       return;
     }
@@ -23,7 +24,7 @@ export function listen(pages, go) {
       }
     }
     if (key === "g") pressedG = performance.now();
-    else if (/^[1-9]$/.test(key) && pages[key - 1]) go(pages[key - 1].name);
+    else if (/^[0-9]$/.test(key) && pages[key]) go(pages[key].name);
     else if (key === "j" || key === "k") {
       event.preventDefault();
       move(key === "j" ? 1 : -1);
@@ -66,7 +67,7 @@ export function showShortcuts(pages) {
   const list = el(
     "dl",
     { class: "keys" },
-    pages.map((page, index) => line([String(index + 1), "g", page.letter], page.title)),
+    pages.map((page, index) => line([String(index), "g", page.letter], page.title)),
     line(["j", "k"], "next and previous row"),
     line(["Enter"], "open the row"),
     line(["/"], "search"),

@@ -1,98 +1,107 @@
 // How the run goes, at a glance. Owns: the main curves, the comparison of runs, the alarms and when they rang.
 import { eventList, timeline } from "./alarms.js";
 import { remembered } from "./api.js";
-import { band, boundaries, Chart, COLORS, constant, joined, line, offsets, stageName } from "./charts.js";
-import { card, el, fill, isNumber, number, runLabel, tile } from "./dom.js";
+import { Chart } from "./charts.js";
+import { curves, groupsOf, heldout, isCompared, layOf, loadEntries, short, spreadNote } from "./curves.js";
+import { card, el, fill, isNumber, number, tile } from "./dom.js";
+import { axisTitle, boundaries, kinds, mergedKinds, position } from "./stages.js";
+import { tools } from "./tools.js";
 
+const KL_OLD = "policy/kl_old_k3";
+const MISMATCH = "mismatch/kl_k3";
+const WHOLE = new Set(["reward/mean", "reward/std", "reward/shaped_mean"]);
 const CHARTS = [
   {
     title: "Reward",
     names: ["reward/mean"],
+    y: "reward",
     hint: "What is optimised. It rising proves nothing alone: look at the held-out score.",
   },
   {
     title: "Held-out score",
     evaluation: true,
+    y: "score",
     hint: "On tasks never trained on, with its 95% interval; dotted: always the commonest answer.",
   },
-  { title: "Entropy", names: ["policy/entropy"], hint: "Nats per token. Falling to 0: no exploration left." },
+  {
+    title: "Reward parts",
+    parts: true,
+    y: "reward",
+    hint: "What each part adds to the reward, after bounds, weight and gates.",
+  },
+  { title: "Entropy", names: ["policy/entropy"], y: "nats per token", hint: "Falling to 0: no exploration left." },
   {
     title: "KL",
-    names: ["policy/kl_ref_k3", "policy/kl_old_k3"],
-    hint: "Nats per token from the reference and from the proximal policy.",
+    names: ["policy/kl_ref_k3", KL_OLD],
+    y: "nats per token",
+    hint: "From the reference and from the proximal policy.",
   },
-  { title: "Length", names: ["gen/len_mean", "gen/len_max"], hint: "Tokens per response." },
+  { title: "Length", names: ["gen/len_mean", "gen/len_max"], y: "tokens", hint: "Tokens per response." },
   {
     title: "Clip fraction",
     names: ["policy/clip_frac_high", "policy/clip_frac_low", "policy/dual_clip_frac"],
-    hint: "Share of tokens whose gradient the bound removed.",
+    y: "share of tokens",
+    hint: "Tokens whose gradient the bound removed.",
   },
   {
     title: "Mismatch",
     sampled: true,
-    names: ["mismatch/kl_k3", "mismatch/logp_abs_mean"],
-    hint: "Trainer against sampler, nats per token. 0 in exact mode.",
+    names: [MISMATCH, "mismatch/logp_abs_mean"],
+    y: "nats per token",
+    hint: "Trainer against sampler. 0 in exact mode.",
   },
   {
     title: "Staleness",
     sampled: true,
     names: ["stale/mean", "stale/max"],
+    y: "versions",
     hint: "Versions between the weights that drew a response and those it trains.",
   },
   {
     title: "Throughput split",
     names: ["sys/rollout_tok_s", "sys/train_tok_s"],
-    hint: "Tokens per second while drawing and while training.",
+    y: "tokens/s",
+    hint: "While drawing and while training.",
   },
   {
     title: "Groups without signal",
     names: ["data/degenerate"],
-    hint: "Share of groups whose rewards are all equal: nothing to learn from.",
+    y: "share of groups",
+    hint: "Groups whose rewards are all equal: nothing to learn from.",
   },
-  { title: "Gradient norm", names: ["policy/grad_norm"], hint: "Before clipping. 0 or a spike: look at the alarms." },
-  { title: "Loss", names: ["loss"], hint: "Its size says little, only its slope." },
+  { title: "Gradient norm", names: ["policy/grad_norm"], y: "norm", hint: "Before clipping. 0 or a spike: look at the alarms." },
 ];
 
-export async function mount(root, { run, runs, parameters, address, isCurrent }) {
-  const state = {
-    run,
-    runs,
-    weight: 0,
-    stage: "",
-    marked: null,
-    others: (parameters.get("compare") || "").split(",").filter(Boolean),
-    found: new Map(),
-  };
+export async function mount(root, { run, runs, view, isCurrent }) {
+  const state = { run, runs, view, entries: [], charts: [], built: "" };
   const tiles = el("div", { class: "tiles" });
-  const charts = CHARTS.map((spec) => ({ spec, chart: new Chart(spec.title, spec.hint) }));
+  const grid = el("div", { class: "grid" });
+  const ending = el("div");
   const alarms = card("Alarms", "What a rule saw, what it usually means, and what to try.");
   const events = card("Events", "What happened to the process.");
-  const redraw = () => draw(state, charts);
-  const compared = () => {
-    history.replaceState(null, "", address(state.run.id, "overview", { compare: state.others.join(",") }));
-    return load();
-  };
+  const redraw = () => draw(state, grid);
   fill(
     root,
-    tools(state, redraw, compared),
+    ending,
+    tools({ view, run, runs, redraw, reload: load }),
     tiles,
-    el(
-      "div",
-      { class: "grid" },
-      charts.map(({ chart }) => chart.node),
-    ),
+    grid,
     el("div", { class: "stack", style: { "margin-top": "16px" } }, alarms.node, events.node),
   );
 
   async function load() {
-    const wanted = [state.run.id, ...state.others];
-    const answers = await Promise.all(wanted.map((id) => remembered(id, "overview")));
+    const entries = await loadEntries(view, state.run, state.runs, (id) => remembered(id, "overview"));
     if (!isCurrent()) return;
-    state.found = new Map(wanted.map((id, index) => [id, answers[index]]));
-    const own = answers[0];
+    state.entries = entries;
+    const own = entries[0];
+    fill(ending, ended(state.run));
     fill(tiles, summary(state.run, own));
     redraw();
-    fill(alarms.body, timeline(state, own.alarms || [], redraw));
+    const choose = (alarm) => {
+      view.set({ mark: `${alarm.stage}.${alarm.step}` });
+      redraw();
+    };
+    fill(alarms.body, timeline(state.run, own.alarms || [], choose));
     fill(events.body, eventList(own.events || []));
   }
   await load();
@@ -105,65 +114,12 @@ export async function mount(root, { run, runs, parameters, address, isCurrent })
   };
 }
 
-function tools(state, redraw, compared) {
-  const amount = el("output", {}, "off");
-  const slider = el("input", {
-    type: "range",
-    min: "0",
-    max: "0.98",
-    step: "0.02",
-    value: "0",
-    id: "smoothing",
-    on: {
-      input: (event) => {
-        state.weight = Number(event.target.value);
-        amount.textContent = state.weight ? state.weight.toFixed(2) : "off";
-        redraw();
-      },
-    },
-  });
-  const stages = el(
-    "select",
-    {
-      id: "stage",
-      on: {
-        change: (event) => {
-          state.stage = event.target.value;
-          redraw();
-        },
-      },
-    },
-    el("option", { value: "" }, "all, one after the other"),
-    state.run.stages.map((one) => el("option", { value: String(one.stage) }, one.name)),
-  );
-  const rest = state.runs.filter((one) => one.id !== state.run.id);
-  const boxes = rest.map((one) => {
-    const box = el("input", {
-      type: "checkbox",
-      checked: state.others.includes(one.id),
-      on: {
-        change: (event) => {
-          state.others = event.target.checked ? [...state.others, one.id] : state.others.filter((id) => id !== one.id);
-          compared();
-        },
-      },
-    });
-    return el("label", {}, box, runLabel(one, state.runs));
-  });
-  return el(
-    "div",
-    { class: "tools" },
-    el("label", { class: "field row-field" }, "Stage", stages),
-    el("label", { class: "field row-field", for: "smoothing" }, "Smoothing", slider, amount),
-    rest.length
-      ? el(
-          "details",
-          { class: "field", open: state.others.length > 0 },
-          el("summary", {}, "Compare with other runs"),
-          el("div", { class: "checks" }, boxes),
-        )
-      : null,
-  );
+/** Why a run ended before its last step, in full: beside its name there is room for a line. */
+function ended(run) {
+  if (!["failed", "dead", "stopped"].includes(run.state)) return null;
+  const words = { failed: "This run failed", dead: "This run's process is dead", stopped: "This run was stopped" };
+  const tone = run.state === "stopped" ? "ended" : "ended bad";
+  return el("div", { class: `card ${tone}`, role: "alert" }, el("strong", {}, words[run.state]), el("pre", { class: "said" }, run.ended));
 }
 
 function last(series, name) {
@@ -210,94 +166,119 @@ function summary(run, overview) {
   ];
 }
 
-function draw(state, charts) {
-  const isCompared = state.others.length > 0;
-  const shapes = [...(isCompared ? [] : boundaries(state.run, state.stage))];
-  if (state.marked !== null)
-    shapes.push({
-      type: "line",
-      x0: state.marked,
-      x1: state.marked,
-      y0: 0,
-      y1: 1,
-      yref: "paper",
-      line: { color: "#d55e00", width: 1.5 },
-    });
-  const named = [...state.found].map(([id, overview], index) => ({
-    run: state.runs.find((one) => one.id === id) || state.run,
-    overview,
-    color: COLORS[index % COLORS.length],
-  }));
-  for (const { spec, chart } of charts) {
-    const { traces, latest } = spec.evaluation ? heldout(named, state) : curves(spec, named, state, isCompared);
-    chart.latest.textContent = isNumber(latest) ? number(latest) : "";
-    chart.set(
-      traces,
-      { shapes, showlegend: traces.filter((trace) => trace.showlegend !== false).length > 1 },
-      missing(spec, state.run),
-    );
-  }
-}
-
-function curves(spec, named, state, isCompared) {
-  const traces = [];
-  let latest = null;
-  named.forEach(({ run, overview, color }) => {
-    const present = spec.names.filter((name) => overview.series?.[name]?.some((piece) => piece.steps.length));
-    present.slice(0, isCompared ? 1 : undefined).forEach((name, index) => {
-      const points = joined(
-        overview.series[name].filter((piece) => !spec.sampled || samples(overview, piece.stage)),
-        run,
-        state.stage,
-      );
-      latest ??= points.y.findLast(isNumber);
-      if (points.x.length)
-        traces.push(
-          ...line(points, isCompared ? run.name : short(name), isCompared ? color : COLORS[index], state.weight),
-        );
-    });
+/** The charts of these runs: a loss for each kind of stage, since one axis for two would flatten the smaller; and one
+ * chart, not two, for KL and mismatch when they are the same number. */
+function specs(state) {
+  const chosen = state.view.get("kind");
+  const losses = mergedKinds(state.entries.map((entry) => entry.run)).filter((kind) => !chosen || kind === chosen);
+  const isSame = sameNumbers(state.entries);
+  const shown = CHARTS.map((spec) => {
+    if (isSame && spec.title === "KL") return { ...spec, names: spec.names.filter((name) => name !== KL_OLD), hint: "From the reference." };
+    return isSame && spec.title === "Mismatch" ? { ...spec, hint: `${spec.hint} ${isSame}` } : spec;
   });
-  return { traces, latest };
+  return [
+    ...shown.filter((spec) => {
+      if (spec.parts) return partNames(state.entries).length > 0; // a reward of one part is that part
+      return spec.title !== "KL" || !isSame || hasMetric(state.entries, spec.names);
+    }),
+    ...(losses.length ? losses : [""]).map((kind) => ({
+      title: losses.length > 1 ? `Loss, ${kind}` : "Loss",
+      kind,
+      names: ["loss"],
+      y: "loss",
+      hint: "Its size says little, only its slope.",
+    })),
+  ];
 }
 
-function short(name) {
-  return name.replace(/^[a-z]+\//, "").replaceAll("_", " ");
+function hasMetric(entries, names) {
+  return entries.some((entry) => names.some((name) => entry.series?.[name]?.length));
+}
+
+/** A sentence when the KL from the proximal policy is the mismatch in every step; else "". */
+function sameNumbers(entries) {
+  const has = entries.filter((entry) => entry.series?.[KL_OLD]?.length);
+  const values = (entry, name) => JSON.stringify(entry.series?.[name]?.filter((piece) => samples(entry, piece.stage)));
+  if (!has.length || !has.every((entry) => values(entry, KL_OLD) === values(entry, MISMATCH))) return "";
+  const isTold = has.every((entry) => (entry.proximal || []).includes("behavior"));
+  return `The KL from the proximal policy is the same number and has no chart of its own${isTold ? ': the recipe says proximal = "behavior", so the sampler is the proximal policy' : ""}.`;
+}
+
+function draw(state, grid) {
+  const wanted = specs(state);
+  const key = JSON.stringify(wanted);
+  if (state.built !== key) {
+    for (const { chart } of state.charts) chart.close();
+    state.charts = wanted.map((spec) => ({ spec, chart: new Chart(spec.title, spec.hint, { y: spec.y }) }));
+    fill(
+      grid,
+      state.charts.map(({ chart }) => chart.node),
+    );
+    state.built = key;
+  }
+  const groups = groupsOf(state.entries, state.view, state.runs);
+  for (const { spec, chart } of state.charts) drawOne(spec, chart, groups, state);
+}
+
+function drawOne(spec, chart, groups, state) {
+  const lay = layOf(state.entries, state.view, spec.kind);
+  const { traces, latest } = spec.evaluation
+    ? heldout(groups, lay)
+    : curves(spec.parts ? partNames(state.entries) : spec.names, groups, lay, {
+        weight: Number(state.view.get("smooth", "0")),
+        rename: spec.parts ? (name) => short(name).replace(/ weighted$/, "") : short,
+        keep: (entry, stage) => !spec.sampled || samples(entry, stage),
+      });
+  chart.latest.textContent = isNumber(latest) ? number(latest) : "";
+  chart.note = spreadNote(groups);
+  const { shapes, annotations } = boundaries(lay);
+  const only = isCompared(groups) && !spec.evaluation ? comparedName(spec, state.entries) : "";
+  chart.set(
+    traces,
+    {
+      shapes: [...shapes, ...marked(state, lay)],
+      annotations,
+      xaxis: { title: axisTitle(lay) },
+      yaxis: only ? { title: `${only}, ${spec.y}` } : {},
+      showlegend: traces.filter((trace) => trace.showlegend !== false && trace.meta !== "edge").length > 1,
+    },
+    missing(spec, state.run),
+  );
+}
+
+/** Of several runs a chart shows one of its metrics: which. */
+function comparedName(spec, entries) {
+  const names = spec.parts ? partNames(entries) : spec.names;
+  return names.length > 1 ? short(names.find((name) => hasMetric(entries, [name])) || names[0]) : "";
+}
+
+/** Parts of the reward: what each added, where that was recorded. */
+function partNames(entries) {
+  const names = [...new Set(entries.flatMap((entry) => Object.keys(entry.series || {})))].filter(
+    (name) => name.startsWith("reward/") && !WHOLE.has(name),
+  );
+  const weighted = names.filter((name) => name.endsWith("_weighted"));
+  return weighted.length ? weighted : names;
+}
+
+function marked(state, lay) {
+  const [stage, step] = state.view.get("mark").split(".").map(Number);
+  const place = state.view.get("mark") ? position(lay, state.entries[0], stage, step) : null;
+  if (place === null) return [];
+  const line = { color: "#d55e00", width: 1.5 };
+  return [{ type: "line", x0: place, x1: place, y0: 0, y1: 1, yref: "paper", line }];
 }
 
 /** Supervised stages have no sampler that the trainer could disagree with. */
-function samples(overview, stage) {
-  return (overview.series["reward/mean"] || []).some((piece) => piece.stage === stage);
-}
-
-function heldout(named, state) {
-  const traces = [];
-  let latest = null;
-  const isCompared = named.length > 1;
-  for (const { run, overview, color } of named) {
-    const starts = offsets(run);
-    const rows = (overview.evaluations || []).filter((one) => state.stage === "" || String(one.stage) === state.stage);
-    const names = [...new Set(rows.map((one) => one.name))];
-    names.slice(0, isCompared ? 1 : undefined).forEach((name, index) => {
-      const own = rows
-        .filter((one) => one.name === name)
-        .map((one) => ({
-          ...one,
-          x: one.step + (state.stage === "" ? starts[one.stage] || 0 : 0),
-          name: `${stageName(run, one.stage)} step ${one.step}`,
-        }));
-      const tone = isCompared ? color : COLORS[index % COLORS.length];
-      latest ??= own.at(-1)?.score;
-      traces.push(...band(own, isCompared ? run.name : name, tone));
-      if (!isCompared) traces.push(...constant(own, tone));
-    });
-  }
-  return { traces, latest };
+function samples(entry, stage) {
+  return (entry.series["reward/mean"] || []).some((piece) => piece.stage === stage);
 }
 
 function missing(spec, run) {
   if (spec.evaluation)
     return "Appears after the first held-out evaluation; the recipe sets how often with evaluation.every and needs a [heldout] section.";
-  return run.last_step
-    ? `This run does not record ${spec.names.join(" or ")}: its stages or objective have no such number.`
-    : "Appears with the first step.";
+  if (!run.last_step) return "Appears with the first step.";
+  if (spec.parts) return "Appears in stages that sample from the policy and score what it says.";
+  const other = kinds(run).length > 1 ? " (or not in the stage that is chosen above)" : "";
+  return `This run does not record ${spec.names.join(" or ")}${other}: its stages or objective have no such number.`;
 }

@@ -1,6 +1,6 @@
 // What the policy wrote. Owns: filters, the table, one group side by side.
 import { ofRun } from "./api.js";
-import { badge, card, el, empty, failure, fill, number, plain, statusTone, table } from "./dom.js";
+import { badge, card, el, empty, failure, fill, isNumber, number, plain, statusTone, table } from "./dom.js";
 
 const LIMIT = 50;
 const FIELDS = [
@@ -14,10 +14,11 @@ const FIELDS = [
 ];
 export const listed = { run: null, rows: [] }; // so that the tokens page can go on to the next of this list
 
-export async function mount(root, { run, parameters, address, isCurrent }) {
+export async function mount(root, { run, view, address, isCurrent }) {
+  const parameters = new URLSearchParams(view.parameters);
   const state = { run, offset: Number(parameters.get("offset")) || 0, asked: 0 };
   const results = card("Rollouts", "Newest first. Enter or click opens the group.");
-  const group = el("div", {});
+  const group = el("div", { class: "below-header" });
   const news = el("div", {});
   const form = filters(run, parameters, () => {
     state.offset = 0;
@@ -28,7 +29,8 @@ export async function mount(root, { run, parameters, address, isCurrent }) {
   const values = () => Object.fromEntries([...new FormData(form)].filter(([, value]) => value !== ""));
   async function load() {
     const asked = ++state.asked;
-    history.replaceState(null, "", address(run.id, "rollouts", { ...values(), offset: state.offset || "" }));
+    const emptied = Object.fromEntries([...form.elements].filter((one) => one.name).map((one) => [one.name, ""]));
+    view.set({ ...emptied, ...values(), offset: state.offset || "" });
     try {
       const found = await ofRun(run.id, "rollouts", { ...values(), offset: state.offset, limit: LIMIT });
       if (asked !== state.asked || !isCurrent()) return;
@@ -41,13 +43,18 @@ export async function mount(root, { run, parameters, address, isCurrent }) {
     }
   }
   async function open(row) {
+    view.set({ group: `${row.stage}.${row.step}.${row.group_id}` });
+    const close = () => {
+      fill(group);
+      view.set({ group: "" });
+    };
     fill(group, el("section", { class: "card" }, el("p", { class: "hint" }, "Loading the group …")));
     try {
       const found = await ofRun(run.id, "group", { stage: row.stage, step: row.step, group_id: row.group_id });
       if (isCurrent())
         fill(
           group,
-          sideBySide(found, row, run, address, () => fill(group)),
+          sideBySide(found, row, run, address, close),
         );
     } catch (error) {
       fill(group, failure(error));
@@ -182,8 +189,9 @@ function rows(found, state, load, open) {
       number: true,
       cell: (row) => (row.score === null ? el("span", { title: row.reason || "" }, row.score_kind) : number(row.score)),
     },
-    { title: "Tokens", number: true, cell: (row) => String(row.num_tokens) },
+    { title: "Prompt", class: "words prompt", cell: (row) => el("span", { class: "line-clamp" }, row.prompt) },
     { title: "Response", class: "words", cell: (row) => el("span", { class: "line-clamp" }, said(row.text)) },
+    { title: "Tokens", number: true, cell: (row) => String(row.num_tokens) },
     { title: "Task", class: "short", cell: (row) => row.task_id },
     { title: "Status", cell: (row) => badge(row.status, statusTone(row.status)) },
     { title: "Outcome", cell: (row) => badge(row.outcome, statusTone(row.outcome)) },
@@ -211,9 +219,15 @@ function rows(found, state, load, open) {
       { class: "pages" },
       turn(-LIMIT, "previous", "Previous", state.offset === 0),
       turn(LIMIT, "next", "Next", !found.more),
-      el("span", {}, `${state.offset + 1}–${state.offset + found.rows.length}`),
+      el("span", { role: "status" }, `${state.offset + 1}–${state.offset + found.rows.length} ${total(found)}`),
     ),
   ];
+}
+
+/** "of 5,120 rollouts"; what a search could not count in time is said, too. */
+function total(found) {
+  if (!isNumber(found.total)) return "of more than could be counted in time";
+  return `of ${found.is_whole ? "" : "more than "}${found.total.toLocaleString("en")} rollouts`;
 }
 
 export function parts(values, weighted) {
@@ -281,7 +295,7 @@ function sideBySide(found, row, run, address, close) {
       el(
         "div",
         { class: "member-head" },
-        el("b", {}, `${one.member}: ${one.score === null ? one.score_kind : number(one.score)}`),
+        el("b", {}, `Member ${one.member}: ${one.score === null ? one.score_kind : `reward ${number(one.score)}`}`),
         badge(one.status, statusTone(one.status)),
         badge(`${one.num_tokens} tokens`),
       ),

@@ -1,90 +1,72 @@
 // Where the time and the memory go. Owns: seconds per step by phase, idle time, cache, staleness.
 import { remembered } from "./api.js";
-import { boundaries, Chart, COLORS, joined, label, lines } from "./charts.js";
-import { bytes, el, fill, isNumber, number, percent, tile } from "./dom.js";
+import { Chart } from "./charts.js";
+import { curves } from "./curves.js";
+import { bytes, duration, el, fill, isNumber, label, number, percent, tile } from "./dom.js";
+import { boundaries, joinSegments, layOut, segments } from "./stages.js";
+import { COLORS } from "./traces.js";
 
 const FEW_STEPS = 120;
+const SAMPLING = "Appears when a stage samples from the policy.";
+const NAMES = {
+  "stale/mean": "mean age",
+  "stale/p95": "95 of 100 are not older",
+  "stale/max": "oldest",
+  "stale/in_flight": "while it was drawn",
+  "stale/in_queue": "while it waited",
+};
+const CHARTS = [
+  { title: "Throughput", hint: "Tokens per second, by what they are counted over.", y: "tokens/s", names: /tok_s$/, why: "Appears with the first step." },
+  { title: "Key-value cache", hint: "Share of its blocks in use.", y: "share", names: /kv_use$/, why: SAMPLING, format: ".0%" },
+  { title: "Preemptions", hint: "Sequences that lost their cache and were computed again. Above 0: too many at once.", y: "sequences", names: /preempt/, why: SAMPLING },
+  { title: "Peak memory", hint: "Of the device, or resident on a CPU.", y: "GiB", names: /memory_bytes/, why: "Appears with the first step." },
+  { title: "Staleness over the steps", hint: "Age of the weights that drew a trained response, in versions.", y: "versions", names: /^stale\/(mean|p95|max)$/, why: SAMPLING },
+  { title: "Where staleness comes from", hint: "Versions published while a response was drawn, and while it waited to be trained.", y: "versions", names: /^stale\/in_/, why: SAMPLING },
+  { title: "Drawn by several versions", hint: "Share of responses whose tokens come from more than one version.", y: "share of responses", names: /mixed_version/, why: SAMPLING },
+];
+const TOKEN_AGES = /^stale\/token_hist\//;
+const DONE = /tokens$|memory_since_start/; // counts that Throughput shows, and a flag
+const REST = { s: "Seconds", share: "Shares", groups: "Groups that wait", requests: "Requests in flight" };
 
 export async function mount(root, { run, isCurrent }) {
-  const state = { run };
+  const state = { run, rest: new Map() };
   const tiles = el("div", { class: "tiles" });
-  const seconds = new Chart("Seconds per step", "Wall time of each step by phase.", { height: 320 });
-  const speed = new Chart("Throughput", "Tokens per second while drawing and while training.");
-  const cache = new Chart("Key-value cache", "Share of its blocks in use.");
-  const preempted = new Chart(
-    "Preemptions",
-    "Sequences that lost their cache and were computed again. Above 0: too many at once.",
-  );
-  const memory = new Chart("Peak memory", "GiB; of the device, or resident on a CPU.");
-  const stale = new Chart("Staleness", "Trained responses by the age, in versions, of the weights that drew them.");
-  const aging = new Chart(
-    "Staleness over the steps",
-    "Mean and greatest age, and the share drawn by more than one version.",
-  );
-  const other = new Chart("Queues and the rest", "Other numbers of the system.");
-  fill(
-    root,
-    tiles,
-    el("div", { class: "stack", style: { "margin-bottom": "16px" } }, seconds.node),
-    el(
-      "div",
-      { class: "grid" },
-      speed.node,
-      cache.node,
-      preempted.node,
-      memory.node,
-      stale.node,
-      aging.node,
-      other.node,
-    ),
-  );
+  const seconds = new Chart("Seconds per step", "Wall time of each step by phase.", { height: 320, y: "seconds", hasLog: false });
+  const charts = CHARTS.map((spec) => ({ spec, chart: new Chart(spec.title, spec.hint, { y: spec.y }) }));
+  const stale = new Chart("Staleness", "Trained responses of the last steps by the age of the weights that drew their oldest token.", {
+    x: "versions",
+    y: "responses",
+  });
+  const ages = new Chart("Ages of trained tokens", "Share of tokens by the age, in versions, of the weights that drew them.", {
+    y: "share of tokens",
+    hasLog: false,
+  });
+  const grid = el("div", { class: "grid" }, charts.map(({ chart }) => chart.node), stale.node, ages.node);
+  fill(root, tiles, el("div", { class: "stack", style: { "margin-bottom": "16px" } }, seconds.node), grid);
 
   async function load() {
     const found = await remembered(state.run.id, "systems");
     if (!isCurrent()) return;
-    const pick = (pattern) =>
-      Object.fromEntries(Object.entries(found.series || {}).filter(([name]) => pattern.test(name)));
-    const show = (chart, series, why, layout = {}) =>
-      chart.set(
-        lines(series, state.run, {
-          rename: (name) =>
-            name
-              .replace(/^(sys|stale)\//, "")
-              .replace("tok_s", "tokens/s")
-              .replaceAll("_", " "),
-        }),
-        { shapes: boundaries(state.run), yaxis: { rangemode: "tozero" }, ...layout },
-        why,
-      );
+    const lay = layOut([state]);
+    const series = gibibytes(found.series || {});
+    const drawn = (names, rename = words) =>
+      curves(names, [{ entries: [{ run: state.run, series }], name: "", color: COLORS[0] }], lay, { rename }).traces;
+    const names = Object.keys(series);
     fill(tiles, summary(found));
     seconds.set(
-      phases(found.seconds, state.run),
-      {
-        barmode: "stack",
-        bargap: 0,
-        shapes: boundaries(state.run),
-        margin: { l: 44, r: 10, t: 6, b: 30 },
-        yaxis: { title: "s" },
-      },
+      phases(found.seconds, state.run, lay),
+      { barmode: "stack", bargap: 0, ...boundaries(lay), margin: { l: 44, r: 10, t: 6, b: 30 } },
       "Appears with the first step.",
     );
-    show(speed, pick(/tok_s/), "Appears with the first step.");
-    show(cache, pick(/kv/), "Appears when a stage samples from the policy.", {
-      yaxis: { rangemode: "tozero", tickformat: ".0%" },
-    });
-    show(preempted, pick(/preempt/), "Appears when a stage samples from the policy.");
-    show(memory, gibibytes(pick(/memory/)), "Appears with the first step.");
-    stale.set(
-      ages(found.staleness),
-      { hovermode: "closest", xaxis: { title: "versions", dtick: 1 } },
-      "Appears when a stage samples from the policy.",
-    );
-    show(aging, pick(/^stale/), "Appears when a stage samples from the policy.");
-    const rest = Object.fromEntries(
-      Object.entries(found.series || {}).filter(([name]) => !/tok_s|kv|preempt|memory|tokens$|^stale/.test(name)),
-    );
-    other.node.hidden = !Object.keys(rest).length;
-    show(other, rest, "Nothing more was recorded.");
+    for (const { spec, chart } of charts)
+      chart.set(
+        drawn(names.filter((name) => spec.names.test(name)).sort(inOrder)),
+        { ...boundaries(lay), showlegend: true, yaxis: { rangemode: "tozero", tickformat: spec.format } },
+        spec.why,
+      );
+    stale.set(bars(found.staleness), { hovermode: "closest", xaxis: { dtick: 1 } }, SAMPLING);
+    ages.set(shares(series, state.run, lay), { ...boundaries(lay), showlegend: true, yaxis: { rangemode: "tozero" } }, SAMPLING);
+    drawRest(state, grid, found, names, drawn, lay);
   }
   await load();
   return {
@@ -93,6 +75,34 @@ export async function mount(root, { run, isCurrent }) {
       return load();
     },
   };
+}
+
+/** What no chart above has, one chart for each unit: seconds and requests do not share an axis. */
+function drawRest(state, grid, found, names, drawn, lay) {
+  const isShown = (name) => CHARTS.some((spec) => spec.names.test(name)) || TOKEN_AGES.test(name) || DONE.test(name);
+  const units = new Map();
+  for (const name of names.filter((name) => !isShown(name))) {
+    const unit = found.units?.[name] || "";
+    units.set(unit, [...(units.get(unit) || []), name]);
+  }
+  for (const [unit, own] of units) {
+    if (!state.rest.has(unit)) {
+      const chart = new Chart(REST[unit] || `Other numbers${unit ? `, ${unit}` : ""}`, "", { y: unit });
+      state.rest.set(unit, chart);
+      grid.append(chart.node);
+    }
+    const layout = { ...boundaries(lay), showlegend: true, yaxis: { rangemode: "tozero" } };
+    state.rest.get(unit).set(drawn(own), layout, "Nothing was recorded.");
+  }
+}
+
+function inOrder(one, other) {
+  const order = Object.keys(NAMES);
+  return order.indexOf(one) - order.indexOf(other);
+}
+
+function words(name) {
+  return NAMES[name] || name.replace(/^(sys|stale)\//, "").replace("tok_s", "tokens/s").replaceAll("_", " ");
 }
 
 function summary({ series = {}, idle, seconds }) {
@@ -111,24 +121,16 @@ function summary({ series = {}, idle, seconds }) {
     tile("Sampler idle", share(idle?.sampler), "share of wall time without drawing"),
     tile("Drawing", number(last(/rollout_tok_s/)), "tokens per second"),
     tile("Training", number(last(/train_tok_s/)), "tokens per second"),
-    tile("Peak memory", bytes(last(/memory/)), null),
-    tile(
-      "Time in steps",
-      total >= 3600
-        ? `${number(total / 3600, 1)} h`
-        : total >= 60
-          ? `${number(total / 60, 1)} min`
-          : `${number(total, 1)} s`,
-      null,
-    ),
+    tile("Peak memory", bytes(last(/memory_bytes/)), null),
+    tile("Time in steps", duration(total), null),
   ];
 }
 
-function phases(seconds, run) {
+function phases(seconds, run, lay) {
   const sums = Object.entries(seconds || {})
     .map(([name, pieces]) => ({
       name,
-      points: joined(pieces, run),
+      points: joinSegments(segments(pieces, { run }, lay)),
       total: pieces.flatMap((piece) => piece.values).reduce((sum, value) => sum + (value || 0), 0),
     }))
     .filter((one) => one.total > 0);
@@ -156,26 +158,40 @@ function phases(seconds, run) {
 }
 
 function gibibytes(series) {
+  const small = (pieces) =>
+    pieces.map((piece) => ({
+      ...piece,
+      values: piece.values.map((value) => (isNumber(value) ? value / 2 ** 30 : null)),
+    }));
   return Object.fromEntries(
-    Object.entries(series).map(([name, pieces]) => [
-      name.replace(/_?bytes/, ""),
-      pieces.map((piece) => ({
-        ...piece,
-        values: piece.values.map((value) => (isNumber(value) ? value / 2 ** 30 : null)),
-      })),
-    ]),
+    Object.entries(series).map(([name, pieces]) => [name, /_bytes$/.test(name) ? small(pieces) : pieces]),
   );
 }
 
-function ages(staleness) {
+function bars(staleness) {
   if (!staleness?.ages?.length) return [];
   return [
     {
       type: "bar",
       x: staleness.ages,
       y: staleness.counts,
+      name: "responses",
       marker: { color: COLORS[0] },
       hovertemplate: "%{x} versions: %{y}<extra></extra>",
     },
   ];
+}
+
+/** Ten shares on top of each other; ages that no token ever had are left out. */
+function shares(series, run, lay) {
+  const names = Object.keys(series).filter(
+    (name) => TOKEN_AGES.test(name) && series[name].some((piece) => piece.values.some((value) => value > 0)),
+  );
+  return names.map((name, index) => {
+    const age = Number(name.split("/").at(-1));
+    const points = joinSegments(segments(series[name], { run }, lay));
+    const title = age === 9 ? "9 versions or more" : age === 1 ? "1 version" : `${age} versions`;
+    const fillcolor = `${COLORS[index % COLORS.length]}99`;
+    return { x: points.x, y: points.y, text: points.names, name: title, type: "scatter", mode: "none", stackgroup: "ages", fillcolor, hovertemplate: "%{y:.1%}" };
+  });
 }

@@ -35,8 +35,9 @@ function gap(row, index) {
   return policy === null || behavior === null || !row.loss_mask[index] ? null : policy - behavior;
 }
 
-export async function mount(root, { run, parameters, address, isCurrent }) {
-  const state = { scale: "advantage" };
+export async function mount(root, { run, view, address, isCurrent }) {
+  const { parameters } = view;
+  const state = { scale: SCALES[view.get("color")] ? view.get("color") : "advantage", view };
   async function load(wanted) {
     const place = wanted.get("group_id")
       ? Object.fromEntries(["stage", "step", "group_id", "member"].map((name) => [name, wanted.get(name)]))
@@ -96,6 +97,7 @@ function page(run, place, found, around, state, address) {
               step: row.step,
               group_id: row.group_id,
               member: row.member,
+              color: state.view.get("color"),
             }),
           },
           title,
@@ -119,6 +121,7 @@ function page(run, place, found, around, state, address) {
         on: {
           click: (event) => {
             state.scale = name;
+            state.view.set({ color: name });
             for (const other of event.target.parentElement.children)
               other.setAttribute("aria-pressed", String(other === event.target));
             paint();

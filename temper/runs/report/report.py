@@ -19,9 +19,11 @@ from typing import Any
 from temper.errors import UserError
 from temper.integrity import sha256_of, verify
 from temper.runs.reader import LedgerEntry, Point, RunReader, StepRecord
+from temper.runs.records import AlarmRecord
 from temper.runs.report.sparkline import sparkline
 from temper.runs.report.stage_table import stage_lines
 from temper.runs.report.summary import Kept, ScoreChange, StageSummary, Work
+from temper.runs.report.trouble import alarm_lines, signal_lines
 from temper.runs.state import RunState
 from temper.runs.store.encode import TRAINED
 from temper.runs.store.nulls import finite
@@ -44,6 +46,8 @@ class Report:
     """Every held-out score in order, by name."""
     failures: Mapping[str, int]
     """Rollouts that broke or could not be scored, by reason."""
+    alarms: tuple[AlarmRecord, ...]
+    """In the order in which they rang."""
     checkpoint: str | None
     """The newest checkpoint; None when there is none yet."""
     weights: str | None
@@ -60,6 +64,7 @@ def make_report(folder: Path) -> Report:
     with RunReader(folder) as reader:
         steps, ledger, evaluations = reader.steps(), reader.ledger(), reader.evaluations()
         seconds, rewards = reader.seconds(), reader.metric("reward/mean")
+        degenerate, alarms = reader.metric("data/degenerate"), reader.alarms()
         names = {record.stage: record.name for record in reader.stages()}
         numbers = sorted({record.stage for record in steps} | {result.stage for result in evaluations} | names.keys())
         failures, state = reader.failures(), reader.state
@@ -74,6 +79,7 @@ def make_report(folder: Path) -> Report:
             scores=_changes(result for result in evaluations if result.stage == number),
             work=_work([s for s in steps if s.stage == number], [e for e in ledger if e.stage == number], seconds),
             reward=tuple(point.value for point in rewards if point.stage == number),
+            degenerate=tuple(point.value for point in degenerate if point.stage == number),
             peak_memory_bytes=memory.get(number),
             peak_is_since_start=bool(since_start.get(number)),
             starts_from=origins.get(number, ""),
@@ -93,6 +99,7 @@ def make_report(folder: Path) -> Report:
         stages=stages,
         heldout={name: tuple(r.score for r in evaluations if r.name == name) for name in _names(evaluations)},
         failures=failures,
+        alarms=tuple(alarms),
         checkpoint=None if checkpoint is None else str(checkpoint.relative_to(folder)),
         weights=None if weights is None else weights.name,
         weights_sha256=None if weights is None else sha256_of(weights),
@@ -223,6 +230,9 @@ def render(report: Report) -> str:
         lines += [f"  {report.state.name:<17}{report.state.text}", ""]
     lines += _score_lines(report)
     lines += _curve_lines(report)
+    trouble = signal_lines(report.stages)
+    trouble += alarm_lines(report.alarms, {stage.stage: stage.name for stage in report.stages})
+    lines += [*trouble, ""] if trouble else []
     lines += _work_lines(report)
     for reason, times in list(report.failures.items())[:5]:
         lines.append(f"  failed rollouts  {times:,} x {reason}")

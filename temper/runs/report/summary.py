@@ -63,6 +63,8 @@ class StageSummary:
     work: Work
     reward: tuple[float | None, ...]
     """By step; empty for supervised training."""
+    degenerate: tuple[float | None, ...]
+    """By step, the share of groups whose rewards are all equal; empty for supervised training."""
     peak_memory_bytes: float | None
     """Most that was held at once in this stage; None before its first step."""
     peak_is_since_start: bool

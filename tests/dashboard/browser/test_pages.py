@@ -1,229 +1,29 @@
-"""The dashboard in a real browser (chromium, headless), over runs that were really trained. `make browser` runs it."""
+"""Every page in a real browser (chromium, headless), over runs that were really trained. `make browser` runs it."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import sqlite3
-import subprocess
-import sys
-import threading
-import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from temper.dashboard.registry import Registry
-from temper.dashboard.server import make_app, make_server
-from temper.listening import listen
-from temper.runs.store.schema import prepare
-
 pytestmark = pytest.mark.browser
 
-PAGES = ("overview", "rollouts", "tokens", "data", "systems", "evaluations", "config")
-PATIENCE_SECONDS = 20.0
-ATTACK = "<script>window.hacked=1</script><img src=x onerror=window.hacked=2> &lt;b&gt; & \"quoted\" 'text'"
-RECIPE = """
-name = "tiny"
-sampling = { max_new_tokens = 4 }
-model = { new = { layers = 1, width = 32, heads = 2, kv_heads = 1, mlp_width = 64, context = 32 } }
-heldout = { generator = "spell_backward", seed = 2, size = 8, options = { min_letters = 1, max_letters = 2 } }
-
-[alarms]
-readiness = "off"
-
-[[train]]
-generator = "spell_backward"
-seed = 1
-options = { min_letters = 1, max_letters = 2 }
-
-[[reward]]
-kind = "edit"
-
-[[stage]]
-kind = "sft"
-steps = 3
-trainer = { examples_per_step = 8 }
-
-[[stage]]
-kind = "rl"
-steps = 6
-optim = { learning_rate = 1e-3 }
-rollout = { groups_per_step = 4, group_size = 4 }
-evaluation = { every = 3 }
-"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four runs: as trained, with another learning rate in its recipe, with planted attacks, and one just begun."""
-    folder = tmp_path_factory.mktemp("runs")
-    recipe = folder / "plain.toml"
-    recipe.write_text(RECIPE)
-    command = [sys.executable, "-m", "temper", "train", str(recipe), "--run", str(folder / "plain")]
-    trained = subprocess.run(command, timeout=120, capture_output=True, text=True)
-    assert trained.returncode == 0, trained.stderr
-    for name in ("other", "planted"):
-        shutil.copytree(folder / "plain", folder / name)
-    config = folder / "other" / "config.toml"
-    config.write_text(config.read_text().replace("learning_rate = 0.001", "learning_rate = 0.0005"))
-    plant(folder / "planted")
-    (folder / "new").mkdir()
-    (folder / "new" / "config.toml").write_text('name = "new"\n')
-    connection = sqlite3.connect(folder / "new" / "run.db", isolation_level=None)
-    prepare(connection)
-    connection.close()
-    return folder
-
-
-def plant(folder: Path) -> None:
-    """Attacks in every text that a policy, a task or a rule can write, in a run that is not finished."""
-    (folder / "evaluations").mkdir()
-    (folder / "evaluations" / "<img src=x onerror=window.hacked=4>.json").write_text("{")
-    tokenizer = folder / "model" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace('"a"', '"<img src=x onerror=window.hacked=3>"'))
-    with sqlite3.connect(folder / "run.db") as connection:
-        connection.execute("DELETE FROM meta WHERE name = 'finished'")
-        connection.execute("UPDATE meta SET value = '9e9' WHERE name = 'heartbeat'")
-        connection.execute("UPDATE stages SET name = name || '<i>s</i>'")
-        connection.execute("UPDATE trajectories SET text = ?, reason = ?, messages = NULL", (ATTACK, ATTACK))
-        prompt = json.dumps([{"role": "user", "content": ATTACK}])
-        connection.execute("UPDATE groups SET prompt = ?, answer = ?, task_id = ? || task_id", (prompt, ATTACK, ATTACK))
-        alarm = (1, 3, time.time(), "rule" + ATTACK, "warn", 0.5, ATTACK, ATTACK, ATTACK)
-        connection.execute(
-            "INSERT INTO alarms (stage, step, time, rule, level, value, text, meaning, advice) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            alarm,
-        )
-        audit = (1, 3, "greedy", 0, "top", "task", prompt, ATTACK, 1.0, 0.0)
-        connection.execute(
-            "INSERT OR REPLACE INTO audits (stage, step, evaluation, place, kind, task_id, prompt, text, reward, "
-            "heldout) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            audit,
-        )
-        connection.execute("INSERT INTO events VALUES (?, 'warning', ?)", (time.time(), ATTACK))
-    connection.close()
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[str]:
-    app, streams = make_app(Registry([folder]), "127.0.0.1")
-    server = make_server(app, streams)
-    bound = listen("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(timeout=15)
-    bound.close()
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    from selenium import webdriver
-
-    programs = [shutil.which("chromium") or shutil.which("chromium-browser"), shutil.which("chromedriver")]
-    if None in programs:
-        pytest.fail("chromium or chromedriver is missing: apt-get install -y chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = programs[0]
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,900"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(programs[1]))
-    driver.set_page_load_timeout(PATIENCE_SECONDS)
-    yield driver
-    driver.quit()
-
-
-class Browser:
-    """A page and what a reader does with it. Every wait has a deadline."""
-
-    def __init__(self, driver: Any, address: str) -> None:
-        self.driver = driver
-        self.address = address
-        with urllib.request.urlopen(f"{address}/api/runs", timeout=10) as answer:
-            self.ids = {run["name"]: run["id"] for run in json.load(answer)}
-
-    def open(self, run: str, page: str, query: str = "") -> None:
-        self.driver.get("about:blank")
-        self.driver.get(f"{self.address}/#/{self.ids[run]}/{page}{query}")
-        self.wait("document.querySelector('#page .page > *') && !document.querySelector('.failure')", f"page {page}")
-
-    def run(self, script: str, *values: Any) -> Any:
-        return self.driver.execute_script(script, *values)
-
-    def wait(self, condition: str, what: str) -> None:
-        """Until the JavaScript expression is true."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not self.run(f"return Boolean({condition})"):
-            assert time.monotonic() < deadline, f"waited in vain for {what}: {self.text('body')[:600]}"
-            time.sleep(0.05)
-
-    def text(self, selector: str) -> str:
-        return self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
-
-    def count(self, selector: str) -> int:
-        return self.run("return document.querySelectorAll(arguments[0]).length", selector)
-
-    def click(self, selector: str) -> None:
-        self.run("document.querySelector(arguments[0]).click()", selector)
-
-    def press(self, *keys: str) -> None:
-        from selenium.webdriver.common.action_chains import ActionChains
-
-        ActionChains(self.driver).send_keys(*keys).perform()  # in one go: g and its letter belong together
-
-    def fill(self, name: str, value: str) -> None:
-        script = (
-            "const field = document.querySelector(`form [name=${arguments[0]}]`); field.value = arguments[1];"
-            "field.dispatchEvent(new Event('change', {bubbles: true}))"
-        )
-        self.run(script, name, value)
-
-    def problems(self) -> list[str]:
-        """What the console complained of since the last look."""
-        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
-
-    def is_hacked(self) -> bool:
-        """Whether text of a run became markup: a script ran, or elements appeared that no page of ours makes."""
-        return bool(
-            self.run("return window.hacked || document.querySelectorAll('#page img, #page script, #page i').length")
-        )
-
-    def size(self, width: int, height: int = 900) -> None:
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-
-
-@pytest.fixture
-def browser(chromium: Any, server: str) -> Iterator[Browser]:
-    browser = Browser(chromium, server)
-    browser.size(1280)
-    browser.problems()
-    yield browser
-    chromium.get(server)  # storage belongs to an address: it cannot be emptied from a blank page
-    browser.run("localStorage.clear()")
-    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    chromium.get("about:blank")
-
-
-def query(folder: Path, text: str, *values: Any) -> list[tuple[Any, ...]]:
-    connection = sqlite3.connect(f"file:{folder}/run.db?mode=ro", uri=True)
-    try:
-        return connection.execute(text, values).fetchall()
-    finally:
-        connection.close()
+PAGES = ("overview", "metrics", "rollouts", "tokens", "data", "systems", "evaluations", "config")
+Browser = Any
+"""The fixture's class, in conftest.py."""
+Query = Callable[..., list[tuple[Any, ...]]]
 
 
 @pytest.mark.parametrize("run", ["plain", "new"])
 @pytest.mark.parametrize("page", PAGES)
 def test_every_page_loads_without_a_complaint_of_the_console(browser: Browser, run: str, page: str) -> None:
     browser.open(run, page)
-    if page in ("overview", "data", "systems", "evaluations") and run == "plain":
+    if page in ("overview", "metrics", "data", "systems", "evaluations") and run == "plain":
         browser.wait("document.querySelector('.js-plotly-plot .main-svg')", "a chart")
     assert browser.text("#nav [aria-current]").lower() == page
     assert browser.count(".failure") == 0
@@ -268,12 +68,12 @@ def test_an_unknown_run_and_an_unknown_page_are_said_in_words(browser: Browser) 
     ],
 )
 def test_a_filter_shows_the_rollouts_that_fit(
-    browser: Browser, folder: Path, name: str, value: str, condition: str
+    browser: Browser, query: Query, name: str, value: str, condition: str
 ) -> None:
     browser.open("plain", "rollouts")
     join = "FROM trajectories t JOIN groups g USING (stage, step, group_id)"
-    every = query(folder / "plain", f"SELECT COUNT(*) {join}")[0][0]
-    expected = query(folder / "plain", f"SELECT COUNT(*) {join} WHERE {condition}")[0][0]
+    every = query("plain", f"SELECT COUNT(*) {join}")[0][0]
+    expected = query("plain", f"SELECT COUNT(*) {join} WHERE {condition}")[0][0]
     browser.wait(f"document.querySelectorAll('.row').length === {min(50, every)}", "all rollouts")
     browser.fill(name, value)
     if expected:
@@ -297,16 +97,14 @@ def test_a_row_opens_its_group_side_by_side(browser: Browser) -> None:
     assert browser.problems() == []
 
 
-def test_a_token_shows_what_the_run_recorded(browser: Browser, folder: Path) -> None:
+def test_a_token_shows_what_the_run_recorded(browser: Browser, query: Query) -> None:
     from temper.runs.store.arrays import unpack_array
 
     browser.open("plain", "tokens")
     browser.wait("document.querySelectorAll('.token').length > 3", "tokens")
-    stage, step, draw = query(
-        folder / "plain", "SELECT stage, step, MIN(draw) FROM groups WHERE step = 6 AND stage = 1"
-    )[0]
+    stage, step, draw = query("plain", "SELECT stage, step, MIN(draw) FROM groups WHERE step = 6 AND stage = 1")[0]
     blobs = query(
-        folder / "plain",
+        "plain",
         "SELECT token_ids, loss_mask, behavior_logprobs, advantages, codec FROM token_rows JOIN groups "
         "USING (stage, step, group_id) WHERE stage = ? AND step = ? AND draw = ? AND member = 0",
         *(stage, step, draw),
@@ -356,7 +154,7 @@ def test_new_steps_arrive_without_drawing_the_page_anew(browser: Browser, folder
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_text_of_a_run_is_shown_and_never_run(browser: Browser, page: str) -> None:
+def test_text_of_a_run_is_shown_and_never_run(browser: Browser, page: str, attack: str) -> None:
     browser.open("planted", page)
     if page == "rollouts":
         browser.wait("document.querySelector('.row')", "rollouts")
@@ -366,15 +164,15 @@ def test_text_of_a_run_is_shown_and_never_run(browser: Browser, page: str) -> No
         browser.wait("document.querySelector('.js-plotly-plot .main-svg')", "a chart")
     if page in ("overview", "rollouts", "tokens", "evaluations"):
         browser.wait(
-            f"document.querySelector('#page').textContent.includes({json.dumps(ATTACK)})", "the attack as text"
+            f"document.querySelector('#page').textContent.includes({json.dumps(attack)})", "the attack as text"
         )
     assert not browser.is_hacked()
     assert browser.problems() == []
 
 
-def test_a_page_that_made_markup_of_text_would_be_caught(browser: Browser) -> None:
+def test_a_page_that_made_markup_of_text_would_be_caught(browser: Browser, attack: str) -> None:
     browser.open("planted", "rollouts")
-    browser.run("document.querySelector('#page').innerHTML = arguments[0]", ATTACK)
+    browser.run("document.querySelector('#page').innerHTML = arguments[0]", attack)
     assert browser.is_hacked()
 
 
@@ -387,8 +185,14 @@ def test_the_keyboard_reaches_every_page(browser: Browser) -> None:
         browser.wait("location.hash.includes('/overview')", "g o")
         browser.press("g", page[0])
         browser.wait(f"location.hash.includes('/{page}')", f"g {page[0]}")
-    browser.press("2")
-    browser.wait("document.querySelector('input[type=search]')", "the search field")
+    browser.press("0")
+    browser.wait("location.hash.startsWith('#/runs')", "key 0")
+    browser.press("g", "o")
+    browser.wait("location.hash.includes('/overview')", "g o, from the table back to the run")
+    browser.press("g", "u")
+    browser.wait("location.hash.startsWith('#/runs')", "g u")
+    browser.press("3")
+    browser.wait("document.querySelector('input[name=q]') && location.hash.includes('/rollouts')", "the search field")
     browser.press("/")
     assert browser.run("return document.activeElement.name") == "q"
     browser.press("2", "g", "o")  # in a field, keys are text
@@ -470,8 +274,9 @@ def test_runs_are_compared_in_one_chart_and_smoothed(browser: Browser) -> None:
 
 def test_two_configurations_differ_in_what_was_changed(browser: Browser) -> None:
     browser.open("plain", "config", f"?with={browser.ids['other']}")
-    browser.wait("document.querySelector('table')", "the difference")
-    keys = browser.run("return [...document.querySelectorAll('tbody tr td:first-child')].map((cell) => cell.innerText)")
+    browser.wait("document.querySelector('[aria-label=Differences]')", "the difference")
+    cells = "[aria-label=Differences] tbody td:first-child"
+    keys = browser.run(f"return [...document.querySelectorAll('{cells}')].map((cell) => cell.innerText)")
     assert [key for key in keys if "learning_rate" in key]
     assert all("learning_rate" in key for key in keys)
 
@@ -481,3 +286,98 @@ def test_a_server_that_is_gone_is_said_in_words(browser: Browser, folder: Path) 
     browser.run("window.fetch = () => Promise.reject(new TypeError('planted'))")
     browser.press("4")
     browser.wait("document.querySelector('.failure')?.innerText.includes('cannot be reached')", "the error")
+
+
+def test_rollouts_show_their_prompts_and_how_many_there_are(browser: Browser, query: Query) -> None:
+    browser.open("plain", "rollouts")
+    browser.wait("document.querySelector('.row')", "rollouts")
+    (total,) = query("plain", "SELECT COUNT(*) FROM trajectories")[0]
+    assert f"50 of {total} rollouts" in browser.text(".pages")
+    asked, best = query(
+        "plain",
+        "SELECT g.prompt, (SELECT MAX(score) FROM trajectories) FROM trajectories t "
+        "JOIN groups g USING (stage, step, group_id) WHERE step = 6 ORDER BY g.draw, t.member LIMIT 1",
+    )[0]
+    row = browser.run("return [...document.querySelector('.row').children].map((cell) => cell.innerText)")
+    assert json.loads(asked)[-1]["content"] in row
+    browser.fill("min_reward", str(best / 2))
+    (some,) = query("plain", "SELECT COUNT(*) FROM trajectories WHERE score >= ?", best / 2)[0]
+    assert 0 < some < total
+    browser.wait(f"document.querySelector('.pages')?.innerText.includes('of {some} rollouts')", "the total of a filter")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_group_is_opened_below_the_header_and_is_in_the_link(browser: Browser, width: int) -> None:
+    browser.size(width, 700)
+    browser.open("plain", "rollouts")
+    browser.wait("document.querySelector('.row')", "rollouts")
+    browser.run("document.querySelectorAll('.row')[20].click()")
+    browser.wait("document.querySelector('.member')", "the group")
+    covered = (
+        "const box = document.querySelector('[aria-label=Group] .message').getBoundingClientRect();"
+        "const top = document.elementFromPoint(box.left + 20, box.top + 5);"
+        "return !top || !document.querySelector('[aria-label=Group] .message').contains(top)"
+    )
+    browser.wait(f"!(() => {{ {covered} }})()", "the prompt in sight")
+    assert browser.text(".member b").startswith("Member 0: reward ")
+    browser.copy_link()
+    browser.wait("document.querySelector('.member')", "the group of a copied link")
+    browser.press("\ue00c")  # Escape
+    browser.wait("!document.querySelector('.member') && !location.hash.includes('group=')", "the group to close")
+
+
+def test_the_colour_of_tokens_is_in_the_link(browser: Browser) -> None:
+    browser.open("plain", "tokens")
+    browser.wait("document.querySelectorAll('.token').length > 3", "tokens")
+    browser.run("[...document.querySelectorAll('.choice button')].at(-1).click()")
+    browser.copy_link()
+    browser.wait("document.querySelectorAll('.token').length > 3", "tokens")
+    assert browser.run("return [...document.querySelectorAll('.choice button')].at(-1).ariaPressed") == "true"
+
+
+def test_ties_among_the_hardest_prompts_are_said(browser: Browser) -> None:
+    browser.open("plain", "data")
+    browser.wait("document.querySelector('[aria-label=\"Hardest prompts\"] .row')", "prompts")
+    with urllib.request.urlopen(f"{browser.address}/api/runs/{browser.ids['plain']}/data", timeout=10) as answer:
+        data = json.load(answer)
+    more = {side: data["ties"][side]["all"] > data["ties"][side]["listed"] for side in ("hardest", "easiest")}
+    assert any(more.values()), "24 groups of prompts with one or two letters"
+    told = browser.run("return [...document.querySelectorAll('.ties')].map((one) => one.innerText)")
+    assert len(told) == sum(more.values())
+    side = next(side for side, is_tied in more.items() if is_tied)
+    assert told[0].startswith(f"{data['ties'][side]['all']} prompts have the pass rate")
+
+
+def test_no_chart_of_the_system_mixes_units(browser: Browser) -> None:
+    browser.open("plain", "systems")
+    browser.wait("[...document.querySelectorAll('.chart')].every((one) => one.chart.traces)", "charts")
+    with urllib.request.urlopen(f"{browser.address}/api/runs/{browser.ids['plain']}/systems", timeout=10) as answer:
+        units = json.load(answer)["units"]
+    charts = browser.run(
+        "return [...document.querySelectorAll('.chart')].map((one) => "
+        "[one.chart.title, one.chart.y, one.chart.layout.showlegend ?? true, one.chart.traces.map((t) => t.name)])"
+    )
+    by_title = {title: (unit, legend, names) for title, unit, legend, names in charts}
+    shown = [name.removeprefix("sys/").replace("_", " ") for name, unit in units.items() if unit == "share"]
+    assert set(by_title["Shares"][2]) <= set(shown)
+    assert by_title["Requests in flight"][2] == ["inflight"]
+    assert by_title["Staleness over the steps"] == ("versions", True, ["mean age", "95 of 100 are not older", "oldest"])
+    assert by_title["Ages of trained tokens"][2] == ["0 versions"]
+    assert all(unit for unit, _, _ in by_title.values()), "every axis says what it counts"
+
+
+def test_the_recipe_begins_with_what_it_changes(browser: Browser) -> None:
+    browser.open("plain", "config")
+    table = "[aria-label='Keys that differ from the defaults']"
+    browser.wait(f'document.querySelector("{table} tbody tr")', "the changes")
+    rows = browser.run(
+        f'return [...document.querySelectorAll("{table} tbody tr")].map((row) => '
+        "[...row.children].map((cell) => cell.innerText))"
+    )
+    assert ["rl", "optim.learning_rate", "0.001", "0.000001"] in rows
+    assert ["all", "sampling.max_new_tokens", "4", "64"] in rows
+    assert not [row for row in rows if row[1] == "optim.beta1"], "a default"
+    assert browser.run("return document.querySelector('.toml').checkVisibility()") is False, "all keys on demand"
+    assert browser.run("return document.documentElement.scrollHeight") < 2500
+    browser.click(".stack > :last-child summary")
+    browser.wait("document.querySelector('.toml').checkVisibility()", "every key")
