@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from temper.commands.training.train import Records, run_stages
+from temper.commands.training.train import RunRecords, run_stages
 from temper.config import resolve
 from temper.errors import BackendError
 from temper.runs.display import Display
@@ -72,7 +72,7 @@ def run(recipe: dict[str, Any], folder: Path, **rollout: Any) -> RunReader:
     table["rollout"] = {"groups_per_step": 4, "group_size": 8, "episode_seconds": 1.0, **rollout}
     store = open_run(folder, config="", resume=False)
     try:
-        asyncio.run(run_stages(resolve(table, (), where="test"), folder, Records(store, Display())))
+        asyncio.run(run_stages(resolve(table, (), where="test"), folder, RunRecords(store, Display())))
     finally:
         store.close()
     return RunReader(folder)

@@ -116,3 +116,13 @@ def test_a_circle_through_a_function_or_through_types_would_be_seen() -> None:
 def test_a_sideways_import_would_be_seen() -> None:
     assert LAYERS["engine"] == LAYERS["trainer"], "engine and trainer must not import each other"
     assert package_of("temper.engine.local.rows") == "engine"
+
+
+def test_one_name_is_one_class() -> None:
+    """A public class that has a namesake is looked up in the wrong file sooner or later."""
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

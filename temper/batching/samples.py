@@ -21,7 +21,7 @@ from torch import Tensor
 
 from temper.batching.measure import measure_advantages, measure_groups, measure_shaping
 from temper.batching.rows import rows_of_groups, with_column
-from temper.objectives import Credit, Extent, Objective, Sloped, advantages_of, targets_of
+from temper.objectives import Credit, Extent, Objective, SlopedWeighting, advantages_of, targets_of
 from temper.types import Batch, Column, Group, Sample, Trajectory, array_of
 
 Scorer = Literal["policy", "reference", "teacher", "critic"]
@@ -255,7 +255,7 @@ def _weights(credit: Credit, update_B: Tensor, is_kept_B: Tensor, rules: CreditR
             scales=credit.scales,
         )
         weights_B += weighting(extent)
-        slopes_B += weighting.run.slopes(extent) if isinstance(weighting.run, Sloped) else 0.0
+        slopes_B += weighting.run.slopes(extent) if isinstance(weighting.run, SlopedWeighting) else 0.0
     return weights_B, slopes_B
 
 

@@ -22,7 +22,7 @@ CORE = ("torch", "transformers", "pydantic", "typer", "rich", "numpy", "safetens
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OptionalPart:
     """An optional part: the module that proves it, what it is for, the extra that installs it."""
 
     module: str
@@ -42,21 +42,21 @@ class Finding:
 
 
 OPTIONAL = (
-    Part("math_verify", 'rewards of kind "math"', "math"),
-    Part("reasoning_gym", "generated tasks of reasoning-gym", "gym"),
-    Part("gguf", "temper model fetch", "gguf"),
-    Part("pyarrow", "Parquet files", "parquet"),
-    Part("peft", "model.lora", "lora"),
-    Part("fastapi", "temper watch", "watch"),
-    Part("plotly", "the charts of temper watch", "watch"),
-    Part("uvicorn", "temper serve and temper watch", "serve"),
-    Part("httpx", "engine.kind sglang", "sglang"),
-    Part("matplotlib", "pictures as PNG", "plots"),
-    Part("textarena", "games of TextArena", "textarena"),
-    Part("gymnasium", "environments of Gymnasium", "gymnasium"),
-    Part("mcp", "tools of MCP servers", "mcp"),
-    Part("openenv", "environments of OpenEnv", "openenv"),
-    Part("verifiers", "environments of verifiers", "verifiers"),
+    OptionalPart("math_verify", 'rewards of kind "math"', "math"),
+    OptionalPart("reasoning_gym", "generated tasks of reasoning-gym", "gym"),
+    OptionalPart("gguf", "temper model fetch", "gguf"),
+    OptionalPart("pyarrow", "Parquet files", "parquet"),
+    OptionalPart("peft", "model.lora", "lora"),
+    OptionalPart("fastapi", "temper watch", "watch"),
+    OptionalPart("plotly", "the charts of temper watch", "watch"),
+    OptionalPart("uvicorn", "temper serve and temper watch", "serve"),
+    OptionalPart("httpx", "engine.kind sglang", "sglang"),
+    OptionalPart("matplotlib", "pictures as PNG", "plots"),
+    OptionalPart("textarena", "games of TextArena", "textarena"),
+    OptionalPart("gymnasium", "environments of Gymnasium", "gymnasium"),
+    OptionalPart("mcp", "tools of MCP servers", "mcp"),
+    OptionalPart("openenv", "environments of OpenEnv", "openenv"),
+    OptionalPart("verifiers", "environments of verifiers", "verifiers"),
 )
 
 

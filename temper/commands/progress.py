@@ -27,7 +27,7 @@ LONGEST_SECONDS = 60.0
 LOOK_SECONDS = 0.25
 
 
-class Work(Protocol):
+class WorkDisplay(Protocol):
     """What is shown. Its methods may be called from any thread."""
 
     def advance(self, count: int) -> None:
@@ -72,7 +72,7 @@ class _Work:
 @contextmanager
 def show_work(
     what: str, *, total: int = 0, sampler: Sampler | None = None, is_live: bool = True, console: Console | None = None
-) -> Iterator[Work]:
+) -> Iterator[WorkDisplay]:
     """Shows on standard error what is done inside, once that takes long.
 
     total: answers that will be finished; 0: not known. sampler: who draws them; its counts are read, and so must not be

@@ -96,11 +96,11 @@ def evaluate(
 
     decoding: samples, temperature, top_p, max_new_tokens, limit, seed, out, force, numerics.
     """
-    from temper.commands.judging.evaluate import Asked, evaluate_suite
+    from temper.commands.judging.evaluate import SuiteRequest, evaluate_suite
 
     path = policy.path if isinstance(policy, Policy) else Path(policy)
     try:
-        asked = Asked(suite=suite, data=None if data is None else Path(data), **decoding)
+        asked = SuiteRequest(suite=suite, data=None if data is None else Path(data), **decoding)
     except TypeError as error:
         raise UserError(f"temper.evaluate: {error}") from error
     return apart(lambda: evaluate_suite(path, asked))

@@ -17,8 +17,8 @@ from temper.errors import UserError
 from temper.listening import is_public, listen, own_names
 from temper.serve.app import App, HttpSettings
 from temper.serve.conversation import Conversations
-from temper.serve.gateway import Gateway, Limits
-from temper.serve.records import Records
+from temper.serve.gateway import Gateway, ServerLimits
+from temper.serve.records import RecordFile
 from temper.serve.server import Ending, make_server, run
 from temper.serve.text import Words
 
@@ -68,10 +68,10 @@ def open_app(checkpoint: Path, settings: ServeSettings, key: str) -> tuple[App, 
     policy = describe_policy(find_model(checkpoint))
     tokenizer, stop_ids = policy.tokenizer, policy.end_ids
     name = settings.name or checkpoint.resolve().name
-    records = Records(settings.record) if settings.record is not None else None
+    records = RecordFile(settings.record) if settings.record is not None else None
     engine, max_length = open_sampler(policy, settings)
     renderer = policy.make_renderer() if tokenizer.chat_template else None
-    limits = Limits(
+    limits = ServerLimits(
         model=name,
         stop_ids=renderer.stop_ids if renderer is not None else stop_ids,
         max_length=max_length,

@@ -77,7 +77,7 @@ ELSEWHERE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class RecipeText:
     """What a recipe was read from."""
 
     where: str
@@ -85,12 +85,12 @@ class Source:
     overrides: Sequence[str]
 
 
-def explain_mistakes(problems: Iterable[ErrorDetails], source: Source, stage: str = "") -> str:
+def explain_mistakes(problems: Iterable[ErrorDetails], source: RecipeText, stage: str = "") -> str:
     """One line for each. `stage` names the one that is meant where there are several."""
     return "\n".join(_explain(problem, source, stage) for problem in problems)
 
 
-def _explain(problem: ErrorDetails, source: Source, stage: str) -> str:
+def _explain(problem: ErrorDetails, source: RecipeText, stage: str) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     place = _place(location, problem["input"], source, stage)
@@ -124,7 +124,7 @@ def _allowed(problem: ErrorDetails) -> list[str]:
     return re.findall(r"'([^']*)'", str(problem.get("ctx", {}).get("expected", "")))
 
 
-def _place(location: Sequence[str], value: object, source: Source, stage: str) -> str:
+def _place(location: Sequence[str], value: object, source: RecipeText, stage: str) -> str:
     """Where a mistake stands: an argument of --set, a line of the file, a stage."""
     key = ".".join(location)
     for override in source.overrides:

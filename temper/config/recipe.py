@@ -14,7 +14,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from temper.config.beside import look_beside
-from temper.config.complaints import Source, explain_mistakes
+from temper.config.complaints import RecipeText, explain_mistakes
 from temper.config.sections import RunConfig
 from temper.errors import UserError, nearest_file
 
@@ -64,7 +64,7 @@ def resolve(table: Mapping[str, Any], overrides: Iterable[str], *, where: str, t
         try:
             resolved.append(RunConfig.model_validate(merged))
         except ValidationError as error:
-            source = Source(where=where, text=text, overrides=tuple(overrides))
+            source = RecipeText(where=where, text=text, overrides=tuple(overrides))
             stage_named = f"stage {number}" if len(stages) > 1 else ""
             raise UserError(explain_mistakes(error.errors(), source, stage_named)) from error
     return resolved

@@ -93,7 +93,7 @@ def _series(database: Database, names: Sequence[str]) -> dict[str, list[dict[str
     }
 
 
-def rollouts(folder: Path, wanted: queries.Wanted, offset: int, limit: int) -> dict[str, Any]:
+def rollouts(folder: Path, wanted: queries.RolloutFilter, offset: int, limit: int) -> dict[str, Any]:
     with reading(folder) as database:
         rows, more = queries.rollouts(database, wanted, offset, limit)
         total, is_whole = queries.count_rollouts(database, wanted) if more or not rows else (offset + len(rows), True)

@@ -127,7 +127,7 @@ def events(database: Database, most: int = 200) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class RolloutFilter:
     """Which rollouts to list. None: all."""
 
     stage: int | None = None
@@ -145,7 +145,7 @@ class Wanted:
     """Part of the prompt or of anything said after it. Letters match in either case, signs as they are."""
 
 
-def rollouts(database: Database, wanted: Wanted, offset: int, limit: int) -> tuple[list[dict[str, Any]], bool]:
+def rollouts(database: Database, wanted: RolloutFilter, offset: int, limit: int) -> tuple[list[dict[str, Any]], bool]:
     """Newest step first, each step in draw order; and whether there are more, or may be because time ran out."""
     found: list[dict[str, Any]] = []
     try:
@@ -166,7 +166,7 @@ def _listed(row: tuple[Any, ...]) -> dict[str, Any]:
     return {**shown, "prompt": str(messages[-1]["content"])[:SHOWN_TEXT] if messages else ""}
 
 
-def count_rollouts(database: Database, wanted: Wanted) -> tuple[int | None, bool]:
+def count_rollouts(database: Database, wanted: RolloutFilter) -> tuple[int | None, bool]:
     """How many match, up to MOST_COUNTED, and whether that is all. None: time ran out before any were counted."""
     condition, values = _conditions(wanted)
     stage = "" if wanted.stage is None else " AND t.stage = ?"
@@ -181,7 +181,7 @@ def count_rollouts(database: Database, wanted: Wanted) -> tuple[int | None, bool
     return (MOST_COUNTED, False) if condition and found > MOST_COUNTED else (found, True)
 
 
-def _matching(database: Database, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
+def _matching(database: Database, wanted: RolloutFilter) -> Iterator[tuple[Any, ...]]:
     """Stage by stage, so that a range of steps is a range of the key. CROSS JOIN keeps SQLite to that order: the rows
     of one step are sorted at a time, and nobody waits for steps that are never shown."""
     condition, values = _conditions(wanted)
@@ -197,7 +197,7 @@ def _matching(database: Database, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
         )
 
 
-def _conditions(wanted: Wanted) -> tuple[str, list[Value]]:
+def _conditions(wanted: RolloutFilter) -> tuple[str, list[Value]]:
     step_to = wanted.step if wanted.step_to is None else wanted.step_to
     pairs: list[tuple[str, Value]] = [
         ("t.step >= ?", wanted.step),

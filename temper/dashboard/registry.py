@@ -32,7 +32,7 @@ class UnknownRun(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class KnownRun:
     id: str
     name: str
     folder: Path
@@ -46,30 +46,30 @@ class Registry:
             if not root.is_dir():
                 raise UserError(f"{root} is not a directory. Give a run directory, or a folder of runs such as runs/")
         self._roots = [root.resolve() for root in roots]
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, KnownRun] = {}
         self._scanned = -math.inf
         self._lock = threading.Lock()
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[KnownRun]:
         """What there is now, by name."""
         with self._lock:
             if time.monotonic() - self._scanned >= SCAN_EVERY_SECONDS:
                 self._scan()
             return list(self._runs.values())
 
-    def find(self, run_id: str) -> Run:
+    def find(self, run_id: str) -> KnownRun:
         run = next((run for run in self.runs() if run.id == run_id), None)
         if run is None:
             raise UnknownRun(f"there is no run {run_id[:40]!r} here")
         return run
 
     def _scan(self) -> None:
-        found: dict[str, Run] = {}
+        found: dict[str, KnownRun] = {}
         for root in self._roots:
             for folder in find_runs(root):
                 run_id = hashlib.sha256(str(folder).encode("utf-8", "surrogateescape")).hexdigest()[:12]
                 name = folder.name if folder == root else folder.relative_to(root).as_posix()
-                found.setdefault(run_id, Run(id=run_id, name=name, folder=folder))
+                found.setdefault(run_id, KnownRun(id=run_id, name=name, folder=folder))
         self._runs = dict(sorted(found.items(), key=lambda item: (item[1].name, item[0])))
         self._scanned = time.monotonic()
 
@@ -93,7 +93,7 @@ def find_runs(root: Path, depth: int = DEPTH) -> list[Path]:
     ]
 
 
-def summary(run: Run) -> dict[str, Any]:
+def summary(run: KnownRun) -> dict[str, Any]:
     """One line of the list of runs. A run that cannot be read is listed with what is wrong with it.
 
     `seeds` is equal for runs whose recipes differ in their seed alone."""

@@ -17,7 +17,7 @@ from temper import listening
 from temper.dashboard import pages, recipes
 from temper.dashboard.answers import Guard, to_json
 from temper.dashboard.database import OutOfTime
-from temper.dashboard.queries import Wanted
+from temper.dashboard.queries import RolloutFilter
 from temper.dashboard.registry import Registry, UnknownRun, summary
 from temper.dashboard.stream import Streams
 from temper.dashboard.table import notes_of, table
@@ -43,7 +43,7 @@ MOST_QUERY = 1000
 """Characters of a text that is searched for."""
 
 
-class TooLong(Exception):
+class SearchTooLong(Exception):
     """A text to search for that nobody types."""
 
 
@@ -54,7 +54,7 @@ STATUS_OF: dict[type[Exception], int] = {
     BackendError: 503,
     sqlite3.Error: 503,
     UserError: 409,  # the run is there and cannot be read, e.g. a layout of a later version
-    TooLong: 400,
+    SearchTooLong: 400,
     OverflowError: 400,  # an integer beyond 64 bits
 }
 
@@ -191,9 +191,9 @@ def _add_rollout_routes(app: FastAPI, registry: Registry, answer: Answer) -> Non
     tokenizers = Tokenizers()
 
     @app.get("/api/runs/{run_id}/rollouts")
-    def rollouts(run_id: str, wanted: Wanted = Depends(Wanted), offset: int = 0, limit: int = 50) -> Any:
+    def rollouts(run_id: str, wanted: RolloutFilter = Depends(RolloutFilter), offset: int = 0, limit: int = 50) -> Any:
         if max(len(wanted.q or ""), len(wanted.task or "")) > MOST_QUERY:
-            raise TooLong(f"a text to search for has at most {MOST_QUERY} characters")
+            raise SearchTooLong(f"a text to search for has at most {MOST_QUERY} characters")
         rows = min(max(limit, 1), MOST_ROWS)
         return answer(lambda: pages.rollouts(registry.find(run_id).folder, wanted, max(offset, 0), rows))
 

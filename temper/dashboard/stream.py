@@ -21,7 +21,7 @@ from urllib.parse import parse_qs
 from temper.dashboard import queries
 from temper.dashboard.answers import Receive, Scope, Send, refuse, to_json
 from temper.dashboard.database import OutOfTime, reading, signature
-from temper.dashboard.registry import Registry, Run
+from temper.dashboard.registry import KnownRun, Registry
 from temper.errors import UserError
 from temper.runs.state import DEAD_AFTER_SECONDS, RunState
 
@@ -77,7 +77,7 @@ def news(before: State | None, now: State) -> list[Event]:
 class Feed:
     """One run, looked at on behalf of all who listen to it."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: KnownRun) -> None:
         self.run = run
         self.listeners: list[deque[Event]] = []
         self._state: State | None = None
@@ -147,7 +147,7 @@ class Streams:
             leaving.cancel()
 
     @contextmanager
-    def _listening(self, run: Run) -> Iterator[tuple[Feed, deque[Event]]]:
+    def _listening(self, run: KnownRun) -> Iterator[tuple[Feed, deque[Event]]]:
         feed = self.feeds.setdefault(run.id, Feed(run))
         heard = feed.listener()
         try:

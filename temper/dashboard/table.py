@@ -13,14 +13,14 @@ from typing import Any
 
 from temper.dashboard import queries, recipes
 from temper.dashboard.database import Database, OutOfTime, reading, signature
-from temper.dashboard.registry import Run, summary
+from temper.dashboard.registry import KnownRun, summary
 from temper.errors import UserError
 from temper.runs.notes import read_notes
 
 END = ("score", "low", "high", "stage", "step")
 
 
-def table(runs: Sequence[Run], *, can_edit: bool) -> dict[str, Any]:
+def table(runs: Sequence[KnownRun], *, can_edit: bool) -> dict[str, Any]:
     stages = {run.id: recipes.recipe_stages(run.folder) for run in runs}
     keys, values = recipes.differing(stages)
     rows = [{**summary(run), **_reached(run.folder), **notes_of(run.folder), "recipe": values[run.id]} for run in runs]

@@ -19,7 +19,7 @@ MAX_CHARACTERS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class HeldOutAttempt:
     """One attempt at a held-out task, scored twice."""
 
     task: Task
@@ -30,7 +30,7 @@ class Attempt:
 
 
 def choose(
-    attempts: Sequence[Attempt], *, evaluation: str, stage: int, step: int, count: int = AUDITS
+    attempts: Sequence[HeldOutAttempt], *, evaluation: str, stage: int, step: int, count: int = AUDITS
 ) -> list[AuditRecord]:
     """The `count` attempts with the highest training reward, and `count` seeded-random ones of all.
 
@@ -40,7 +40,7 @@ def choose(
     scored = [attempt for attempt in attempts if attempt.trajectory.score.value is not None]
     top = sorted(scored, key=lambda attempt: -(attempt.trajectory.score.value or 0.0))[:count]
     drawn = random.Random(f"audit/{stage}/{step}/{evaluation}").sample(attempts, min(count, len(attempts)))
-    kinds: tuple[tuple[AuditKind, Sequence[Attempt]], ...] = (("top", top), ("random", drawn))
+    kinds: tuple[tuple[AuditKind, Sequence[HeldOutAttempt]], ...] = (("top", top), ("random", drawn))
     return [
         AuditRecord(
             stage=stage,

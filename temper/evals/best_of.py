@@ -35,7 +35,7 @@ class Pick:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
+class BestOfGain:
     """What choosing among n answers is worth."""
 
     n: int
@@ -78,7 +78,7 @@ def pick(prompt: PromptResult, selection: Selection = BEST) -> Pick:
     )
 
 
-def gains(prompts: Sequence[PromptResult]) -> list[Gain]:
+def gains(prompts: Sequence[PromptResult]) -> list[BestOfGain]:
     """Best of 1, 2, 4, ... up to all samples: the expectation over all subsets, not the luck of the first few."""
     scores = [[sample.score for sample in prompt.samples if sample.score is not None] for prompt in prompts]
     tokens = fmean(fmean(sample.num_tokens for sample in prompt.samples) for prompt in prompts)
@@ -87,7 +87,7 @@ def gains(prompts: Sequence[PromptResult]) -> list[Gain]:
         enough = [own for own in scores if len(own) >= n]
         interval = _interval([best_of_k(own, n) for own in enough], sum(map(len, enough)))
         found.append(
-            Gain(
+            BestOfGain(
                 n=n,
                 score=interval["score"],
                 low=interval["low"],

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from temper.errors import BackendError
-from temper.evals.audits import Attempt, choose
+from temper.evals.audits import HeldOutAttempt, choose
 from temper.evals.passk import clustered_interval
 from temper.evals.scores import suite_metrics
 from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
@@ -86,7 +86,11 @@ async def evaluate(
 
 
 def _result(
-    heldout: HeldOut, evaluation: Evaluation, attempts: Sequence[Sequence[Attempt]], name: str, reward: float | None
+    heldout: HeldOut,
+    evaluation: Evaluation,
+    attempts: Sequence[Sequence[HeldOutAttempt]],
+    name: str,
+    reward: float | None,
 ) -> EvaluationResult:
     """The score of one set, or of all tasks when the name is empty."""
     scores = [[one.heldout.value for one in members if one.heldout.value is not None] for members in attempts]
@@ -156,23 +160,23 @@ def _params_of(trained: SamplingParams, evaluation: Evaluation) -> SamplingParam
     )
 
 
-async def _play(heldout: HeldOut, params: SamplingParams, prefix: str, samples: int) -> list[list[Attempt]]:
+async def _play(heldout: HeldOut, params: SamplingParams, prefix: str, samples: int) -> list[list[HeldOutAttempt]]:
     setup = dataclasses.replace(heldout.setup, params=params)
 
-    async def attempt(task: Task, index: int) -> Attempt:
+    async def attempt(task: Task, index: int) -> HeldOutAttempt:
         name = f"{prefix}/{task.id}/{index}"
         trajectory = await run_episode(setup, task, group_id=task.id, index=index, request_id=name)
         score = trajectory.score
         if heldout.verifier is not setup.scorer and trajectory.status in TRAINABLE_STATUSES:
             score, _ = await heldout.verifier.score(task, trajectory)
-        return Attempt(task=task, trajectory=trajectory, heldout=score)
+        return HeldOutAttempt(task=task, trajectory=trajectory, heldout=score)
 
     async with asyncio.TaskGroup() as group:
         running = [[group.create_task(attempt(task, k)) for k in range(samples)] for task in heldout.tasks]
     return [[member.result() for member in members] for members in running]
 
 
-def _require_version(attempts: Sequence[Sequence[Attempt]], version: int, version_now: int) -> None:
+def _require_version(attempts: Sequence[Sequence[HeldOutAttempt]], version: int, version_now: int) -> None:
     turns = (turn for members in attempts for one in members for turn in one.trajectory.turns)
     others = {drawn for turn in turns for drawn in turn.completion.versions} - {version}
     if others or version_now != version:
@@ -183,7 +187,7 @@ def _require_version(attempts: Sequence[Sequence[Attempt]], version: int, versio
         )
 
 
-def _require_scores(attempts: Sequence[Sequence[Attempt]], limit: float) -> None:
+def _require_scores(attempts: Sequence[Sequence[HeldOutAttempt]], limit: float) -> None:
     everyone = [one for members in attempts for one in members]
     failed = [one for one in everyone if one.heldout.value is None]
     if len(failed) > limit * len(everyone) or len(failed) == len(everyone):
@@ -193,7 +197,7 @@ def _require_scores(attempts: Sequence[Sequence[Attempt]], limit: float) -> None
         )
 
 
-def _prompt_result(members: Sequence[Attempt]) -> PromptResult:
+def _prompt_result(members: Sequence[HeldOutAttempt]) -> PromptResult:
     samples = tuple(_sample_result(one.trajectory, one.heldout) for one in members)
     return PromptResult(task_id=members[0].task.id, prompt="", gold=members[0].task.answer, samples=samples)
 
@@ -211,7 +215,7 @@ def _sample_result(trajectory: Trajectory, score: Score) -> SampleResult:
     )
 
 
-def _gaps(heldout: HeldOut, attempts: Sequence[Attempt]) -> dict[str, float]:
+def _gaps(heldout: HeldOut, attempts: Sequence[HeldOutAttempt]) -> dict[str, float]:
     """What the training reward says of the same attempts; and by how much it flatters, if another verifier judges."""
     rewards = [(one.trajectory.score.value, one.heldout.value) for one in attempts]
     gaps: dict[str, float] = {}

@@ -16,8 +16,7 @@ from typing import Protocol
 from temper.errors import BackendError, ContextFull, TaskError, UserError
 from temper.evals.scores import CORRECT_AT, ROUNDING
 from temper.protocols import Sampler
-from temper.rollout.episode import Renderer as TurnRenderer
-from temper.rollout.episode import Scorer, require_as_asked
+from temper.rollout.episode import EpisodeRenderer, Scorer, require_as_asked
 from temper.types import Completion, Finish, Message, Request, SamplingParams, Score, Status, Task, Trajectory, Turn
 
 CHECK = (
@@ -27,7 +26,7 @@ CHECK = (
 """What the user says between rounds of refinement."""
 
 
-class Renderer(TurnRenderer, Protocol):
+class ThinkingRenderer(EpisodeRenderer, Protocol):
     """tasks/render.py implements it."""
 
     def encode(self, text: str) -> list[int]: ...
@@ -38,7 +37,7 @@ class ScalingSetup:
     """What every attempt shares."""
 
     sampler: Sampler
-    renderer: Renderer
+    renderer: ThinkingRenderer
     scorer: Scorer
     params: SamplingParams
     answer_of: Callable[[str], str | None] = lambda text: None
@@ -54,7 +53,7 @@ class ScalingSetup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class ThinkingBudget:
     """How long a model must and may think before it answers."""
 
     min_tokens: int = 0
@@ -81,7 +80,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class ScalingAttempt:
     """One way to an answer, with what it cost."""
 
     text: str
@@ -109,10 +108,10 @@ class Spent:
     num_requests: int = 0
 
 
-async def draw_samples(setup: ScalingSetup, tasks: Sequence[Task], count: int) -> list[list[Attempt]]:
+async def draw_samples(setup: ScalingSetup, tasks: Sequence[Task], count: int) -> list[list[ScalingAttempt]]:
     """`count` independent attempts at each task."""
 
-    async def attempt(task: Task, request_id: str, spent: Spent) -> list[Attempt]:
+    async def attempt(task: Task, request_id: str, spent: Spent) -> list[ScalingAttempt]:
         prompt = setup.renderer.prompt_ids(setup.renderer.prompt_messages(task))
         completion = await _draw(setup, request_id, prompt, setup.params, spent)
         text = setup.renderer.decode(completion.token_ids)
@@ -122,11 +121,13 @@ async def draw_samples(setup: ScalingSetup, tasks: Sequence[Task], count: int) -
     return [[steps[-1] for steps in members] for members in drawn]
 
 
-async def force_budget(setup: ScalingSetup, tasks: Sequence[Task], count: int, budget: Budget) -> list[list[Attempt]]:
+async def force_budget(
+    setup: ScalingSetup, tasks: Sequence[Task], count: int, budget: ThinkingBudget
+) -> list[list[ScalingAttempt]]:
     """`count` attempts at each task, each kept thinking for at least and at most so many tokens."""
     injected = {text: setup.renderer.encode(text) for text in (budget.continuation, budget.answer_prefix)}
 
-    async def attempt(task: Task, request_id: str, spent: Spent) -> list[Attempt]:
+    async def attempt(task: Task, request_id: str, spent: Spent) -> list[ScalingAttempt]:
         prompt = setup.renderer.prompt_ids(setup.renderer.prompt_messages(task))
         thoughts = await _think(setup, request_id, prompt, budget, injected[budget.continuation], spent)
         ids, said = await _answer(setup, request_id, prompt, budget, thoughts, injected[budget.answer_prefix], spent)
@@ -141,17 +142,17 @@ async def force_budget(setup: ScalingSetup, tasks: Sequence[Task], count: int, b
 
 async def refine(
     setup: ScalingSetup, tasks: Sequence[Task], count: int, rounds: int, request: str = CHECK
-) -> list[list[list[Attempt]]]:
+) -> list[list[list[ScalingAttempt]]]:
     """By round, task and sample: the answer after 0, 1, ... `rounds` requests to check it. Costs add up over rounds.
 
     A conversation that fills the context keeps its last answer, at the cost it has by then.
     """
 
-    async def attempt(task: Task, request_id: str, spent: Spent) -> list[Attempt]:
+    async def attempt(task: Task, request_id: str, spent: Spent) -> list[ScalingAttempt]:
         history = setup.renderer.prompt_messages(task)
         prompt = setup.renderer.prompt_ids(history)
         turns: tuple[Turn, ...] = ()
-        steps: list[Attempt] = []
+        steps: list[ScalingAttempt] = []
         for _ in range(rounds + 1):
             try:
                 completion = await _draw(setup, request_id, prompt, setup.params, spent)
@@ -188,7 +189,12 @@ class Thoughts:
 
 
 async def _think(
-    setup: ScalingSetup, request_id: str, prompt: tuple[int, ...], budget: Budget, go_on: list[int], spent: Spent
+    setup: ScalingSetup,
+    request_id: str,
+    prompt: tuple[int, ...],
+    budget: ThinkingBudget,
+    go_on: list[int],
+    spent: Spent,
 ) -> Thoughts:
     stop = (*setup.params.stop, *([budget.think_end] if budget.think_end else []))
     ids: list[int] = []
@@ -216,7 +222,7 @@ async def _think(
     return Thoughts(ids=ids, pieces=pieces, is_ended=False)
 
 
-def _without_end(setup: ScalingSetup, budget: Budget, completion: Completion) -> list[int]:
+def _without_end(setup: ScalingSetup, budget: ThinkingBudget, completion: Completion) -> list[int]:
     """The drawn tokens without what ended them: a stop token, or the mark of the end of thought."""
     ids = list(completion.token_ids)
     if completion.finish is not Finish.STOP:
@@ -233,7 +239,7 @@ async def _answer(
     setup: ScalingSetup,
     request_id: str,
     prompt: tuple[int, ...],
-    budget: Budget,
+    budget: ThinkingBudget,
     thoughts: Thoughts,
     call: list[int],
     spent: Spent,
@@ -257,13 +263,13 @@ async def _everyone(
     setup: ScalingSetup,
     tasks: Sequence[Task],
     count: int,
-    attempt: Callable[[Task, str, Spent], Awaitable[list[Attempt]]],
+    attempt: Callable[[Task, str, Spent], Awaitable[list[ScalingAttempt]]],
     way: str,
-) -> list[list[list[Attempt]]]:
+) -> list[list[list[ScalingAttempt]]]:
     """By task and sample: the steps of each attempt."""
     gate = asyncio.Semaphore(setup.max_running)
 
-    async def guarded(task: Task, member: int) -> list[Attempt]:
+    async def guarded(task: Task, member: int) -> list[ScalingAttempt]:
         request_id = f"{setup.prefix}/{way}/{task.id}/{member}"
         async with gate:
             try:
@@ -297,7 +303,7 @@ async def _draw(
     return completion
 
 
-async def _judged(setup: ScalingSetup, task: Task, turns: tuple[Turn, ...], whole: str, spent: Spent) -> Attempt:
+async def _judged(setup: ScalingSetup, task: Task, turns: tuple[Turn, ...], whole: str, spent: Spent) -> ScalingAttempt:
     is_cut = turns[-1].completion.finish is Finish.LENGTH
     trajectory = Trajectory(
         task_id=task.id,
@@ -308,7 +314,7 @@ async def _judged(setup: ScalingSetup, task: Task, turns: tuple[Turn, ...], whol
         score=Score.unscorable("not scored yet"),
     )
     score, _ = await setup.scorer.score(task, trajectory)
-    return Attempt(
+    return ScalingAttempt(
         text=trajectory.text,
         whole=whole,
         score=score,

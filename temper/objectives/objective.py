@@ -50,7 +50,7 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured(Generic[Output]):
+class BatchMeasure(Generic[Output]):
     """Mathematics in two parts: one number per token from the whole batch, then its use in a microbatch.
 
     A quantile, a covariance or a mean taken per microbatch would make the gradient depend on the partition.
@@ -68,7 +68,7 @@ class Measured(Generic[Output]):
 
 
 @dataclass(frozen=True, slots=True)
-class Sloped:
+class SlopedWeighting:
     """A weighting with a number that is learned: the weights, and how their logarithms change with that number."""
 
     weights: Callable[[Extent], Tensor]
@@ -327,7 +327,7 @@ def shaped(objective: Objective, credit: Credit) -> Credit:
 
 def measures_batch(objective: Objective) -> bool:
     """Whether measure_batch has anything to do."""
-    return any(isinstance(factor.run, Measured) for factor in objective.loss_factors)
+    return any(isinstance(factor.run, BatchMeasure) for factor in objective.loss_factors)
 
 
 def measure_batch(objective: Objective, whole: Tokens) -> dict[str, Tensor]:
@@ -339,7 +339,7 @@ def measure_batch(objective: Objective, whole: Tokens) -> dict[str, Tensor]:
     with torch.no_grad():
         if isinstance(objective, PolicyObjective):
             whole = _against_proximal(objective, whole)
-        parts = [factor.run for factor in objective.loss_factors if isinstance(factor.run, Measured)]
+        parts = [factor.run for factor in objective.loss_factors if isinstance(factor.run, BatchMeasure)]
         return {part.name: part.measure(whole, objective) for part in parts}
 
 
@@ -364,7 +364,7 @@ def objective_loss(objective: Objective, tokens: Tokens) -> tuple[Tensor, Metric
         multiplier_T = multiplier_T * correction.multiplier
     loss = policy_loss = -(gain.value * multiplier_T * tokens.weights).sum()
     terms = {"loss/policy": policy_loss}
-    if isinstance(objective.weighting.run, Sloped) and tokens.weight_slopes is not None:
+    if isinstance(objective.weighting.run, SlopedWeighting) and tokens.weight_slopes is not None:
         terms["loss/weight_slope"] = -(gain.value * multiplier_T * tokens.weights * tokens.weight_slopes).sum()
     for regularizer in objective.regularizers:
         penalty = regularizer(tokens) * tokens.scales.get(regularizer.name, 1.0)

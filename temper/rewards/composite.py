@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from temper.calls import describe_error, is_end_of_task, waiting_for
 from temper.errors import UserError
 from temper.protocols import Reward
-from temper.rewards.score import Rule, combine, finite, pay_turns, weigh, wrong_payment
+from temper.rewards.score import PartRule, combine, finite, pay_turns, weigh, wrong_payment
 from temper.types import Group, Scalar, Score, Task, Trajectory
 
 
@@ -44,14 +44,14 @@ class CompositeReward:
         all parts."""
         self._judges = judges or {}
         self._parts: dict[str, Reward] = {}
-        self._rules: dict[str, Rule] = {}
+        self._rules: dict[str, PartRule] = {}
         self._agreement: dict[str, Mapping[str, float]] = {}
         for part in parts:
             reward, weight, is_gate, clip, is_optional, name = Part(*part)
             copies = sum(other.name == reward.name for other in self._parts.values())
             name = name or (f"{reward.name}_{copies + 1}" if copies else reward.name)
             self._parts[name] = reward
-            self._rules[name] = Rule(
+            self._rules[name] = PartRule(
                 weight=weight, is_gate=is_gate, clip=clip, is_optional=is_optional, pays_turns=reward.pays_turns
             )
         _require_rules(self._rules)
@@ -190,7 +190,7 @@ class CompositeReward:
         await asyncio.gather(*(part.close() for part in self._parts.values()))
 
 
-def _require_rules(rules: Mapping[str, Rule]) -> None:
+def _require_rules(rules: Mapping[str, PartRule]) -> None:
     for name, rule in rules.items():
         if not math.isfinite(rule.weight):
             raise UserError(f'reward "{name}": weight={rule.weight} must be a finite number.')

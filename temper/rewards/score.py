@@ -14,7 +14,7 @@ from temper.types import Score, ScoreKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class PartRule:
     """What one part means for the whole."""
 
     weight: float = 1.0
@@ -40,7 +40,7 @@ def finite(score: Score) -> Score:
     return score
 
 
-def combine(parts: Mapping[str, Score], rules: Mapping[str, Rule]) -> Score:
+def combine(parts: Mapping[str, Score], rules: Mapping[str, PartRule]) -> Score:
     """Weighted sum of the parts that have a value; 0 when a gate is closed.
 
     Any error makes an error, and a part that could not be scored leaves the whole unscorable: the sum without it is
@@ -67,7 +67,7 @@ def combine(parts: Mapping[str, Score], rules: Mapping[str, Rule]) -> Score:
     return finite(Score.of(sum(scored), said or None))
 
 
-def weigh(parts: Mapping[str, Score], rules: Mapping[str, Rule]) -> dict[str, Score]:
+def weigh(parts: Mapping[str, Score], rules: Mapping[str, PartRule]) -> dict[str, Score]:
     """What each part adds to the whole, after bounds, weight and gates. The values sum to the value of the whole."""
     is_closed = _has_closed_gate(parts, rules)
     return {
@@ -81,7 +81,7 @@ def pay_turns(
     given: Sequence[float | None],
     paid: Mapping[str, Sequence[float | None]],
     parts: Mapping[str, Score],
-    rules: Mapping[str, Rule],
+    rules: Mapping[str, PartRule],
 ) -> list[float]:
     """What each turn earned: by its environment, by the parts that pay turns, and the outcome at the end.
 
@@ -108,7 +108,7 @@ def wrong_payment(turns: Sequence[float | None], num_turns: int) -> str | None:
     return next((f"turn {turn} is paid {payment}" for turn, payment in paid if not math.isfinite(payment)), None)
 
 
-def _weighted(value: float, rule: Rule) -> float:
+def _weighted(value: float, rule: PartRule) -> float:
     if not rule.adds:
         return 0.0
     if rule.clip is not None:
@@ -116,5 +116,5 @@ def _weighted(value: float, rule: Rule) -> float:
     return rule.weight * value
 
 
-def _has_closed_gate(parts: Mapping[str, Score], rules: Mapping[str, Rule]) -> bool:
+def _has_closed_gate(parts: Mapping[str, Score], rules: Mapping[str, PartRule]) -> bool:
     return any(rules[name].is_gate and score.value is not None and score.value < 1.0 for name, score in parts.items())

@@ -36,7 +36,7 @@ Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of what an environment lets the policy call."""
 
 
-class Renderer(Protocol):
+class EpisodeRenderer(Protocol):
     """Messages to ids and back; tasks/render.py implements it."""
 
     def prompt_messages(self, task: Task) -> tuple[Message, ...]: ...
@@ -76,7 +76,7 @@ class EpisodeSetup:
     """What every episode of a stage shares."""
 
     sampler: Sampler
-    renderer: Renderer
+    renderer: EpisodeRenderer
     scorer: Scorer
     make_env: Callable[[str], Env]
     params: SamplingParams

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from temper.calls import CLOSE_SECONDS, call, explain_error, is_end_of_task
 from temper.errors import UserError
 from temper.protocols import Env, EnvOpening
-from temper.rollout.episode import Renderer
+from temper.rollout.episode import EpisodeRenderer
 from temper.types import Task
 
 TASKS_PER_KIND = 2
@@ -29,7 +29,7 @@ class Opening:
 
 
 async def try_openings(
-    make_env: Callable[[str], Env], renderer: Renderer, tasks: Sequence[Task], *, seed: int, seconds: float
+    make_env: Callable[[str], Env], renderer: EpisodeRenderer, tasks: Sequence[Task], *, seed: int, seconds: float
 ) -> list[Opening]:
     """Opens a few episodes of every environment that the tasks name, with and without tools of their own, and closes
     them at once.
@@ -47,7 +47,9 @@ async def try_openings(
     return openings
 
 
-async def _open(make_env: Callable[[str], Env], renderer: Renderer, task: Task, seed: int, seconds: float) -> Opening:
+async def _open(
+    make_env: Callable[[str], Env], renderer: EpisodeRenderer, task: Task, seed: int, seconds: float
+) -> Opening:
     env = make_env(task.env)
     name = type(env).__name__
     try:

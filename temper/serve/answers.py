@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from temper.serve.asked import Asked
+from temper.serve.asked import ChatRequest
 from temper.serve.text import Words
 from temper.types import Completion, Finish
 
@@ -21,7 +21,7 @@ STILL_HERE = b": still drawing\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class ResponseHead:
     """What all parts of one response have in common."""
 
     id: str
@@ -75,7 +75,7 @@ class Piece:
     prompt_ids: tuple[int, ...] = ()
     """Only with the first piece."""
 
-    def tells(self, asked: Asked) -> bool:
+    def tells(self, asked: ChatRequest) -> bool:
         """Whether there is anything in it for this client. A half character, for one, is nothing yet."""
         has_numbers = bool(self.token_ids) and (asked.has_token_ids or asked.has_logprobs)
         return bool(self.text) or self.is_first or has_numbers
@@ -88,13 +88,15 @@ def usage(prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> dict[s
     return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
 
-def whole_body(head: Head, asked: Asked, answers: Sequence[Answer], counts: Mapping[str, int], words: Words) -> Shape:
+def whole_body(
+    head: ResponseHead, asked: ChatRequest, answers: Sequence[Answer], counts: Mapping[str, int], words: Words
+) -> Shape:
     kind = "chat.completion" if asked.is_chat else "text_completion"
     choices = [_whole_choice(head, asked, answer, words) for answer in answers]
     return head.body(kind, choices, usage=dict(counts))
 
 
-def chunk(head: Head, asked: Asked, piece: Piece, words: Words) -> Shape:
+def chunk(head: ResponseHead, asked: ChatRequest, piece: Piece, words: Words) -> Shape:
     """Text that was just drawn. Log-probabilities come along unless the most likely tokens were asked for, too."""
     choice: Shape = {"index": piece.index, "finish_reason": None, "logprobs": None}
     if asked.has_logprobs and not asked.params.top_logprobs and piece.token_ids:
@@ -110,7 +112,7 @@ def chunk(head: Head, asked: Asked, piece: Piece, words: Words) -> Shape:
     return _chunk(head, asked, [choice])
 
 
-def last_chunk(head: Head, asked: Asked, answer: Answer, words: Words) -> Shape:
+def last_chunk(head: ResponseHead, asked: ChatRequest, answer: Answer, words: Words) -> Shape:
     """The end of one choice: why it ended, its tool calls, and the log-probabilities that no chunk could carry."""
     choice: Shape = {"index": answer.index, "finish_reason": answer.finish_reason, "logprobs": None}
     if asked.has_logprobs and asked.params.top_logprobs:
@@ -123,7 +125,7 @@ def last_chunk(head: Head, asked: Asked, answer: Answer, words: Words) -> Shape:
     return _chunk(head, asked, [choice])
 
 
-def usage_chunk(head: Head, asked: Asked, counts: Mapping[str, int]) -> Shape:
+def usage_chunk(head: ResponseHead, asked: ChatRequest, counts: Mapping[str, int]) -> Shape:
     return {**_chunk(head, asked, []), "usage": dict(counts)}
 
 
@@ -136,12 +138,12 @@ def to_json(shape: Shape) -> bytes:
     return json.dumps(shape, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _chunk(head: Head, asked: Asked, choices: Sequence[Shape]) -> Shape:
+def _chunk(head: ResponseHead, asked: ChatRequest, choices: Sequence[Shape]) -> Shape:
     empty_usage = {"usage": None} if asked.has_usage_chunk else {}
     return head.body("chat.completion.chunk" if asked.is_chat else "text_completion", choices, **empty_usage)
 
 
-def _whole_choice(head: Head, asked: Asked, answer: Answer, words: Words) -> Shape:
+def _whole_choice(head: ResponseHead, asked: ChatRequest, answer: Answer, words: Words) -> Shape:
     completion = answer.completion
     choice: Shape = {"index": answer.index, "finish_reason": answer.finish_reason, "logprobs": None}
     if asked.has_logprobs:
@@ -157,7 +159,7 @@ def _whole_choice(head: Head, asked: Asked, answer: Answer, words: Words) -> Sha
     return choice
 
 
-def _calls(head: Head, answer: Answer) -> list[Shape]:
+def _calls(head: ResponseHead, answer: Answer) -> list[Shape]:
     return [
         {
             "id": f"call-{head.id}-{answer.index}-{place}",
@@ -168,7 +170,7 @@ def _calls(head: Head, answer: Answer) -> list[Shape]:
     ]
 
 
-def _logprobs_of(asked: Asked, completion: Completion, words: Words) -> Shape:
+def _logprobs_of(asked: ChatRequest, completion: Completion, words: Words) -> Shape:
     top = None
     if completion.top_ids is not None and completion.top_logprobs is not None:
         top = [list(zip(*pair, strict=True)) for pair in zip(completion.top_ids, completion.top_logprobs, strict=True)]
@@ -176,7 +178,7 @@ def _logprobs_of(asked: Asked, completion: Completion, words: Words) -> Shape:
 
 
 def _logprobs(
-    asked: Asked,
+    asked: ChatRequest,
     ids: Sequence[int],
     logprobs: Sequence[float],
     top: Sequence[Sequence[tuple[int, float]]] | None,

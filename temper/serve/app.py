@@ -57,7 +57,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"this server speaks HTTP only, not {scope['type']}")
-        client = Client(scope, receive, send, self._settings)
+        client = HttpClient(scope, receive, send, self._settings)
         try:
             await self._respond(client)
         except ClientGone:
@@ -72,7 +72,7 @@ class App:
             with contextlib.suppress(ClientGone):
                 await client.refuse(refusal)
 
-    async def _respond(self, client: Client) -> None:
+    async def _respond(self, client: HttpClient) -> None:
         path, method = client.path, client.method
         if not is_called_by(self._settings.hosts, client.headers):
             raise Refused(
@@ -97,7 +97,7 @@ class App:
             return await client.send_whole(200, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
         return await self._complete(client)
 
-    async def _complete(self, client: Client) -> None:
+    async def _complete(self, client: HttpClient) -> None:
         """Draws and answers, unless the client goes first."""
         body = await client.body()
         exchange = await self._gateway.open(client.path, body, client.session)
@@ -106,7 +106,7 @@ class App:
         finally:
             self._gateway.close(exchange)
 
-    async def _unless_gone(self, client: Client, response: Coroutine[Any, Any, None]) -> None:
+    async def _unless_gone(self, client: HttpClient, response: Coroutine[Any, Any, None]) -> None:
         work, gone = asyncio.create_task(response), asyncio.create_task(client.gone())
         try:
             done, _ = await asyncio.wait(
@@ -123,12 +123,12 @@ class App:
             raise ClientGone
         await work
 
-    async def _respond_to(self, client: Client, exchange: Exchange) -> None:
+    async def _respond_to(self, client: HttpClient, exchange: Exchange) -> None:
         if exchange.asked.is_streamed:
             return await self._stream(client, exchange)
         return await client.send_json(200, await self._gateway.answer(exchange))
 
-    async def _stream(self, client: Client, exchange: Exchange) -> None:
+    async def _stream(self, client: HttpClient, exchange: Exchange) -> None:
         await client.start(200, b"text/event-stream; charset=utf-8", {b"cache-control": b"no-cache"})
         async with contextlib.aclosing(self._gateway.events(exchange)) as events:  # type: ignore[type-var]
             try:
@@ -156,7 +156,7 @@ class App:
             return model if name else {"object": "list", "data": [model]}
         raise Refused(f'the model "{name}" is not here', status=404, param="model", code="model_not_found")
 
-    def _require_key(self, client: Client) -> None:
+    def _require_key(self, client: HttpClient) -> None:
         if not self._settings.api_key:
             return
         kind, _, key = client.header(b"authorization").partition(b" ")
@@ -166,7 +166,7 @@ class App:
             raise Refused("the API key is missing or wrong", status=401, code="invalid_api_key")
 
 
-class Client:
+class HttpClient:
     """One HTTP request from the other side's point of view."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: HttpSettings) -> None:

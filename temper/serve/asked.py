@@ -77,7 +77,7 @@ class ChatMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ChatRequest:
     """One HTTP request, understood."""
 
     model: str
@@ -216,7 +216,7 @@ class _Chat(_Body):
     tools: list[_Tool] = Field(default_factory=list)
     tool_choice: Any = None
 
-    def asked(self) -> Asked:
+    def asked(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise Refused("top_logprobs needs logprobs=true", param="top_logprobs")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
@@ -231,7 +231,7 @@ class _Chat(_Body):
         for message in messages:
             _require_arguments(message)
         is_tool_free = self.tool_choice == "none"
-        return Asked(
+        return ChatRequest(
             messages=messages,
             params=self.params(self.max_completion_tokens or self.max_tokens or 0, self.top_logprobs),
             tools=() if is_tool_free else tuple(tool.model_dump(exclude_none=True) for tool in self.tools),
@@ -244,8 +244,8 @@ class _Completion(_Body):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
-    def asked(self) -> Asked:
-        return Asked(
+    def asked(self) -> ChatRequest:
+        return ChatRequest(
             prompts=_prompts(self.prompt),
             params=self.params(self.max_tokens or COMPLETION_TOKENS, self.logprobs or 0),
             has_logprobs=self.logprobs is not None,
@@ -259,7 +259,7 @@ ENDPOINTS: dict[str, type[_Chat] | type[_Completion]] = {
 }
 
 
-def read_asked(path: str, body: bytes, session: str = "") -> Asked:
+def read_asked(path: str, body: bytes, session: str = "") -> ChatRequest:
     """The request, or Refused. `session` is the header's; the body may name one as well, if it is the same."""
     given = _json_object(body)
     if session and given.setdefault("session", session) != session:

@@ -12,8 +12,8 @@ from typing import Any
 
 from temper.envs.tool_calls import Call, detect_format, parse, write_call
 from temper.errors import UserError
-from temper.serve.asked import Asked, ChatMessage, ToolCall
-from temper.serve.records import Origin, Records, hash_of
+from temper.serve.asked import ChatMessage, ChatRequest, ToolCall
+from temper.serve.records import PromptOrigin, RecordFile, hash_of
 from temper.serve.refusals import Refused
 from temper.serve.text import Words
 from temper.tasks.render import Renderer, ToolsUnseen
@@ -21,22 +21,22 @@ from temper.types import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class ChatPrompt:
     ids: tuple[int, ...]
-    origin: Origin
+    origin: PromptOrigin
 
 
 class Conversations:
     """One model's way of talking. Calls must come from one thread at a time: tokenizers and SQLite want that."""
 
-    def __init__(self, tokenizer: Any, renderer: Renderer | None, records: Records | None) -> None:
+    def __init__(self, tokenizer: Any, renderer: Renderer | None, records: RecordFile | None) -> None:
         self.words = Words(tokenizer)
         self._renderer = renderer
         self._records = records
         self._vocabulary_size = len(tokenizer)
         self._call_format = _call_format(tokenizer)
 
-    def prompts(self, asked: Asked) -> tuple[Prompt, ...]:
+    def prompts(self, asked: ChatRequest) -> tuple[ChatPrompt, ...]:
         """What to draw from: one prompt for a chat, one or several for plain completions."""
         if asked.session and self._records is None:
             raise Refused("sessions need a server that records: start it with --record PATH", param="session")
@@ -44,7 +44,7 @@ class Conversations:
             return (self._chat(asked),)
         return tuple(self._plain(prompt, asked.session) for prompt in asked.prompts)
 
-    def reply(self, text: str, asked: Asked) -> tuple[str | None, tuple[tuple[str, str], ...]]:
+    def reply(self, text: str, asked: ChatRequest) -> tuple[str | None, tuple[tuple[str, str], ...]]:
         """Content and tool calls (name, arguments as JSON). Calls that cannot be read stay text, for all to see."""
         if not asked.tools:
             return text, ()
@@ -55,7 +55,7 @@ class Conversations:
         written = tuple((call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in calls)
         return parsed.thought or None, written
 
-    def reply_key(self, asked: Asked, text: str) -> str | None:
+    def reply_key(self, asked: ChatRequest, text: str) -> str | None:
         """Names the conversation up to and including this answer, as the client will send it back."""
         if not asked.is_chat or not asked.session:
             return None
@@ -64,7 +64,7 @@ class Conversations:
         answer = ChatMessage(role="assistant", content=content or "", tool_calls=calls_made)
         return _key((*asked.messages, answer))
 
-    def _chat(self, asked: Asked) -> Prompt:
+    def _chat(self, asked: ChatRequest) -> ChatPrompt:
         if self._renderer is None:
             raise Refused("this model has no chat template: use /v1/completions", code="no_chat_template")
         messages = self._as_messages(asked.messages)
@@ -90,9 +90,9 @@ class Conversations:
         why = "the template rewrites what was said" if keys[last] in said else "the last answer is not as it was given"
         if parent is None:
             return self._fresh(text, messages, f"fork: {why}")
-        return Prompt(
+        return ChatPrompt(
             ids=(*parent.ids, *self._encode(true_text[parent.text_length :])),
-            origin=Origin(
+            origin=PromptOrigin(
                 history="extends" if parent.num_messages == last else f"fork: {why}",
                 parent=parent.row,
                 messages=tuple(true[parent.num_messages :]),
@@ -101,23 +101,25 @@ class Conversations:
             ),
         )
 
-    def _plain(self, prompt: str | tuple[int, ...], session: str) -> Prompt:
+    def _plain(self, prompt: str | tuple[int, ...], session: str) -> ChatPrompt:
         if not isinstance(prompt, str):
             wrong = next((token for token in prompt if not 0 <= token < self._vocabulary_size), None)
             if wrong is not None:
                 raise Refused(f"token id {wrong} is not in the vocabulary of {self._vocabulary_size}", param="prompt")
-            return Prompt(ids=prompt, origin=Origin(text=self.words.decode_all(prompt)))
+            return ChatPrompt(ids=prompt, origin=PromptOrigin(text=self.words.decode_all(prompt)))
         found = self._records.parent_of(session, prompt) if session and self._records is not None else None
         if found is None:
-            return Prompt(ids=self.words.encode(prompt, is_start=True), origin=Origin(text=prompt))
+            return ChatPrompt(ids=self.words.encode(prompt, is_start=True), origin=PromptOrigin(text=prompt))
         more = self.words.encode(prompt[found.text_length :], is_start=False)
-        return Prompt(ids=(*found.ids, *more), origin=Origin(history="extends", parent=found.row, text=prompt))
+        return ChatPrompt(
+            ids=(*found.ids, *more), origin=PromptOrigin(history="extends", parent=found.row, text=prompt)
+        )
 
-    def _fresh(self, text: str, messages: Sequence[Message], history: str) -> Prompt:
-        origin = Origin(history=history, messages=tuple(messages), text=text, num_messages=len(messages))
-        return Prompt(ids=tuple(self._encode(text)), origin=origin)
+    def _fresh(self, text: str, messages: Sequence[Message], history: str) -> ChatPrompt:
+        origin = PromptOrigin(history=history, messages=tuple(messages), text=text, num_messages=len(messages))
+        return ChatPrompt(ids=tuple(self._encode(text)), origin=origin)
 
-    def _render(self, messages: Sequence[Message], asked: Asked, *, is_drawn: bool = False) -> str:
+    def _render(self, messages: Sequence[Message], asked: ChatRequest, *, is_drawn: bool = False) -> str:
         assert self._renderer is not None, "only chats are rendered"
         try:
             return self._renderer.render(messages, for_generation=True, tools=asked.tools, is_drawn=is_drawn)

@@ -19,8 +19,8 @@ from temper.serve.answers import (
     DONE,
     STILL_HERE,
     Answer,
-    Head,
     Piece,
+    ResponseHead,
     Shape,
     chunk,
     event,
@@ -29,9 +29,9 @@ from temper.serve.answers import (
     usage_chunk,
     whole_body,
 )
-from temper.serve.asked import Asked, read_asked
-from temper.serve.conversation import Conversations, Prompt
-from temper.serve.records import Entry, Records
+from temper.serve.asked import ChatRequest, read_asked
+from temper.serve.conversation import ChatPrompt, Conversations
+from temper.serve.records import Entry, RecordFile
 from temper.serve.refusals import CONTEXT_FULL, Refused
 from temper.serve.text import TextStream
 from temper.types import Completion, Finish, Request, SamplingParams
@@ -60,7 +60,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ServerLimits:
     model: str
     """The name that clients must ask for."""
     stop_ids: tuple[int, ...]
@@ -75,7 +75,7 @@ class Job:
     """One completion on its way. What was drawn and not yet sent waits here: never more than its max_new_tokens."""
 
     index: int
-    prompt: Prompt
+    prompt: ChatPrompt
     request: Request
     text: TextStream
     token_ids: list[int] = field(default_factory=list)
@@ -131,16 +131,18 @@ class News:
 class Exchange:
     """One admitted request."""
 
-    head: Head
-    asked: Asked
-    prompts: tuple[Prompt, ...]
+    head: ResponseHead
+    asked: ChatRequest
+    prompts: tuple[ChatPrompt, ...]
     jobs: tuple[Job, ...]
 
 
 class Gateway:
     """Everything behind HTTP. Lives in the engine's event loop; text work happens in one thread beside it."""
 
-    def __init__(self, engine: Engine, conversations: Conversations, records: Records | None, limits: Limits) -> None:
+    def __init__(
+        self, engine: Engine, conversations: Conversations, records: RecordFile | None, limits: ServerLimits
+    ) -> None:
         self._engine = engine
         self._conversations = conversations
         self._records = records
@@ -246,7 +248,7 @@ class Gateway:
                 code="rate_limit_exceeded",
             )
 
-    def _understand(self, path: str, body: bytes, session: str) -> tuple[Asked, tuple[Prompt, ...]]:
+    def _understand(self, path: str, body: bytes, session: str) -> tuple[ChatRequest, tuple[ChatPrompt, ...]]:
         asked = read_asked(path, body, session)
         if asked.model != self.limits.model:
             raise Refused(
@@ -257,7 +259,7 @@ class Gateway:
             )
         return asked, self._conversations.prompts(asked)
 
-    def _exchange(self, asked: Asked, prompts: tuple[Prompt, ...]) -> Exchange:
+    def _exchange(self, asked: ChatRequest, prompts: tuple[ChatPrompt, ...]) -> Exchange:
         num_jobs = len(prompts) * asked.num_choices
         if num_jobs > self.limits.max_in_flight:
             raise Refused(
@@ -270,10 +272,10 @@ class Gateway:
             for number, prompt in enumerate(prompts)
             for choice in range(asked.num_choices)
         ]
-        head = Head(id=name, created=int(time.time()), model=asked.model, version=self._engine.version)
+        head = ResponseHead(id=name, created=int(time.time()), model=asked.model, version=self._engine.version)
         return Exchange(head=head, asked=asked, prompts=prompts, jobs=tuple(jobs))
 
-    def _job(self, name: str, index: int, prompt: Prompt, asked: Asked) -> Job:
+    def _job(self, name: str, index: int, prompt: ChatPrompt, asked: ChatRequest) -> Job:
         room, wanted = self.limits.max_length - len(prompt.ids), asked.params.max_new_tokens
         if not prompt.ids:
             raise Refused("the prompt has no tokens", param="messages" if asked.is_chat else "prompt")
@@ -383,7 +385,7 @@ class Gateway:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
 
-def _last_piece(job: Job, answer: Answer, asked: Asked) -> Piece:
+def _last_piece(job: Job, answer: Answer, asked: ChatRequest) -> Piece:
     """What is left to send. With tools nothing was sent: only the whole text tells a call from words."""
     piece = job.take(answer.completion)
     return replace(piece, text=answer.content or "") if asked.tools else piece

@@ -45,7 +45,7 @@ CREATE INDEX IF NOT EXISTS completions_by_length ON completions (session, text_l
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class PromptOrigin:
     """How a prompt came about."""
 
     history: str = "new"
@@ -68,7 +68,7 @@ class Entry:
     session: str
     model: str
     created: float
-    origin: Origin
+    origin: PromptOrigin
     reply: str
     said: str
     drawn_text: str
@@ -106,7 +106,7 @@ class Recorded:
     """Its replies are what the first recorded prompt that goes on from here added."""
 
 
-class Records:
+class RecordFile:
     """One file. Every call must come from one thread at a time."""
 
     def __init__(self, path: Path) -> None:

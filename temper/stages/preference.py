@@ -22,15 +22,16 @@ from temper.objectives.losses.pairs import PAIR_LOSSES, implicit_rewards
 from temper.objectives.losses.preferences import Pairs
 from temper.objectives.losses.unpaired import kto_baseline, mismatched_rows
 from temper.protocols import BatchSource
+from temper.rollout.source import TaskStream
 from temper.stages.kind import StageKind, require_whole_updates
 from temper.stages.measures import Audit, Measure, budget_of, measure_answers
 from temper.stages.parts import Parts
 from temper.stages.preference_credit import Choose, pairs_of, wins_of
 from temper.stages.reading.data import Reading, StageData
-from temper.stages.reading.examples import MAX_SKIPS, TooLong
+from temper.stages.reading.examples import MAX_SKIPS, RowTooLong
 from temper.stages.reading.preference_rows import RowRules, labelled_rows, make_row, on_drawn, pair_rows, rows_maker
 from temper.stages.reading.reference_cache import References
-from temper.stages.reading.stream import StreamSource, TaskStream
+from temper.stages.reading.stream import StreamSource
 from temper.stages.sampling import rollout_source
 from temper.types import Batch, EvaluationResult, Sample, Task
 
@@ -118,7 +119,7 @@ class Preferences(StreamSource):
                 if self._make_rows is not None:
                     self._make_rows(task)
                 draws.append((draw, task))
-            except TooLong:
+            except RowTooLong:
                 dropped += 1
                 if dropped > MAX_SKIPS:
                     raise

@@ -38,7 +38,7 @@ State = Mapping[str, Scalar | list[Scalar]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class KeptRow:
     """One kept episode: an example for supervised training, and where it came from."""
 
     prompt: tuple[Message, ...]
@@ -82,11 +82,11 @@ class Ledger:
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
-        self._rows: dict[str, list[Row]] = {}
+        self._rows: dict[str, list[KeptRow]] = {}
         self._num_seen = 0
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[KeptRow]:
         """Prompts in the order in which the first row of each was kept."""
         return [row for rows in self._rows.values() for row in rows]
 
@@ -97,7 +97,7 @@ class Ledger:
     def has(self, prompt: str) -> bool:
         return prompt in self._rows
 
-    def add(self, prompt: str, rows: Sequence[Row], *, num_seen: int) -> tuple[int, int]:
+    def add(self, prompt: str, rows: Sequence[KeptRow], *, num_seen: int) -> tuple[int, int]:
         """How many of these rows are kept, and how many of them repeat what this prompt was answered before.
 
         num_seen: attempts behind them, those included that could not become rows.
@@ -110,7 +110,7 @@ class Ledger:
         self._num_seen += num_seen
         return sum(place >= len(old) for place in choice.kept), len(choice.duplicates)
 
-    def _attempt(self, row: Row) -> Attempt:
+    def _attempt(self, row: KeptRow) -> Attempt:
         texts = row.texts
         return Attempt(score=row.score, said=normalised(texts), answer=self._selection.answer_of(texts[-1]))
 
@@ -193,12 +193,12 @@ def _keep_metrics(groups: Sequence[Group], ledger: Ledger, num_kept: int, num_du
     }
 
 
-def _row(task: Task, member: Trajectory, rules: KeepRules) -> Row:
+def _row(task: Task, member: Trajectory, rules: KeepRules) -> KeptRow:
     assert member.score.value is not None, "eligible members have a score"
     task = dataclasses.replace(task, messages=member.opening or task.messages)
     said = [message for turn in member.turns for message in (turn.message, *turn.replies)]
     last = max(place for place, message in enumerate(said) if message.role == "assistant")
-    return Row(
+    return KeptRow(
         prompt=_prompt(task, rules, is_conversation=len(member.turns) > 1),
         turns=tuple(said[: last + 1]),
         tools=json.dumps(member.tools) if member.tools else "",
@@ -224,13 +224,13 @@ def _prompt(task: Task, rules: KeepRules, *, is_conversation: bool) -> tuple[Mes
     return shown[1:] if shown[0].role == "system" != task.messages[0].role else shown
 
 
-def _as_table(row: Row) -> dict[str, Any]:
+def _as_table(row: KeptRow) -> dict[str, Any]:
     return dataclasses.asdict(row)
 
 
-def _as_row(table: Mapping[str, Any]) -> Row:
+def _as_row(table: Mapping[str, Any]) -> KeptRow:
     messages = {name: tuple(Message(**message) for message in table[name]) for name in ("prompt", "turns")}
-    return Row(**{**table, **messages})
+    return KeptRow(**{**table, **messages})
 
 
 class Rejection:

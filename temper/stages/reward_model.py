@@ -22,13 +22,14 @@ from temper.objectives.losses.reward_models import ScoreScale
 from temper.objectives.losses.scores import SCORE_LOSSES
 from temper.protocols import BatchSource
 from temper.rewards.learned.model import SCALE_FILE
+from temper.rollout.source import TaskStream
 from temper.stages.kind import StageKind
 from temper.stages.measures import Audit, budget_of
 from temper.stages.parts import Parts
 from temper.stages.reading.data import Reading
-from temper.stages.reading.examples import MAX_SKIPS, TooLong
+from temper.stages.reading.examples import MAX_SKIPS, RowTooLong
 from temper.stages.reading.scored_rows import RowMaker, scored_rows
-from temper.stages.reading.stream import StreamSource, TaskStream
+from temper.stages.reading.stream import StreamSource
 from temper.types import Batch, EvaluationResult, Sample, Task
 
 REPORT_FILE = "temper_calibration.json"
@@ -57,7 +58,7 @@ class ScoredExamples(StreamSource):
             draw, task = self._stream.next()
             try:
                 own = self._make_rows(task)
-            except TooLong:
+            except RowTooLong:
                 num_dropped += 1
                 if not self._drops_long or num_dropped > MAX_SKIPS:
                     raise

@@ -15,11 +15,12 @@ from temper.batching.rows import domain_of
 from temper.objectives import DirectLoss, Extent
 from temper.objectives.losses.likelihood import LIKELIHOOD_LOSSES
 from temper.protocols import BatchSource
+from temper.rollout.source import TaskStream
 from temper.stages.kind import StageKind
 from temper.stages.parts import Parts
 from temper.stages.reading.data import Reading
-from temper.stages.reading.examples import MAX_SKIPS, ExampleRenderer, TooLong, example_rows
-from temper.stages.reading.stream import StreamSource, TaskStream
+from temper.stages.reading.examples import MAX_SKIPS, ExampleRenderer, RowTooLong, example_rows
+from temper.stages.reading.stream import StreamSource
 from temper.types import Batch, Column, Sample, array_of
 
 
@@ -51,7 +52,7 @@ class Examples(StreamSource):
             draw, task = self._stream.next()
             try:
                 rows = example_rows(self._renderer, task, max_length=self._max_length)
-            except TooLong:
+            except RowTooLong:
                 dropped += 1
                 if not self._drops_long or dropped > MAX_SKIPS:
                     raise

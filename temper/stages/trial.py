@@ -12,7 +12,7 @@ from temper.config import RunConfig
 from temper.objectives import DirectLoss, Objective, RowKind
 from temper.stages.kind import StageKind
 from temper.stages.reading.data import StageData
-from temper.stages.reading.examples import TooLong
+from temper.stages.reading.examples import RowTooLong
 from temper.stages.reading.fitting import require_rows
 from temper.types import Sample
 
@@ -59,7 +59,7 @@ def try_rows(config: RunConfig, kind: StageKind, objective: Objective, data: Sta
     while len(examples) < count:
         try:
             examples.append(make_rows(data.stream.next()[1]))
-        except TooLong:
+        except RowTooLong:
             if not config.trainer.max_length:
                 raise
     rows = [row for example in examples for row in example]

@@ -10,7 +10,7 @@ import torch
 
 from temper.batching import CreditRules, assign_credit, make_batch, pack, rows_of, rows_of_groups, with_column
 from temper.objectives import POLICY_GRADIENTS, Scored, Tokens, measures_batch, objective_loss, resolve
-from temper.rewards.score import Rule, combine, weigh
+from temper.rewards.score import PartRule, combine, weigh
 from temper.types import Sample, Score, Status
 
 PLAIN = [
@@ -257,8 +257,8 @@ def test_a_closed_gate_is_never_pushed_up(group) -> None:
     rng = random.Random(3)
     for _ in range(100):
         bounds = {name: rng.choice([None, (0.0, rng.uniform(0.1, 1.0))]) for name in ("right", "short")}
-        part_rules = {"form": Rule(is_gate=True)} | {
-            name: Rule(weight=rng.uniform(0.1, 3.0), clip=bounds[name]) for name in bounds
+        part_rules = {"form": PartRule(is_gate=True)} | {
+            name: PartRule(weight=rng.uniform(0.1, 3.0), clip=bounds[name]) for name in bounds
         }
         made = group([(0.0, rng.randint(1, 5)) for _ in range(4)])
         is_open = [True, True, False, rng.random() < 0.5]
@@ -283,7 +283,7 @@ def test_a_closed_gate_is_never_pushed_up(group) -> None:
 
 
 def test_bounds_of_a_part_hold_where_parts_are_credited_one_by_one(group) -> None:
-    part_rules = {"right": Rule(), "short": Rule(weight=2.0, clip=(0.0, 1.0))}
+    part_rules = {"right": PartRule(), "short": PartRule(weight=2.0, clip=(0.0, 1.0))}
     parts = [{"right": Score.of(0.0), "short": Score.of(short)} for short in (1.0, 50.0, 0.0)]
     made = group([(0.0, 1), (0.0, 1), (0.0, 1)])
     members = [

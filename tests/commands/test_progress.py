@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from temper.commands import progress
-from temper.commands.judging.evaluate import Asked, evaluate_suite
+from temper.commands.judging.evaluate import SuiteRequest, evaluate_suite
 from temper.commands.judging.scale import Ways, scale
 from temper.commands.progress import show_work
 from temper.engine.fake import FakeSampler
@@ -107,7 +107,7 @@ def test_eval_and_scale_are_not_silent_in_a_log(
 ) -> None:
     monkeypatch.setattr(progress, "FIRST_SECONDS", 0.005)
     assert not sys.stderr.isatty()
-    asked = Asked(suite="gsm8k", samples=2, max_new_tokens=16, limit=4)
+    asked = SuiteRequest(suite="gsm8k", samples=2, max_new_tokens=16, limit=4)
     if verb == "eval":
         evaluate_suite(model, asked, note=lambda line: None)
     else:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from temper.commands.training.train import Records, run_stages
+from temper.commands.training.train import RunRecords, run_stages
 from temper.config import (
     RewardConfig,
     RunConfig,
@@ -206,7 +206,7 @@ def test_every_key_is_read_by_a_run(
     monkeypatch.setattr(Section, "__getattribute__", tracking)
     store = open_run(tmp_path / "run", config="", resume=False)
     try:
-        asyncio.run(run_stages(stages, tmp_path / "run", Records(store, Display())))
+        asyncio.run(run_stages(stages, tmp_path / "run", RunRecords(store, Display())))
     finally:
         store.close()
     monkeypatch.undo()

@@ -168,10 +168,10 @@ def test_text_is_found_where_it_is_stored_as_json(tmp_path: Path, serve: Serve, 
 def test_a_search_that_runs_out_of_time_says_that_there_may_be_more(trained: Path) -> None:
     with reading(trained) as database:
         database._connection.set_progress_handler(lambda: True, 1)  # small runs end before the first look at the clock
-        assert queries.rollouts(database, queries.Wanted(stage=1, q="zebra"), 0, 50) == ([], True)
-        assert queries.count_rollouts(database, queries.Wanted(q="zebra")) == (None, False)
+        assert queries.rollouts(database, queries.RolloutFilter(stage=1, q="zebra"), 0, 50) == ([], True)
+        assert queries.count_rollouts(database, queries.RolloutFilter(q="zebra")) == (None, False)
     with reading(trained) as database:
-        assert queries.rollouts(database, queries.Wanted(q="zebra"), 0, 50) == ([], False)
+        assert queries.rollouts(database, queries.RolloutFilter(q="zebra"), 0, 50) == ([], False)
 
 
 def test_a_page_that_runs_out_of_time_says_so(trained: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

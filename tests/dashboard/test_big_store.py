@@ -51,10 +51,10 @@ def test_the_overview_of_a_large_run_is_thinned_and_complete(large: Path) -> Non
 @pytest.mark.heavy
 def test_the_newest_rollouts_are_found_without_reading_the_others(large: Path) -> None:
     with reading(large, seconds=0.0) as database:  # any scan beyond a millisecond of SQLite's work is cut off
-        rows, _ = queries.rollouts(database, queries.Wanted(), 0, 50)
-        found, _ = queries.rollouts(database, queries.Wanted(q="zebra"), 0, 50)
+        rows, _ = queries.rollouts(database, queries.RolloutFilter(), 0, 50)
+        found, _ = queries.rollouts(database, queries.RolloutFilter(q="zebra"), 0, 50)
     assert [row["step"] for row in rows] == [2000] * 50
     assert found == []
     with reading(large) as database:
-        rows, more = queries.rollouts(database, queries.Wanted(q="zebra"), 0, 50)
+        rows, more = queries.rollouts(database, queries.RolloutFilter(q="zebra"), 0, 50)
     assert (rows, more) == ([], False)

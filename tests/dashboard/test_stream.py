@@ -18,7 +18,7 @@ import pytest
 
 from temper.dashboard import queries, stream
 from temper.dashboard.database import reading
-from temper.dashboard.registry import Run
+from temper.dashboard.registry import KnownRun
 from temper.dashboard.stream import Feed, State, news
 from temper.runs.reader import RunReader
 from temper.runs.records import AlarmRecord
@@ -175,7 +175,7 @@ def test_all_clients_of_a_run_share_one_look(store: RunStore, monkeypatch: pytes
     monkeypatch.setattr(stream, "LOOK_EVERY_SECONDS", 3600.0)
     write_step(store, 1)
     store.flush()
-    feed = Feed(Run(id="x", name="x", folder=store.folder))
+    feed = Feed(KnownRun(id="x", name="x", folder=store.folder))
     heard = [feed.listener() for _ in range(6)]
 
     async def look_all() -> None:
@@ -199,13 +199,13 @@ def test_a_stream_ends_when_the_server_does(store: RunStore, serve: Serve, event
 
 
 def test_a_run_that_vanishes_and_comes_back_is_told_of(tmp_path: Path, store: RunStore) -> None:
-    feed = Feed(Run(id="x", name="x", folder=store.folder))
+    feed = Feed(KnownRun(id="x", name="x", folder=store.folder))
     write_step(store, 1)
     store.flush()
     first = feed._read_if_changed()
     assert first is not None
     assert feed._read_if_changed() is None, "nothing has changed"
-    elsewhere = Feed(Run(id="y", name="y", folder=tmp_path / "nowhere"))
+    elsewhere = Feed(KnownRun(id="y", name="y", folder=tmp_path / "nowhere"))
     assert elsewhere._read_if_changed() is None
     (tmp_path / "nowhere").mkdir()
     with sqlite3.connect(tmp_path / "nowhere" / "run.db") as connection:
@@ -240,7 +240,7 @@ def test_news_are_what_changed() -> None:
 def test_a_run_that_falls_silent_is_told_to_be_dead_though_no_file_changes(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    feed = Feed(Run(id="x", name="x", folder=store.folder))
+    feed = Feed(KnownRun(id="x", name="x", folder=store.folder))
     store.flush()
     feed._state = feed._read_if_changed()
     assert feed._state is not None

@@ -14,7 +14,7 @@ import torch
 
 from temper.engine.sglang.engine import SglangEngine, SglangSettings
 from temper.engine.sglang.probes import probe_prompt
-from temper.engine.sglang.wire import Drawn
+from temper.engine.sglang.wire import PartialCompletion
 from temper.errors import BackendError, ContextFull, TaskError, UserError
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 
@@ -387,7 +387,7 @@ def test_weights_published_by_someone_else_are_noticed(sglang: Any) -> None:
 
 
 def test_an_incremental_abort_event_that_repeats_the_last_token_adds_nothing() -> None:
-    drawn = Drawn()
+    drawn = PartialCompletion()
     for tokens, total in (([4], 1), ([6], 2), ([6], 2)):
         entries = [[-1.0, token, None] for token in ([4, 6] if tokens == [6] and drawn.token_ids == [4, 6] else tokens)]
         drawn.add({"output_ids": tokens, "meta_info": {"completion_tokens": total, "output_token_logprobs": entries}})
@@ -396,7 +396,7 @@ def test_an_incremental_abort_event_that_repeats_the_last_token_adds_nothing() -
 
 
 def test_a_lost_event_is_noticed() -> None:
-    drawn = Drawn()
+    drawn = PartialCompletion()
     with pytest.raises(BackendError, match="counts 3 tokens"):
         drawn.add(
             {"output_ids": [4], "meta_info": {"completion_tokens": 3, "output_token_logprobs": [[-1.0, 4, None]]}}

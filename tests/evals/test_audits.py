@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from temper.evals.audits import AUDITS, MAX_CHARACTERS, Attempt, choose, shorten, transcript
+from temper.evals.audits import AUDITS, MAX_CHARACTERS, HeldOutAttempt, choose, shorten, transcript
 from temper.types import Message, Score, Task, Trajectory
 
 
-def attempt(number: int, reward: Score, heldout: float = 0.0, text: str = "") -> Attempt:
+def attempt(number: int, reward: Score, heldout: float = 0.0, text: str = "") -> HeldOutAttempt:
     task = Task(id=f"t{number}", messages=(Message(role="user", content=f"question {number}"),))
     trajectory = dataclasses.replace(Trajectory.saying(task.id, text or f"answer {number}"), score=reward)
-    return Attempt(task=task, trajectory=trajectory, heldout=Score.of(heldout))
+    return HeldOutAttempt(task=task, trajectory=trajectory, heldout=Score.of(heldout))
 
 
 def test_the_highest_rewards_come_first_and_ties_keep_their_order() -> None:
@@ -32,7 +32,7 @@ def test_the_highest_rewards_come_first_and_ties_keep_their_order() -> None:
 def test_random_ones_are_seeded_different_each_time_and_not_chosen_by_reward() -> None:
     attempts = [attempt(i, Score.of(float(i))) for i in range(200)]
 
-    def drawn(step: int, seen: list[Attempt] = attempts) -> list[str]:
+    def drawn(step: int, seen: list[HeldOutAttempt] = attempts) -> list[str]:
         records = choose(seen, evaluation="greedy", stage=0, step=step)
         return [record.task_id for record in records if record.kind == "random"]
 

@@ -13,7 +13,7 @@ import pytest
 from temper.engine.fake import FakeSampler
 from temper.errors import BackendError, ContextFull, UserError
 from temper.evals.comparison.curves import best_of, expected_choice, majority, panel, single
-from temper.evals.scaling import CHECK, Attempt, Budget, ScalingSetup, draw_samples, force_budget, refine
+from temper.evals.scaling import CHECK, ScalingAttempt, ScalingSetup, ThinkingBudget, draw_samples, force_budget, refine
 from temper.types import Finish, Group, Message, Request, SamplingParams, Score, Task, Trajectory
 
 END = 0
@@ -90,7 +90,7 @@ def task(answer: str | None = "7", name: str = "t0") -> Task:
     return Task(id=name, messages=(Message(role="user", content="3+4"),), answer=answer)
 
 
-def forced(script: Callable[[str, Request], str], budget: Budget) -> tuple[Attempt, FakeSampler]:
+def forced(script: Callable[[str, Request], str], budget: ThinkingBudget) -> tuple[ScalingAttempt, FakeSampler]:
     scaling, sampler = setup(script)
     ((attempt,),) = asyncio.run(force_budget(scaling, [task()], 1, budget))
     return attempt, sampler
@@ -100,9 +100,9 @@ def test_a_model_that_stops_early_is_made_to_go_on_and_finds_the_answer() -> Non
     def hasty(text: str, request: Request) -> str:
         return ", it is 7|" if text.endswith("Wait") else "it is 5|"
 
-    free, _ = forced(hasty, Budget(max_tokens=40))
+    free, _ = forced(hasty, ThinkingBudget(max_tokens=40))
     assert (free.whole, free.is_right, free.num_drawn, free.num_injected) == ("it is 5", False, 8, 0)
-    made, sampler = forced(hasty, Budget(min_tokens=10, max_tokens=40, continuation=" Wait"))
+    made, sampler = forced(hasty, ThinkingBudget(min_tokens=10, max_tokens=40, continuation=" Wait"))
     assert made.whole == "it is 5 Wait, it is 7"
     assert made.text == ", it is 7"  # the answer that was given up is not judged
     assert made.is_right
@@ -115,7 +115,7 @@ def test_a_model_that_never_ends_is_cut_and_asked_for_its_answer() -> None:
     def endless(text: str, request: Request) -> str:
         return " 7|" if text.endswith("Answer:") else "hm" * 100
 
-    attempt, sampler = forced(endless, Budget(max_tokens=12, answer_tokens=5, answer_prefix="Answer:"))
+    attempt, sampler = forced(endless, ThinkingBudget(max_tokens=12, answer_tokens=5, answer_prefix="Answer:"))
     assert attempt.whole == "hm" * 6 + "Answer: 7"
     assert attempt.text == "Answer: 7"
     assert attempt.is_right
@@ -127,7 +127,7 @@ def test_the_maximum_is_one_budget_over_all_continuations() -> None:
     def babbler(text: str, request: Request) -> str:
         return "7|" if text.endswith(":") else "abc|"
 
-    attempt, sampler = forced(babbler, Budget(min_tokens=9, max_tokens=10, answer_prefix=":", continuation="W"))
+    attempt, sampler = forced(babbler, ThinkingBudget(min_tokens=9, max_tokens=10, answer_prefix=":", continuation="W"))
     assert attempt.whole == "abcWabcWab:7"
     assert [request.params.max_new_tokens for request in sampler.requests] == [10, 6, 2, 64]
     assert (attempt.num_drawn, attempt.num_injected) == (4 + 4 + 2 + 2, 3)
@@ -137,7 +137,7 @@ def test_a_model_with_nothing_to_add_is_let_go() -> None:
     def silent(text: str, request: Request) -> str:
         return "|" if "W" in text else "is 7|"
 
-    attempt, _ = forced(silent, Budget(min_tokens=30, max_tokens=40, continuation="W", max_continuations=3))
+    attempt, _ = forced(silent, ThinkingBudget(min_tokens=30, max_tokens=40, continuation="W", max_continuations=3))
     assert attempt.text == "is 7"  # the last thing it said
     assert attempt.is_right
     assert (attempt.num_drawn, attempt.num_injected) == (5 + 3, 3)
@@ -149,17 +149,17 @@ def test_a_mark_of_the_end_of_thought_is_replaced_or_kept() -> None:
             return "It is 7|"
         return "and 7</t>" if text.endswith("Wait") else "so 5</t>"
 
-    free, sampler = forced(thinker, Budget(max_tokens=40, think_end="</t>"))
+    free, sampler = forced(thinker, ThinkingBudget(max_tokens=40, think_end="</t>"))
     assert (free.whole, free.text, free.num_injected) == ("so 5</t>It is 7", "It is 7", 0)
     assert sampler.requests[1].params.stop == ()
-    made, _ = forced(thinker, Budget(min_tokens=6, max_tokens=40, think_end="</t>", continuation=" Wait"))
+    made, _ = forced(thinker, ThinkingBudget(min_tokens=6, max_tokens=40, think_end="</t>", continuation=" Wait"))
     assert made.whole == "so 5 Waitand 7</t>It is 7"
     assert (made.num_drawn, made.num_injected) == (8 + 9 + 8, 5)
 
 
 def test_an_impossible_budget_is_refused() -> None:
     with pytest.raises(UserError, match="0 <= min <= max"):
-        Budget(min_tokens=9, max_tokens=8)
+        ThinkingBudget(min_tokens=9, max_tokens=8)
 
 
 def corrects_itself(text: str, request: Request) -> str:
@@ -204,7 +204,7 @@ def test_the_same_request_ids_give_the_same_results_and_no_two_requests_share_on
         tasks = [task(name=f"t{i}") for i in range(3)]
         running = {
             "sample": lambda: draw_samples(scaling, tasks, 4),
-            "budget": lambda: force_budget(scaling, tasks, 4, Budget(min_tokens=3, max_tokens=9)),
+            "budget": lambda: force_budget(scaling, tasks, 4, ThinkingBudget(min_tokens=3, max_tokens=9)),
             "refine": lambda: refine(scaling, tasks, 4, rounds=1),
         }[way]()
         return asyncio.run(running), [request.id for request in sampler.requests]
@@ -225,9 +225,9 @@ def test_an_attempt_that_never_answers_ends_with_its_deadline() -> None:
         asyncio.run(draw_samples(stuck, [task()], 1))
 
 
-def attempt(right: bool | None, *, logprob: float = -1.0, answer: str = "x", drawn: int = 10) -> Attempt:
+def attempt(right: bool | None, *, logprob: float = -1.0, answer: str = "x", drawn: int = 10) -> ScalingAttempt:
     score = Score.unscorable("none") if right is None else Score.of(float(right))
-    return Attempt(
+    return ScalingAttempt(
         text="", whole="", score=score, is_right=bool(right), answer=answer, num_drawn=drawn, mean_logprob=logprob
     )
 

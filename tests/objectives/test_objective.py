@@ -14,7 +14,7 @@ from temper.objectives import (
     POLICY_GRADIENTS,
     Objective,
     Scored,
-    Sloped,
+    SlopedWeighting,
     Tokens,
     TopTokens,
     join,
@@ -213,7 +213,7 @@ def test_an_empty_microbatch_gives_a_connected_zero(name) -> None:
     assert parameter.grad.tolist() == [0.0, 0.0, 0.0]
     terms = {f"loss/{term.name}" for term in objective.regularizers} | {"loss/policy"}
     assert set(metrics.finish()) == terms | (
-        {"loss/weight_slope"} if isinstance(objective.weighting.run, Sloped) else set()
+        {"loss/weight_slope"} if isinstance(objective.weighting.run, SlopedWeighting) else set()
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from temper.objectives import POLICY_GRADIENTS, Extent, Objective, PolicyObjective, Tokens, TopTokens, objective_loss
 from temper.objectives.advantage.advantages import raw
-from temper.objectives.objective import Gain, Measured
+from temper.objectives.objective import BatchMeasure, Gain
 from temper.objectives.policy.gates import GATES, clip, gmpo, none
 from temper.objectives.policy.proximals import trainer
 from temper.objectives.policy.ratios import RATIOS, sequence_geometric, token
@@ -117,7 +117,7 @@ def test_the_comparison_rejects_every_preset_whose_gate_is_off_by_a_percent(f1, 
 
 def without_regularizers(preset: Objective) -> Objective:
     """Leaves out what need not be plain: added terms, emphasis, and rules that pick tokens of the whole batch."""
-    corrections = tuple(rule for rule in preset.corrections if not isinstance(rule.run, Measured))
+    corrections = tuple(rule for rule in preset.corrections if not isinstance(rule.run, BatchMeasure))
     return dataclasses.replace(preset, regularizers=(), emphasis=(), corrections=corrections)
 
 

@@ -24,7 +24,7 @@ from temper.objectives import (
     Extent,
     MetricSums,
     Objective,
-    Sloped,
+    SlopedWeighting,
     Tokens,
     TopTokens,
     advantages_of,
@@ -173,7 +173,9 @@ def shares_of(objective: Objective, step: Step) -> Shares:
 def weights_of(objective: Objective, lengths_B: Tensor, credit: Credit) -> tuple[Tensor, Tensor]:
     extent = Extent(lengths=lengths_B, group_ids=credit.group_ids, max_new_tokens=10, scales={"length_softmax": 0.7})
     rule = objective.weighting.run
-    slopes_B = rule.slopes(extent) if isinstance(rule, Sloped) else torch.zeros(len(lengths_B), dtype=torch.float64)
+    slopes_B = (
+        rule.slopes(extent) if isinstance(rule, SlopedWeighting) else torch.zeros(len(lengths_B), dtype=torch.float64)
+    )
     return objective.weighting(extent), slopes_B
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from temper.commands.training.train import Records, run_stages
+from temper.commands.training.train import RunRecords, run_stages
 from temper.config import RunConfig, resolve
 from temper.runs.display import Display
 from temper.runs.reader import RunReader
@@ -35,7 +35,7 @@ def stages(tiny_recipe: dict[str, Any], server: Any) -> list[RunConfig]:
 def train(stages: Sequence[RunConfig], folder: Path, *, resume: bool = False) -> None:
     store = open_run(folder, config="", resume=resume)
     try:
-        asyncio.run(run_stages(stages, folder, Records(store, Display())))
+        asyncio.run(run_stages(stages, folder, RunRecords(store, Display())))
     finally:
         store.close()
 

@@ -20,8 +20,8 @@ from temper.models.load import load_tokenizer
 from temper.models.tiny import make_tiny_model
 from temper.serve.app import App, HttpSettings
 from temper.serve.conversation import Conversations
-from temper.serve.gateway import Gateway, Limits
-from temper.serve.records import Records
+from temper.serve.gateway import Gateway, ServerLimits
+from temper.serve.records import RecordFile
 from temper.serve.server import Ending, make_server, serve
 from temper.tasks.render import Renderer
 from temper.types import Completion, Finish, Request
@@ -161,9 +161,9 @@ def serve_scripted(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., Ser
     def start(
         engine: Any, *, record: bool = False, max_in_flight: int = 64, shutdown_seconds: float = 5.0, **http: Any
     ) -> Served:
-        records = Records(tmp_path / "records.db") if record else None
+        records = RecordFile(tmp_path / "records.db") if record else None
         renderer = Renderer(tokenizer)
-        limits = Limits(model="tiny", stop_ids=renderer.stop_ids, max_length=CONTEXT, max_in_flight=max_in_flight)
+        limits = ServerLimits(model="tiny", stop_ids=renderer.stop_ids, max_length=CONTEXT, max_in_flight=max_in_flight)
         gateway = Gateway(engine, Conversations(tokenizer, renderer, records), records, limits)
 
         async def close() -> None:

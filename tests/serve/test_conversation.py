@@ -12,35 +12,35 @@ from typing import Any
 import pytest
 
 from temper.errors import UserError
-from temper.serve.asked import Asked, read_asked
-from temper.serve.conversation import Conversations, Prompt
-from temper.serve.records import Entry, Records, read_records
+from temper.serve.asked import ChatRequest, read_asked
+from temper.serve.conversation import ChatPrompt, Conversations
+from temper.serve.records import Entry, RecordFile, read_records
 from temper.serve.refusals import Refused
 from temper.tasks.render import Renderer
 from temper.types import Completion, Finish, SamplingParams
 
-Say = Callable[[Sequence[tuple[str, str]]], tuple[Asked, Prompt]]
+Say = Callable[[Sequence[tuple[str, str]]], tuple[ChatRequest, ChatPrompt]]
 
 
 @pytest.fixture
-def records(tmp_path: Path) -> Records:
-    return Records(tmp_path / "records.db")
+def records(tmp_path: Path) -> RecordFile:
+    return RecordFile(tmp_path / "records.db")
 
 
 @pytest.fixture
-def conversations(tokenizer: Any, records: Records) -> Conversations:
+def conversations(tokenizer: Any, records: RecordFile) -> Conversations:
     return Conversations(tokenizer, Renderer(tokenizer), records)
 
 
-def asked_of(said: Sequence[tuple[str, str]], session: str = "s") -> Asked:
+def asked_of(said: Sequence[tuple[str, str]], session: str = "s") -> ChatRequest:
     messages = [{"role": role, "content": content} for role, content in said]
     body = json.dumps({"model": "tiny", "messages": messages}).encode()
     return read_asked("/v1/chat/completions", body, session)
 
 
 def answer(
-    conversations: Conversations, records: Records, asked: Asked, ids: list[int], is_cut: bool = False
-) -> tuple[Prompt, Completion]:
+    conversations: Conversations, records: RecordFile, asked: ChatRequest, ids: list[int], is_cut: bool = False
+) -> tuple[ChatPrompt, Completion]:
     """Draws these ids, records them as the gateway does."""
     prompt, words = conversations.prompts(asked)[0], conversations.words
     completion = Completion(
@@ -69,7 +69,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 
 def test_special_tokens_drawn_amid_an_answer_come_back(
-    conversations: Conversations, records: Records, tokenizer: Any
+    conversations: Conversations, records: RecordFile, tokenizer: Any
 ) -> None:
     # The client sees "ab": the marker between is not text. Encoding "ab" again would lose it.
     drawn = ids_of(tokenizer, "a<|user|>b<|end|>")
@@ -81,7 +81,9 @@ def test_special_tokens_drawn_amid_an_answer_come_back(
     assert [message.content for message in second.origin.messages] == ["r"]
 
 
-def test_without_a_session_nothing_is_looked_up(conversations: Conversations, records: Records, tokenizer: Any) -> None:
+def test_without_a_session_nothing_is_looked_up(
+    conversations: Conversations, records: RecordFile, tokenizer: Any
+) -> None:
     drawn = ids_of(tokenizer, "a<|user|>b<|end|>")
     answer(conversations, records, asked_of([("user", "q")]), drawn)
     said = [("user", "q"), ("assistant", "ab"), ("user", "r")]
@@ -92,7 +94,7 @@ def test_without_a_session_nothing_is_looked_up(conversations: Conversations, re
 
 
 def test_an_answer_that_was_changed_is_a_fork_from_where_it_still_agrees(
-    conversations: Conversations, records: Records, tokenizer: Any
+    conversations: Conversations, records: RecordFile, tokenizer: Any
 ) -> None:
     drawn = ids_of(tokenizer, "a<|user|>b<|end|>")
     first, completion = answer(conversations, records, asked_of([("user", "q")]), drawn)
@@ -105,7 +107,7 @@ def test_an_answer_that_was_changed_is_a_fork_from_where_it_still_agrees(
 
 
 def test_an_answer_without_its_stop_text_is_a_fork(
-    conversations: Conversations, records: Records, tokenizer: Any
+    conversations: Conversations, records: RecordFile, tokenizer: Any
 ) -> None:
     answer(conversations, records, asked_of([("user", "q")]), ids_of(tokenizer, "abSTOP"), is_cut=True)
     prompt = conversations.prompts(asked_of([("user", "q"), ("assistant", "ab"), ("user", "r")]))[0]
@@ -113,7 +115,7 @@ def test_an_answer_without_its_stop_text_is_a_fork(
     assert prompt.origin.parent is None
 
 
-def test_a_template_that_rewrites_history_is_a_fork(tokenizer: Any, records: Records) -> None:
+def test_a_template_that_rewrites_history_is_a_fork(tokenizer: Any, records: RecordFile) -> None:
     import copy
 
     rewriting = copy.deepcopy(tokenizer)
@@ -125,7 +127,7 @@ def test_a_template_that_rewrites_history_is_a_fork(tokenizer: Any, records: Rec
 
 
 def test_an_answer_cut_at_its_length_goes_on_with_the_end_of_turn(
-    conversations: Conversations, records: Records, tokenizer: Any
+    conversations: Conversations, records: RecordFile, tokenizer: Any
 ) -> None:
     first, _ = answer(conversations, records, asked_of([("user", "q")]), ids_of(tokenizer, "ab"))
     prompt = conversations.prompts(asked_of([("user", "q"), ("assistant", "ab"), ("user", "r")]))[0]
@@ -134,9 +136,9 @@ def test_an_answer_cut_at_its_length_goes_on_with_the_end_of_turn(
 
 
 def test_plain_completions_that_go_on_reuse_the_drawn_ids(
-    conversations: Conversations, records: Records, tokenizer: Any
+    conversations: Conversations, records: RecordFile, tokenizer: Any
 ) -> None:
-    def plain(prompt: str) -> Asked:
+    def plain(prompt: str) -> ChatRequest:
         body = json.dumps({"model": "tiny", "prompt": prompt}).encode()
         return read_asked("/v1/completions", body, "p")
 
@@ -162,7 +164,7 @@ def test_tools_that_no_template_shows_are_refused(tokenizer: Any) -> None:
         Conversations(silent, Renderer(silent), None).prompts(asked)
 
 
-def test_records_read_back_to_the_bit(conversations: Conversations, records: Records, tmp_path: Path) -> None:
+def test_records_read_back_to_the_bit(conversations: Conversations, records: RecordFile, tmp_path: Path) -> None:
     _, completion = answer(conversations, records, asked_of([("user", "q")]), [7, 8, 1])
     row = read_records(tmp_path / "records.db")[0]
     assert row.turn.completion == completion
@@ -172,11 +174,11 @@ def test_records_read_back_to_the_bit(conversations: Conversations, records: Rec
 
 
 def test_a_server_started_again_goes_on_with_its_records(
-    conversations: Conversations, records: Records, tokenizer: Any, tmp_path: Path
+    conversations: Conversations, records: RecordFile, tokenizer: Any, tmp_path: Path
 ) -> None:
     first, _ = answer(conversations, records, asked_of([("user", "q")]), ids_of(tokenizer, "a<|user|>b<|end|>"))
     records.close()
-    again = Conversations(tokenizer, Renderer(tokenizer), Records(tmp_path / "records.db"))
+    again = Conversations(tokenizer, Renderer(tokenizer), RecordFile(tmp_path / "records.db"))
     prompt = again.prompts(asked_of([("user", "q"), ("assistant", "ab"), ("user", "r")]))[0]
     assert prompt.origin.history == "extends"
     assert prompt.ids[: len(first.ids)] == first.ids
@@ -191,7 +193,7 @@ def test_a_file_that_is_something_else_is_not_written_to(tmp_path: Path) -> None
     for path in (other, text):
         before = path.read_bytes()
         with pytest.raises(UserError, match="Give a new file"):
-            Records(path)
+            RecordFile(path)
         assert path.read_bytes() == before
     with pytest.raises(UserError, match="no file of records"):
         read_records(tmp_path / "missing.db")

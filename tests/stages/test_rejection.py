@@ -26,7 +26,7 @@ from temper.rollout.episode import EpisodeSetup
 from temper.rollout.selection import read_selection
 from temper.rollout.source import RolloutSettings, RolloutSource
 from temper.stages.reading.examples import example_rows
-from temper.stages.rejection import KEPT_FILE, KeepRules, Ledger, Rejection, Row, keep_of
+from temper.stages.rejection import KEPT_FILE, KeepRules, KeptRow, Ledger, Rejection, keep_of
 from temper.tasks.dataset import Stream, read_file
 from temper.tasks.generators import make_source
 from temper.tasks.render import Renderer
@@ -225,9 +225,9 @@ def test_gold_answers_under_the_name_of_answers_would_be_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Why the column is called "gold"."""
-    own = Row.as_json
+    own = KeptRow.as_json
     monkeypatch.setattr(
-        Row, "as_json", lambda self, **kind: {**own(self, **kind), "answer": "gold " + (self.gold or "")}
+        KeptRow, "as_json", lambda self, **kind: {**own(self, **kind), "answer": "gold " + (self.gold or "")}
     )
     with pytest.raises(AssertionError):
         test_what_is_kept_is_read_back_as_examples_and_trains_what_was_said(tmp_path)

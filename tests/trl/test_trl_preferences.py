@@ -33,7 +33,7 @@ from temper.objectives.losses.preferences import (
     simpo,
 )
 from temper.objectives.losses.reward_models import reward_model_loss
-from temper.objectives.losses.unpaired import Labelled, kto, kto_baseline, labelled_loss
+from temper.objectives.losses.unpaired import LabelledCompletions, kto, kto_baseline, labelled_loss
 
 pytest.importorskip("trl")
 from trl import DPOTrainer, KTOTrainer, RewardTrainer
@@ -233,7 +233,7 @@ def test_kto_and_its_baseline_are_those_of_trl(shift: float) -> None:
         return fused(logprobs, is_response) if input_ids[0, 0] == 1 else fused(mismatched, is_mismatched)
 
     theirs = trainer._compute_loss(model, inputs, return_outputs=False)
-    labelled = Labelled(
+    labelled = LabelledCompletions(
         logprobs=(logprobs * is_response).sum(1),
         reference_logprobs=reference,
         is_desirable=is_desirable,

@@ -37,15 +37,15 @@ def best(
     require_suite(suite, data, set_)
     with importing():
         from temper.commands.judging import verify as rewards
-        from temper.commands.judging.best import Wanted, render
+        from temper.commands.judging.best import BestRequest, render
         from temper.commands.judging.best import best as draw
-        from temper.commands.judging.evaluate import Asked
+        from temper.commands.judging.evaluate import SuiteRequest
 
-    asked = Asked(
+    asked = SuiteRequest(
         suite=suite, data=data, temperature=temperature, max_new_tokens=max_new_tokens, limit=limit, seed=seed,
         numerics="fast" if fast else "exact", overrides=set_ or (),
     )  # fmt: skip
-    wanted = Wanted(
+    wanted = BestRequest(
         prompts=tuple(prompts or ()), reward=reward, options=rewards.read_options(options), n=n,
         answer_field=answer_field,
     )  # fmt: skip

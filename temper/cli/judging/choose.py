@@ -38,10 +38,10 @@ def choose(
     with importing():
         from temper.commands.judging.choose import choose as rate
         from temper.commands.judging.choose import render
-        from temper.commands.judging.evaluate import Asked
+        from temper.commands.judging.evaluate import SuiteRequest
 
     probes = [
-        Asked(
+        SuiteRequest(
             suite=name, samples=samples, temperature=temperature, max_new_tokens=max_new_tokens, limit=limit,
             seed=seed, numerics="fast" if fast else "exact",
         )

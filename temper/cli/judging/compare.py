@@ -38,9 +38,9 @@ def compare(
     require_suite(suite, data, set_)
     with importing():
         from temper.commands.judging.compare import compare_models, render
-        from temper.commands.judging.evaluate import Asked
+        from temper.commands.judging.evaluate import SuiteRequest
 
-    asked = Asked(
+    asked = SuiteRequest(
         suite=suite, data=data, samples=samples, temperature=temperature, max_new_tokens=max_new_tokens, limit=limit,
         seed=seed, numerics="fast" if fast else "exact", overrides=set_ or (),
     )  # fmt: skip

@@ -42,9 +42,9 @@ def evaluate(
     require_suite(suite, data, set_)
     if suite:
         with importing():
-            from temper.commands.judging.evaluate import Asked, evaluate_suite, render
+            from temper.commands.judging.evaluate import SuiteRequest, evaluate_suite, render
 
-        asked = Asked(
+        asked = SuiteRequest(
             suite=suite, data=data, samples=samples, temperature=temperature, top_p=top_p,
             max_new_tokens=max_new_tokens, limit=limit, seed=seed, out=target, force=force,
             numerics="fast" if fast else "exact", overrides=set_ or (),

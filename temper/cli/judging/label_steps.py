@@ -33,11 +33,11 @@ def label_steps(
     require_checkpoint(checkpoint)
     require_suite(suite, data)
     with importing():
-        from temper.commands.judging.evaluate import Asked
+        from temper.commands.judging.evaluate import SuiteRequest
         from temper.commands.judging.label_steps import label_steps as label
         from temper.stages.step_labels import Labelling
 
-    asked = Asked(
+    asked = SuiteRequest(
         suite=suite, data=data, samples=samples, max_new_tokens=max_new_tokens, limit=limit, seed=seed,
         numerics="fast" if fast else "exact",
     )  # fmt: skip

@@ -36,12 +36,12 @@ def scale(
     require_checkpoint(checkpoint)
     require_suite(suite, data, set_)
     with importing():
-        from temper.commands.judging.evaluate import Asked
+        from temper.commands.judging.evaluate import SuiteRequest
         from temper.commands.judging.scale import Ways, parse_budgets, render
         from temper.commands.judging.scale import scale as run_modes
-        from temper.evals.scaling import Budget
+        from temper.evals.scaling import ThinkingBudget
 
-    shape = Budget(max_tokens=1, continuation=continuation, answer_prefix=answer_prefix, think_end=think_end)
+    shape = ThinkingBudget(max_tokens=1, continuation=continuation, answer_prefix=answer_prefix, think_end=think_end)
     ways = Ways(
         modes=tuple(filter(None, (mode.strip() for mode in modes.split(",")))),
         samples=samples,
@@ -50,5 +50,5 @@ def scale(
         rounds=rounds,
     )
     numerics: Literal["exact", "fast"] = "fast" if fast else "exact"
-    asked = Asked(suite=suite, data=data, limit=limit, seed=seed, numerics=numerics, overrides=set_ or ())
+    asked = SuiteRequest(suite=suite, data=data, limit=limit, seed=seed, numerics=numerics, overrides=set_ or ())
     out.print(render(run_modes(checkpoint, asked, ways, out=target, note=note)))

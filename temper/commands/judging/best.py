@@ -21,12 +21,12 @@ from rich.text import Text
 from temper import calls
 from temper.catalogue import reward_of
 from temper.commands.find import find_model
-from temper.commands.judging.evaluate import Asked, Note, open_setup, with_decoding
+from temper.commands.judging.evaluate import Note, SuiteRequest, open_setup, with_decoding
 from temper.commands.progress import show_work
 from temper.config.sources import RewardConfig
 from temper.errors import UserError
 from temper.evals.attempts import Attempts, play
-from temper.evals.best_of import Gain, Pick, gains, pick
+from temper.evals.best_of import BestOfGain, Pick, gains, pick
 from temper.evals.suites import Suite, SuiteSource, answer_of, load_suite, read_tasks
 from temper.runs.results import PromptResult
 from temper.tasks.dataset import read_file
@@ -39,7 +39,7 @@ FILES = (".jsonl", ".ndjson", ".json", ".parquet", ".pq")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class BestRequest:
     """What is asked, and by what the answers are chosen."""
 
     prompts: tuple[str, ...] = ()
@@ -59,10 +59,12 @@ class BestOf:
     """The answer to every prompt, and what choosing was worth."""
 
     picks: tuple[Pick, ...]
-    gains: tuple[Gain, ...]
+    gains: tuple[BestOfGain, ...]
 
 
-def best(checkpoint: Path, asked: Asked, wanted: Wanted, *, out: Path | None = None, note: Note = print_line) -> BestOf:
+def best(
+    checkpoint: Path, asked: SuiteRequest, wanted: BestRequest, *, out: Path | None = None, note: Note = print_line
+) -> BestOf:
     """Draws, scores, picks; writes one line per prompt to `out`. Raises UserError when a prompt cannot be scored."""
     folder = find_model(checkpoint)
     suite, tasks = open_questions(asked, wanted)
@@ -74,7 +76,7 @@ def best(checkpoint: Path, asked: Asked, wanted: Wanted, *, out: Path | None = N
     return found
 
 
-def open_questions(asked: Asked, wanted: Wanted) -> tuple[Suite, tuple[Task, ...]]:
+def open_questions(asked: SuiteRequest, wanted: BestRequest) -> tuple[Suite, tuple[Task, ...]]:
     """The suite that says how to ask and to judge, with n samples each, and the tasks."""
     if asked.suite:
         suite = load_suite(asked.suite, data=asked.data, overrides=asked.overrides)
@@ -98,7 +100,7 @@ def open_questions(asked: Asked, wanted: Wanted) -> tuple[Suite, tuple[Task, ...
     return suite, tasks[: asked.limit or len(tasks)]
 
 
-def _tasks(text: str, place: int, wanted: Wanted) -> tuple[Task, ...]:
+def _tasks(text: str, place: int, wanted: BestRequest) -> tuple[Task, ...]:
     if text.endswith(FILES):
         return read_file(Path(text).expanduser(), wanted.prompt_field, wanted.answer_field).tasks
     if not text.strip():
@@ -107,7 +109,7 @@ def _tasks(text: str, place: int, wanted: Wanted) -> tuple[Task, ...]:
 
 
 async def _draw(
-    suite: Suite, tasks: Sequence[Task], asked: Asked, folder: Path, note: Note
+    suite: Suite, tasks: Sequence[Task], asked: SuiteRequest, folder: Path, note: Note
 ) -> tuple[PromptResult, ...]:
     rubric = reward_of(suite.reward)
     try:

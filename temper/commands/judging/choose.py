@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from temper.commands.find import find_model, leaves_of
-from temper.commands.judging.evaluate import Asked, Note, budget_of, evaluate_suite, open_suite, weights_sha256
+from temper.commands.judging.evaluate import Note, SuiteRequest, budget_of, evaluate_suite, open_suite, weights_sha256
 from temper.errors import UserError
 from temper.evals.passk import pass_at_k
 from temper.evals.scores import ROUNDING, Metric, share_interval
@@ -30,7 +30,7 @@ from temper.trainer.checkpoint import list_checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rated:
+class CheckpointRating:
     """One checkpoint on the probe set of every domain."""
 
     checkpoint: Path
@@ -39,19 +39,19 @@ class Rated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class CheckpointChoice:
     k: int
-    rated: tuple[Rated, ...]
+    rated: tuple[CheckpointRating, ...]
     winners: Mapping[str, Path]
     """By suite."""
-    average: Rated | None
+    average: CheckpointRating | None
     """None: not asked for."""
 
 
 def choose(
-    candidates: Sequence[Path], probes: Sequence[Asked], *, k: int, out: Path, average: Path | None = None,
+    candidates: Sequence[Path], probes: Sequence[SuiteRequest], *, k: int, out: Path, average: Path | None = None,
     stage: str = "", note: Note = print_line,
-) -> Chosen:  # fmt: skip
+) -> CheckpointChoice:  # fmt: skip
     """Evaluates every candidate on every probe set, names the winners, averages them. Results go to `out`, and those
     that are there already, of the same weights and budget, are not drawn again.
 
@@ -65,7 +65,7 @@ def choose(
         raise UserError(f"{average} is not empty. Give a new directory")
     asks = [dataclasses.replace(asked, samples=_samples(asked, k)) for asked in probes]
     rated = tuple(
-        Rated(
+        CheckpointRating(
             checkpoint=checkpoint,
             scores={
                 name: _rate(checkpoint, asked, k, out / f"{name}-{place}.json", note)
@@ -79,14 +79,14 @@ def choose(
     if average is not None:
         average_checkpoints([winners[name] for name in names], average, facts=_facts(rated, winners, k))
         note(f"saved: {average}")
-        made = Rated(
+        made = CheckpointRating(
             checkpoint=average,
             scores={
                 name: _rate(average, asked, k, out / f"{name}-average.json", note)
                 for name, asked in zip(names, asks, strict=True)
             },
         )
-    chosen = Chosen(k=k, rated=rated, winners=winners, average=made)
+    chosen = CheckpointChoice(k=k, rated=rated, winners=winners, average=made)
     (out / "choice.json").write_text(json.dumps(as_table(chosen), indent=1, allow_nan=False), encoding="utf-8")
     return chosen
 
@@ -114,7 +114,7 @@ def find_candidates(paths: Sequence[Path], *, stage: str = "") -> list[Path]:
     return unique
 
 
-def winner(rated: Sequence[Rated], suite: str) -> Path:
+def winner(rated: Sequence[CheckpointRating], suite: str) -> Path:
     """The highest pass@k; of equal ones the first, which has trained least."""
     return max(rated, key=lambda each: each.scores[suite]["score"]).checkpoint
 
@@ -130,7 +130,7 @@ def pass_at(result: SuiteResult, k: int) -> Metric:
     return share_interval(values, sum(map(len, enough)))
 
 
-def _samples(asked: Asked, k: int) -> int:
+def _samples(asked: SuiteRequest, k: int) -> int:
     if asked.temperature == 0 and k > 1:
         raise UserError(f"pass@{k} needs different samples, and temperature 0 gives one. Use a temperature")
     if asked.samples is not None and asked.samples < k:
@@ -138,7 +138,7 @@ def _samples(asked: Asked, k: int) -> int:
     return asked.samples or k
 
 
-def _rate(checkpoint: Path, asked: Asked, k: int, path: Path, note: Note) -> Metric:
+def _rate(checkpoint: Path, asked: SuiteRequest, k: int, path: Path, note: Note) -> Metric:
     """pass@k of one checkpoint: from the file if it holds just this, else drawn now."""
     suite, tasks = open_suite(asked)
     if path.is_file():
@@ -149,7 +149,7 @@ def _rate(checkpoint: Path, asked: Asked, k: int, path: Path, note: Note) -> Met
     return pass_at(evaluate_suite(checkpoint, dataclasses.replace(asked, out=path, force=True), note=note), k)
 
 
-def _facts(rated: Sequence[Rated], winners: Mapping[str, Path], k: int) -> dict[str, Any]:
+def _facts(rated: Sequence[CheckpointRating], winners: Mapping[str, Path], k: int) -> dict[str, Any]:
     """What the record of an average says about the choice."""
     scores = {each.checkpoint: each.scores for each in rated}
     return {
@@ -158,7 +158,7 @@ def _facts(rated: Sequence[Rated], winners: Mapping[str, Path], k: int) -> dict[
     }
 
 
-def as_table(chosen: Chosen) -> dict[str, Any]:
+def as_table(chosen: CheckpointChoice) -> dict[str, Any]:
     everyone = (*chosen.rated, *(() if chosen.average is None else (chosen.average,)))
     return {
         "k": chosen.k,
@@ -168,7 +168,7 @@ def as_table(chosen: Chosen) -> dict[str, Any]:
     }
 
 
-def render(chosen: Chosen) -> RenderableType:
+def render(chosen: CheckpointChoice) -> RenderableType:
     suites = list(chosen.winners)
     table = Table("checkpoint", *suites, title=f"pass@{chosen.k}, 95% interval")
     for each in chosen.rated:
@@ -181,6 +181,6 @@ def render(chosen: Chosen) -> RenderableType:
     return Group(table, Text("\n".join(["chosen:", *lines])))
 
 
-def _cell(rated: Rated, suite: str, *, is_best: bool) -> str:
+def _cell(rated: CheckpointRating, suite: str, *, is_best: bool) -> str:
     metric = rated.scores[suite]
     return f"{metric['score']:.1%} ({metric['low']:.1%} to {metric['high']:.1%}){' *' if is_best else ''}"

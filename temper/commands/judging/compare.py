@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from temper.commands.judging.evaluate import Asked, budget_of, evaluate_suite, with_decoding
+from temper.commands.judging.evaluate import SuiteRequest, budget_of, evaluate_suite, with_decoding
 from temper.errors import UserError
 from temper.evals.comparison.compare import Comparison, PromptChange, compare
 from temper.evals.comparison.page import chance_note, panels, render_page, say, say_change, write_png
@@ -31,7 +31,7 @@ SHOWN = 5
 Note = Callable[[str], None]
 
 
-def compare_models(base: Path, trained: Path, asked: Asked, *, out: Path, note: Note = print_line) -> Comparison:
+def compare_models(base: Path, trained: Path, asked: SuiteRequest, *, out: Path, note: Note = print_line) -> Comparison:
     """Compares two results of `temper eval --suite`, or two checkpoints, or one of each; writes into `out`.
 
     Checkpoints are asked as the other's result was, or both as `asked` says, with 64 samples unless it says otherwise.
@@ -98,12 +98,12 @@ def render(comparison: Comparison) -> RenderableType:
     return Group(Text(f"{verdict.kind}: {verdict.evidence}", style="bold"), table, Text("\n".join(lines)))
 
 
-def _with_samples(asked: Asked) -> Asked:
+def _with_samples(asked: SuiteRequest) -> SuiteRequest:
     """As many samples as a verdict about large k needs, unless the user said how many."""
     return asked if asked.samples is not None else dataclasses.replace(asked, samples=LARGE_K)
 
 
-def _like(result: SuiteResult, asked: Asked) -> Asked:
+def _like(result: SuiteResult, asked: SuiteRequest) -> SuiteRequest:
     """The settings of a result, for the checkpoint it is compared with."""
     budget: dict[str, Any] = dict(result.budget)
     names = ("samples", "temperature", "top_p", "max_new_tokens")
@@ -117,7 +117,7 @@ def _like(result: SuiteResult, asked: Asked) -> Asked:
     )
 
 
-def _evaluate(checkpoint: Path, asked: Asked, known: SuiteResult | None, note: Note) -> SuiteResult:
+def _evaluate(checkpoint: Path, asked: SuiteRequest, known: SuiteResult | None, note: Note) -> SuiteResult:
     if not asked.suite:
         raise UserError(f"{checkpoint} is no result file, so a suite must be asked. Say which: --suite gsm8k")
     if known is not None:

@@ -56,7 +56,7 @@ COUNTS = ("tokens", "turns", "tool_calls", "tool_errors", "timeouts", "denied", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class SuiteRequest:
     """The command line. None: as the suite says."""
 
     suite: str
@@ -81,7 +81,9 @@ class Asked:
 Note = Callable[[str], None]
 
 
-def evaluate_suite(checkpoint: Path, asked: Asked, *, note: Note = print_line, is_live: bool = True) -> SuiteResult:
+def evaluate_suite(
+    checkpoint: Path, asked: SuiteRequest, *, note: Note = print_line, is_live: bool = True
+) -> SuiteResult:
     """Evaluates and saves. Raises UserError, before anything is drawn, when the file holds another budget's result."""
     folder = find_model(checkpoint)
     suite, tasks = open_suite(asked)
@@ -109,13 +111,13 @@ def evaluate_suite(checkpoint: Path, asked: Asked, *, note: Note = print_line, i
     return result
 
 
-def open_suite(asked: Asked) -> tuple[Suite, tuple[Task, ...]]:
+def open_suite(asked: SuiteRequest) -> tuple[Suite, tuple[Task, ...]]:
     """The suite as the command line wants it, and its tasks."""
     suite = with_decoding(load_suite(asked.suite, data=asked.data, overrides=asked.overrides), asked)
     return suite, read_tasks(suite, limit=asked.limit)
 
 
-def with_decoding(suite: Suite, asked: Asked) -> Suite:
+def with_decoding(suite: Suite, asked: SuiteRequest) -> Suite:
     """The suite, asked as the command line says."""
     names = ("samples", "temperature", "top_p", "max_new_tokens")
     given = {name: value for name in names if (value := getattr(asked, name)) is not None}
@@ -179,7 +181,7 @@ def require_same_budget(path: Path, budget: dict[str, Scalar], *, force: bool) -
 
 
 async def _evaluate(
-    suite: Suite, tasks: Sequence[Task], asked: Asked, folder: Path, note: Note, is_live: bool
+    suite: Suite, tasks: Sequence[Task], asked: SuiteRequest, folder: Path, note: Note, is_live: bool
 ) -> tuple[float | None, tuple[PromptResult, ...]]:
     """The score of the constant answer, and what was drawn."""
     rubric = reward_of(suite.reward)
@@ -206,7 +208,7 @@ async def _evaluate(
 
 
 def open_setup(
-    suite: Suite, tasks: Sequence[Task], asked: Asked, folder: Path, rubric: CompositeReward, note: Note
+    suite: Suite, tasks: Sequence[Task], asked: SuiteRequest, folder: Path, rubric: CompositeReward, note: Note
 ) -> tuple[EpisodeSetup, int]:
     """The episodes of a suite, and how many run together."""
     policy, decoding = describe_policy(folder), suite.decoding

@@ -14,7 +14,7 @@ from temper import calls
 from temper.build.policy import describe_policy
 from temper.catalogue import reward_of
 from temper.commands.find import find_model
-from temper.commands.judging.evaluate import Asked, Note, open_setup, open_suite
+from temper.commands.judging.evaluate import Note, SuiteRequest, open_setup, open_suite
 from temper.commands.judging.scale import require_single_turn
 from temper.commands.progress import show_work
 from temper.errors import UserError
@@ -29,7 +29,7 @@ SOLUTION = "solution"
 
 
 def label_steps(
-    checkpoint: Path, asked: Asked, rules: Labelling, *, out: Path, note: Note = print_line
+    checkpoint: Path, asked: SuiteRequest, rules: Labelling, *, out: Path, note: Note = print_line
 ) -> list[LabelledSteps]:
     """Labels and writes them to `out`, a .jsonl file that a stage of kind reward_model reads.
 
@@ -50,7 +50,7 @@ def label_steps(
 
 
 async def _label(
-    suite: Suite, tasks: Sequence[Task], asked: Asked, rules: Labelling, folder: Path, note: Note
+    suite: Suite, tasks: Sequence[Task], asked: SuiteRequest, rules: Labelling, folder: Path, note: Note
 ) -> list[LabelledSteps]:
     rubric = reward_of(suite.reward)
     try:

@@ -18,12 +18,12 @@ from temper import calls
 from temper.build.policy import describe_policy
 from temper.catalogue import reward_of
 from temper.commands.find import find_model
-from temper.commands.judging.evaluate import Asked, Note, budget_of, open_setup, with_decoding
+from temper.commands.judging.evaluate import Note, SuiteRequest, budget_of, open_setup, with_decoding
 from temper.commands.progress import show_work
 from temper.errors import UserError, did_you_mean
-from temper.evals.comparison.curves import Point, best_of, majority, panel, single
+from temper.evals.comparison.curves import CurvePoint, best_of, majority, panel, single
 from temper.evals.comparison.page import write_png
-from temper.evals.scaling import CHECK, Attempt, Budget, ScalingSetup, draw_samples, force_budget, refine
+from temper.evals.scaling import CHECK, ScalingAttempt, ScalingSetup, ThinkingBudget, draw_samples, force_budget, refine
 from temper.evals.suites import Suite, answer_of, load_suite, read_tasks
 from temper.rewards.composite import CompositeReward
 from temper.runs.report.plot import chart
@@ -39,9 +39,9 @@ class Ways:
     modes: tuple[str, ...]
     samples: int = 8
     """Of best-of-N and majority: N goes up to it. Other modes answer as often as the suite's samples."""
-    budgets: tuple[Budget, ...] = ()
+    budgets: tuple[ThinkingBudget, ...] = ()
     """Empty: made from the suite's token limit."""
-    shape: Budget = field(default_factory=lambda: Budget(max_tokens=1))
+    shape: ThinkingBudget = field(default_factory=lambda: ThinkingBudget(max_tokens=1))
     """Words and marks of budgets that are made."""
     rounds: int = 3
     """Of refinement, after the first answer."""
@@ -57,7 +57,7 @@ class Ways:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class ScalingWork:
     """What a mode works with."""
 
     setup: ScalingSetup
@@ -65,21 +65,21 @@ class Work:
     ways: Ways
     repeats: int
     """Answers per prompt of modes whose cost does not lie in their number."""
-    samples: list[list[Attempt]]
+    samples: list[list[ScalingAttempt]]
     """Drawn once, for all modes that choose among them."""
 
 
-async def _best_of(work: Work) -> list[Point]:
+async def _best_of(work: ScalingWork) -> list[CurvePoint]:
     return [*best_of(work.samples, by="reward"), *best_of(work.samples, by="logprob")]
 
 
-async def _majority(work: Work) -> list[Point]:
+async def _majority(work: ScalingWork) -> list[CurvePoint]:
     if all(attempt.answer is None for members in work.samples for attempt in members):
         raise UserError("mode majority: no answer could be read, or the suite does not say how (its key answer)")
     return majority(work.samples)
 
 
-async def _budget(work: Work) -> list[Point]:
+async def _budget(work: ScalingWork) -> list[CurvePoint]:
     points = []
     for budget in work.ways.budgets:
         attempts = await force_budget(work.setup, work.tasks, work.repeats, budget)
@@ -87,12 +87,12 @@ async def _budget(work: Work) -> list[Point]:
     return points
 
 
-async def _refine(work: Work) -> list[Point]:
+async def _refine(work: ScalingWork) -> list[CurvePoint]:
     rounds = await refine(work.setup, work.tasks, work.repeats, work.ways.rounds, work.ways.request)
     return [single("refine", f"round {number}", attempts) for number, attempts in enumerate(rounds)]
 
 
-MODES: dict[str, Callable[[Work], Awaitable[list[Point]]]] = {
+MODES: dict[str, Callable[[ScalingWork], Awaitable[list[CurvePoint]]]] = {
     "best_of": _best_of,
     "majority": _majority,
     "budget": _budget,
@@ -102,7 +102,7 @@ CHOOSING = ("best_of", "majority")
 """Modes that choose among independent samples."""
 
 
-def scale(checkpoint: Path, asked: Asked, ways: Ways, *, out: Path, note: Note = print_line) -> list[Point]:
+def scale(checkpoint: Path, asked: SuiteRequest, ways: Ways, *, out: Path, note: Note = print_line) -> list[CurvePoint]:
     """Runs the modes and writes scaling.json, scaling.svg and, where matplotlib is installed, scaling.png."""
     folder = find_model(checkpoint)
     suite = with_decoding(load_suite(asked.suite, data=asked.data, overrides=asked.overrides), asked)
@@ -123,7 +123,7 @@ def scale(checkpoint: Path, asked: Asked, ways: Ways, *, out: Path, note: Note =
     return points
 
 
-def write_scaling(points: Sequence[Point], title: str, out: Path, note: Note) -> None:
+def write_scaling(points: Sequence[CurvePoint], title: str, out: Path, note: Note) -> None:
     out.mkdir(parents=True, exist_ok=True)
     drawing = panel(points, title)
     (out / "scaling.svg").write_text(chart([drawing], width=640, height=380), encoding="utf-8")
@@ -134,7 +134,7 @@ def write_scaling(points: Sequence[Point], title: str, out: Path, note: Note) ->
         note(f"no scaling.png: {error}")
 
 
-def render(points: Sequence[Point]) -> Table:
+def render(points: Sequence[CurvePoint]) -> Table:
     """What the terminal shows. Tokens are per prompt; injected ones are not among those drawn."""
     has_unscorable = any(point.num_unscorable for point in points)
     last = ("unscorable",) if has_unscorable else ()
@@ -152,7 +152,7 @@ def render(points: Sequence[Point]) -> Table:
     return table
 
 
-def default_budgets(max_new_tokens: int, shape: Budget) -> tuple[Budget, ...]:
+def default_budgets(max_new_tokens: int, shape: ThinkingBudget) -> tuple[ThinkingBudget, ...]:
     """Cut at a quarter, at half and at all of the limit, and kept thinking for half of it. All else as in `shape`."""
     half = max(1, max_new_tokens // 2)
     ranges = ((0, max(1, max_new_tokens // 4)), (0, half), (0, max_new_tokens), (half, max_new_tokens))
@@ -160,7 +160,7 @@ def default_budgets(max_new_tokens: int, shape: Budget) -> tuple[Budget, ...]:
     return tuple(dataclasses.replace(shape, min_tokens=least, max_tokens=most) for least, most in ranges)
 
 
-def parse_budgets(text: str, shape: Budget) -> tuple[Budget, ...]:
+def parse_budgets(text: str, shape: ThinkingBudget) -> tuple[ThinkingBudget, ...]:
     """ "64,32-256": at most 64 thinking tokens; at least 32 and at most 256. All else as in `shape`."""
     budgets = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -180,7 +180,9 @@ def require_single_turn(suite: Suite, tasks: Sequence[Task]) -> None:
         )
 
 
-async def _run(suite: Suite, tasks: Sequence[Task], asked: Asked, ways: Ways, folder: Path, note: Note) -> list[Point]:
+async def _run(
+    suite: Suite, tasks: Sequence[Task], asked: SuiteRequest, ways: Ways, folder: Path, note: Note
+) -> list[CurvePoint]:
     rubric = reward_of(suite.reward)
     try:
         rubric.require_scorable(tasks)
@@ -190,8 +192,8 @@ async def _run(suite: Suite, tasks: Sequence[Task], asked: Asked, ways: Ways, fo
             with show_work(f"{suite.name}, samples", sampler=setup.sampler) as shown:
                 is_choosing = any(mode in CHOOSING for mode in ways.modes)
                 samples = await draw_samples(setup, tasks, ways.samples) if is_choosing else []
-                work = Work(setup=setup, tasks=tasks, ways=ways, repeats=suite.decoding.samples, samples=samples)
-                points: list[Point] = []
+                work = ScalingWork(setup=setup, tasks=tasks, ways=ways, repeats=suite.decoding.samples, samples=samples)
+                points: list[CurvePoint] = []
                 for mode in ways.modes:
                     shown.rename(f"{suite.name}, {mode}")
                     points += await MODES[mode](work)
@@ -203,7 +205,13 @@ async def _run(suite: Suite, tasks: Sequence[Task], asked: Asked, ways: Ways, fo
 
 
 def _open(
-    suite: Suite, tasks: Sequence[Task], asked: Asked, ways: Ways, folder: Path, rubric: CompositeReward, note: Note
+    suite: Suite,
+    tasks: Sequence[Task],
+    asked: SuiteRequest,
+    ways: Ways,
+    folder: Path,
+    rubric: CompositeReward,
+    note: Note,
 ) -> ScalingSetup:
     """The suite's model with room for the longest sequence that a mode can make."""
     policy = describe_policy(folder)
@@ -238,6 +246,6 @@ def _longest_turns(ways: Ways, suite: Suite, renderer: Renderer) -> int:
     return max(needed)
 
 
-def _longest_thought(budget: Budget, renderer: Renderer) -> int:
+def _longest_thought(budget: ThinkingBudget, renderer: Renderer) -> int:
     injected = budget.max_continuations * len(renderer.encode(budget.continuation))
     return budget.max_tokens + budget.answer_tokens + injected + len(renderer.encode(budget.answer_prefix))

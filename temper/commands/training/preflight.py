@@ -39,7 +39,7 @@ def dry_run(recipe: Path, *, overrides: Sequence[str] = ()) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened:
+class OpenedStage:
     """A stage as far as it can be looked at."""
 
     number: int
@@ -70,7 +70,7 @@ class Later:
         self._names[FIRST] = "the run's first model"
         self._policy_name = "a new model" if self.stages[0].model.new else str(self.first)
 
-    def open(self, config: RunConfig) -> Opened:
+    def open(self, config: RunConfig) -> OpenedStage:
         """The next stage."""
         self._number += 1
         awaited: dict[str, str] = {"starts from": self._policy_name}
@@ -82,7 +82,7 @@ class Later:
         for domain, path in config.model.taught_by.items():
             awaited[f"teacher of {domain}" if domain else "teacher"] = self._in_words(path)
         self._leave(config, readable, model)
-        return Opened(number=self._number, config=config, readable=readable, model=model, awaited=awaited)
+        return OpenedStage(number=self._number, config=config, readable=readable, model=model, awaited=awaited)
 
     def _leave(self, config: RunConfig, readable: RunConfig, model: Path) -> None:
         name = f"what stage {self._number} ({config.stage}) leaves"
@@ -129,7 +129,7 @@ class Later:
         return path
 
 
-def _describe_or_say_where(stage: Opened, num_stages: int) -> str:
+def _describe_or_say_where(stage: OpenedStage, num_stages: int) -> str:
     try:
         return _describe(stage)
     except UserError as error:
@@ -138,7 +138,7 @@ def _describe_or_say_where(stage: Opened, num_stages: int) -> str:
         raise UserError(f"stage {stage.number} ({stage.config.stage}): {error}") from error
 
 
-def _describe(stage: Opened) -> str:
+def _describe(stage: OpenedStage) -> str:
     config, kind = stage.config, kind_of(stage.config)
     objective = check_stage(config)
     data = open_data(stage.readable, objective, kind.reading, stage.model)
@@ -177,7 +177,7 @@ def _left_out(reasons: Sequence[str]) -> str:
     return f"{len(reasons)} tasks: {'; '.join(reasons[:3])}{'; ...' if len(reasons) > 3 else ''}"
 
 
-def _batch_rows(stage: Opened, kind: StageKind, objective: Objective, data: StageData) -> dict[str, str]:
+def _batch_rows(stage: OpenedStage, kind: StageKind, objective: Objective, data: StageData) -> dict[str, str]:
     """What one step takes: rows that are read, samples that are drawn, or now one and now the other."""
     config, rows = stage.config, dict[str, str]()
     if "rows" in stage.awaited:

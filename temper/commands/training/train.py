@@ -52,7 +52,7 @@ def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume
         steps = [config.steps for config in stages]
         mirrors = open_mirrors(stages[0].mirrors, folder, steps, partial(store.event, "warning"))
         display.start(folder)
-        work = run_stages(stages, folder, Records(store, display, mirrors))
+        work = run_stages(stages, folder, RunRecords(store, display, mirrors))
         if (number := calls.run(run_until_stopped(work))) is not None:
             raise Stopped(number)
         store.finish()
@@ -102,7 +102,7 @@ def choose_folder(name: str, *, resume: bool) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
+class RunRecords:
     """Where a run is written down and shown."""
 
     store: RunStore
@@ -118,7 +118,7 @@ class Records:
         self.display.note(line_of(alarm))
 
 
-async def run_stages(stages: Sequence[RunConfig], folder: Path, records: Records) -> None:
+async def run_stages(stages: Sequence[RunConfig], folder: Path, records: RunRecords) -> None:
     """Runs what is left of every stage."""
     store, display = records.store, records.display
     outputs = {FIRST: first_model(stages[0], folder)}
@@ -158,7 +158,7 @@ def starts_elsewhere(config: RunConfig, stages: Sequence[RunConfig]) -> bool:
     return config.model.path not in ("", stages[0].model.path)
 
 
-async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, records: Records) -> None:
+async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, records: RunRecords) -> None:
     store, display = records.store, records.display
     verdicts = Verdicts(stage.verdicts, store.verdicts)
     rules = configure(stage.config.alarms, is_moe="moe" in stage.data.shape.family)

@@ -35,7 +35,7 @@ async def within(seconds: float, complaint: str) -> AsyncIterator[None]:
         raise BackendError(f"{complaint} within {seconds:g} s") from error
 
 
-class Client:
+class SglangClient:
     def __init__(self, address: str, *, api_key: str, idle_seconds: float) -> None:
         try:
             import httpx

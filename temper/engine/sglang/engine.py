@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from temper.engine.manifest import Manifest, manifest_of
-from temper.engine.sglang.client import FIRST_PAUSE_SECONDS, Client, within
+from temper.engine.sglang.client import FIRST_PAUSE_SECONDS, SglangClient, within
 from temper.engine.sglang.probes import (
     probe_params,
     probe_prompt,
@@ -26,7 +26,7 @@ from temper.engine.sglang.probes import (
     refuse_truncation,
 )
 from temper.engine.sglang.weights import take_over, write_checkpoint
-from temper.engine.sglang.wire import Drawn, body_of, check_drawn, require_supported
+from temper.engine.sglang.wire import PartialCompletion, body_of, check_drawn, require_supported
 from temper.errors import BackendError, ContextFull, TaskError
 from temper.integrity import refuse_code
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
@@ -69,7 +69,7 @@ class SglangEngine:
 
     def __init__(self, settings: SglangSettings, *, version: int = 0) -> None:
         self._settings = settings
-        self._client = Client(settings.address, api_key=settings.api_key, idle_seconds=settings.idle_seconds)
+        self._client = SglangClient(settings.address, api_key=settings.api_key, idle_seconds=settings.idle_seconds)
         self._who = f"SGLang at {self._client.address}"
         self._version = version
         self._weight_version = ""
@@ -209,7 +209,7 @@ class SglangEngine:
             active.rid, active.is_cut = uuid.uuid4().hex, False
             return self._weight_version, self._version
 
-    def _finish_of(self, drawn: Drawn, active: Active, left: SamplingParams) -> Finish | None:
+    def _finish_of(self, drawn: PartialCompletion, active: Active, left: SamplingParams) -> Finish | None:
         """None: cut by a publication, to be gone on with."""
         reason, tokens = drawn.finish_reason or {}, drawn.token_ids
         if (finish := FINISHES.get(str(reason.get("type")))) is not None:
@@ -227,8 +227,8 @@ class SglangEngine:
 
     async def _draw(
         self, request_id: str, active: Active, prompt_ids: tuple[int, ...], params: SamplingParams
-    ) -> Drawn:
-        rid, drawn = active.rid, Drawn()
+    ) -> PartialCompletion:
+        rid, drawn = active.rid, PartialCompletion()
         body = body_of(rid=rid, prompt_ids=prompt_ids, params=params, seed=self._settings.seed, request_id=request_id)
         try:
             async with contextlib.aclosing(self._client.stream("/generate", body)) as events:
@@ -247,7 +247,7 @@ class SglangEngine:
         self._count(drawn)
         return drawn
 
-    def _count(self, drawn: Drawn) -> None:
+    def _count(self, drawn: PartialCompletion) -> None:
         cached = int(drawn.meta.get("cached_tokens") or 0)
         self._counts["requests"] += 1
         self._counts["cached_tokens"] += cached
@@ -303,14 +303,14 @@ class SglangEngine:
         length = min(max(8, 2 * self._page_size + 2), self._max_prompt - 2)
         return probe_prompt(self._vocabulary, length, seed=self._settings.seed)
 
-    async def _probe(self, prompt: tuple[int, ...], params: SamplingParams | None = None) -> Drawn:
+    async def _probe(self, prompt: tuple[int, ...], params: SamplingParams | None = None) -> PartialCompletion:
         active = Active(rid=uuid.uuid4().hex)
         params = params or SamplingParams(temperature=0.0, max_new_tokens=1)
         async with within(self._settings.control_seconds, f"{self._who} did not answer a probe"):
             return await self._draw("probe", active, prompt, params)
 
 
-def _require_version(who: str, drawn: Drawn, expected: str) -> None:
+def _require_version(who: str, drawn: PartialCompletion, expected: str) -> None:
     spans = [span["version"] for span in drawn.meta.get("weight_versions") or []]
     if told := {*spans, drawn.meta.get("weight_version")} - {expected}:
         raise BackendError(

@@ -13,7 +13,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from temper.engine.sglang.wire import Drawn
+from temper.engine.sglang.wire import PartialCompletion
 from temper.errors import UserError
 from temper.types import SamplingParams
 
@@ -61,7 +61,7 @@ def probe_params(vocabulary: int) -> tuple[SamplingParams, SamplingParams]:
     )
 
 
-def refuse_logprobs(address: str, plain: Drawn, hot: Drawn) -> None:
+def refuse_logprobs(address: str, plain: PartialCompletion, hot: PartialCompletion) -> None:
     """Same prompt, so the first distributions differ by temperature alone: gaps between logits shrink by it."""
     cold, warm = dict(plain.top[0]), dict(hot.top[0])
     shared = [token for token in cold if token in warm]
@@ -84,7 +84,7 @@ def refuse_logprobs(address: str, plain: Drawn, hot: Drawn) -> None:
         )
 
 
-def refuse_truncation(address: str, hot: Drawn) -> None:
+def refuse_truncation(address: str, hot: PartialCompletion) -> None:
     """Draws that never leave the listed tokens, where leaving was all but certain, were truncated silently."""
     is_confined = all(token in dict(row) for token, row in zip(hot.token_ids, hot.top, strict=True))
     log_chance = sum(min(0.0, math.log(sum(math.exp(value) for _, value in row))) for row in hot.top)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from temper.engine.manifest import MAX_NAMED, Manifest
-from temper.engine.sglang.client import Client
+from temper.engine.sglang.client import SglangClient
 from temper.errors import BackendError, UserError
 from temper.types import Publication
 
@@ -76,7 +76,7 @@ def _require_known_names(publication: Publication, like: Path) -> None:
 
 
 async def take_over(
-    client: Client,
+    client: SglangClient,
     publication: Publication,
     folder: Path,
     *,
@@ -105,7 +105,7 @@ async def take_over(
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ServerReading:
     """What a server said about its weights before an update."""
 
     is_by_name: bool
@@ -114,15 +114,15 @@ class Reading:
     """The server's own checksums, by rank and its own names; read only when it hands out no tensors by name."""
 
 
-async def read_before(client: Client, publication: Publication, *, seconds: float) -> Reading:
+async def read_before(client: SglangClient, publication: Publication, *, seconds: float) -> ServerReading:
     name = next(iter(publication.tensors))
     if await _rows(client, name, seconds) is not None:
-        return Reading(True, {})
-    return Reading(False, await _checksums(client, seconds))
+        return ServerReading(True, {})
+    return ServerReading(False, await _checksums(client, seconds))
 
 
 async def prove_arrival(
-    client: Client, publication: Publication, before: Reading, *, changed: set[str] | None, seconds: float
+    client: SglangClient, publication: Publication, before: ServerReading, *, changed: set[str] | None, seconds: float
 ) -> None:
     """Raises BackendError unless the server holds what was published.
 
@@ -148,7 +148,7 @@ async def prove_arrival(
     return None
 
 
-async def _compare_rows(client: Client, publication: Publication, seconds: float) -> None:
+async def _compare_rows(client: SglangClient, publication: Publication, seconds: float) -> None:
     limit = asyncio.Semaphore(READERS)
 
     async def read(name: str) -> Any:
@@ -182,7 +182,7 @@ def _partial(version: int, names: list[str], what: str) -> str:
     return f"publication {version} arrived in part: {', '.join(names[:MAX_NAMED])}{more} {what}"
 
 
-async def _rows(client: Client, name: str, seconds: float) -> Any:
+async def _rows(client: SglangClient, name: str, seconds: float) -> Any:
     """None: the server does not hand out this tensor; it answers 400 or null then."""
     try:
         body = {"name": name, "truncate_size": ROWS_READ_BACK}
@@ -193,7 +193,7 @@ async def _rows(client: Client, name: str, seconds: float) -> Any:
         return None
 
 
-async def _checksums(client: Client, seconds: float) -> dict[str, str]:
+async def _checksums(client: SglangClient, seconds: float) -> dict[str, str]:
     answer = await client.post("/weights_checker", {"action": "checksum"}, seconds=seconds)
     return {
         f"{place}/{name}": str(value)

@@ -86,7 +86,7 @@ def _seed_of(seed: int, request_id: str) -> int:
 
 
 @dataclass(slots=True)
-class Drawn:
+class PartialCompletion:
     """What one request has drawn so far. Lists are parallel to token_ids."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -133,7 +133,7 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def check_drawn(drawn: Drawn, *, rid: str, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
+def check_drawn(drawn: PartialCompletion, *, rid: str, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
     """Raises BackendError for an answer that cannot have come from what was asked."""
     meta, reason, tokens = drawn.meta, drawn.finish_reason or {}, drawn.token_ids
     problems = []

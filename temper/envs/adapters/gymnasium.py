@@ -24,7 +24,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class GymnasiumSettings:
     """What names one environment; a task carries it as JSON, so that tasks of several can be mixed."""
 
     id: str = ""
@@ -52,7 +52,7 @@ def gymnasium(
     **options: Scalar | list[Scalar],
 ) -> Task:
     """Episode `index` of an environment; the prompt is its first observation. Other options go to gymnasium.make."""
-    settings = Settings(id=id, actions=actions or [], parser=parser, renderer=renderer, options=options)
+    settings = GymnasiumSettings(id=id, actions=actions or [], parser=parser, renderer=renderer, options=options)
     episode = derived_seed(seed, index)
     try:
         game, text = _open(settings, episode)
@@ -67,8 +67,8 @@ def gymnasium(
     )
 
 
-def _as_dict(settings: Settings) -> dict[str, Any]:
-    return {name: value for name in Settings.__slots__ if (value := getattr(settings, name))}
+def _as_dict(settings: GymnasiumSettings) -> dict[str, Any]:
+    return {name: value for name in GymnasiumSettings.__slots__ if (value := getattr(settings, name))}
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class _Game:
     render: Callable[[Any, Any], str]
 
 
-def _open(settings: Settings, seed: int) -> tuple[_Game, str]:
+def _open(settings: GymnasiumSettings, seed: int) -> tuple[_Game, str]:
     """Made and reset, and what the policy sees first."""
     package = require_package(
         "gymnasium", extra="gymnasium", package="gymnasium", what=f'environment "gymnasium" {settings.id!r}'
@@ -99,7 +99,7 @@ def _open(settings: Settings, seed: int) -> tuple[_Game, str]:
     return _Game(env, parse, render), f"{instructions}\n\n{render(observation, env)}".strip()
 
 
-def _make(package: Any, settings: Settings) -> Any:
+def _make(package: Any, settings: GymnasiumSettings) -> Any:
     """With text rendering where the environment has it."""
     options = dict(settings.options)
     with warnings.catch_warnings():
@@ -185,7 +185,9 @@ class GymnasiumEnv:
         bad_reward: float = 0.0,
         **options: Scalar | list[Scalar],
     ) -> None:
-        self._settings = Settings(id=id, actions=actions or [], parser=parser, renderer=renderer, options=options)
+        self._settings = GymnasiumSettings(
+            id=id, actions=actions or [], parser=parser, renderer=renderer, options=options
+        )
         self._thread = EpisodeThread(f"gymnasium {id}".strip(), seconds=step_seconds)
         self._bad_allowed = max_bad_actions
         self._bad_reward = bad_reward
@@ -194,7 +196,7 @@ class GymnasiumEnv:
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
         own = task.extra.get("gymnasium")
-        settings = Settings(**json.loads(own)) if isinstance(own, str) else self._settings
+        settings = GymnasiumSettings(**json.loads(own)) if isinstance(own, str) else self._settings
         self._game, text = await self._thread.call(_open, settings, episode_seed(task, seed))
         opening = (Message(role="user", content=text),)
         return EnvOpening(messages=opening if task.messages == opening else (*task.messages, *opening))

@@ -29,7 +29,7 @@ Opponent = Callable[[str, random.Random], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class TextArenaSettings:
     """What names one game; a task carries it as JSON, so that tasks of several can be mixed."""
 
     game: str = ""
@@ -57,7 +57,7 @@ def textarena(
     **options: Scalar | list[Scalar],
 ) -> Task:
     """Game `index`; the prompt is what the policy sees first. Options that are not named here go to textarena.make."""
-    settings = Settings(
+    settings = TextArenaSettings(
         game=game, players=players, player=player, opponent=opponent, script=script or [], options=options
     )
     episode = derived_seed(seed, index)
@@ -78,7 +78,7 @@ def _in_own_context(make: Callable[..., Any], *arguments: Any) -> Any:
     return contextvars.copy_context().run(make, *arguments)
 
 
-def _make(settings: Settings) -> Any:
+def _make(settings: TextArenaSettings) -> Any:
     package = require_package(
         "textarena", extra="textarena", package="textarena", what=f'environment "textarena" {settings.game!r}'
     )
@@ -101,7 +101,7 @@ def _make(settings: Settings) -> Any:
 class _Match:
     """A game and those who play against the policy. Synchronous; its caller sees to threads and deadlines."""
 
-    def __init__(self, settings: Settings, seed: int) -> None:
+    def __init__(self, settings: TextArenaSettings, seed: int) -> None:
         self._settings = settings
         self._draw = random.Random(seed)
         self._others_draw = random.Random(f"opponent/{seed}")
@@ -201,7 +201,7 @@ class TextArenaEnv:
         step_seconds: float = 30.0,
         **options: Scalar | list[Scalar],
     ) -> None:
-        self._settings = Settings(
+        self._settings = TextArenaSettings(
             game=game, players=players, player=player, opponent=opponent, script=script or [], options=options
         )
         self._thread = EpisodeThread(f"textarena {game}".strip(), seconds=step_seconds)
@@ -209,7 +209,7 @@ class TextArenaEnv:
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
         own = task.extra.get("textarena")
-        settings = Settings(**json.loads(own)) if isinstance(own, str) else self._settings
+        settings = TextArenaSettings(**json.loads(own)) if isinstance(own, str) else self._settings
         self._match = await self._thread.call(_Match, settings, episode_seed(task, seed))
         opening = (Message(role="user", content=self._match.opening),)
         return EnvOpening(messages=opening if task.messages == opening else (*task.messages, *opening))

@@ -13,16 +13,16 @@ from itertools import groupby
 from statistics import fmean
 
 from temper.errors import UserError
-from temper.evals.scaling import Attempt
+from temper.evals.scaling import ScalingAttempt
 from temper.evals.scores import majority_of_k, powers_to, share_interval
 from temper.runs.report.plot import Line, Panel
 
-Attempts = Sequence[Sequence[Attempt]]
+Attempts = Sequence[Sequence[ScalingAttempt]]
 """By task and sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class CurvePoint:
     """One way to spend tokens."""
 
     mode: str
@@ -43,38 +43,41 @@ class Point:
     """Attempts without a score."""
 
 
-def _reward(attempt: Attempt) -> float:
+def _reward(attempt: ScalingAttempt) -> float:
     assert attempt.score.value is not None, "only scored attempts are chosen among"
     return attempt.score.value
 
 
-KEYS: dict[str, Callable[[Attempt], float]] = {"reward": _reward, "logprob": lambda attempt: attempt.mean_logprob}
+KEYS: dict[str, Callable[[ScalingAttempt], float]] = {
+    "reward": _reward,
+    "logprob": lambda attempt: attempt.mean_logprob,
+}
 """What the best attempt has most of."""
 
 
-def best_of(attempts: Attempts, *, by: str) -> list[Point]:
+def best_of(attempts: Attempts, *, by: str) -> list[CurvePoint]:
     """Best of 1, 2, 4, ... attempts by "reward" (the verifier itself, so what perfect choice could reach) or "logprob".
 
     The expectation over all subsets of the attempts, not the luck of the first few.
     """
     key = KEYS[by]
 
-    def chosen(scored: Sequence[Attempt], k: int) -> float:
+    def chosen(scored: Sequence[ScalingAttempt], k: int) -> float:
         return expected_choice([(key(attempt), float(attempt.is_right)) for attempt in scored], k)
 
     return [_of_subsets(f"best of N by {by}", attempts, k, chosen) for k in _counts(attempts)]
 
 
-def majority(attempts: Attempts) -> list[Point]:
+def majority(attempts: Attempts) -> list[CurvePoint]:
     """The commonest answer of 1, 2, 4, ... attempts; ties share the credit."""
 
-    def voted(scored: Sequence[Attempt], k: int) -> float:
+    def voted(scored: Sequence[ScalingAttempt], k: int) -> float:
         return majority_of_k([attempt.answer for attempt in scored], [float(attempt.is_right) for attempt in scored], k)
 
     return [_of_subsets("majority", attempts, k, voted) for k in _counts(attempts)]
 
 
-def single(mode: str, setting: str, attempts: Attempts) -> Point:
+def single(mode: str, setting: str, attempts: Attempts) -> CurvePoint:
     """Each attempt as an answer of its own: a budget, or a round of refinement."""
     point = _of_subsets(mode, attempts, 1, lambda scored, k: fmean(attempt.is_right for attempt in scored))
     return dataclasses.replace(point, setting=setting)
@@ -92,7 +95,7 @@ def expected_choice(pairs: Sequence[tuple[float, float]], k: int) -> float:
     return total
 
 
-def panel(points: Sequence[Point], title: str) -> Panel:
+def panel(points: Sequence[CurvePoint], title: str) -> Panel:
     """Accuracy against tokens, one line per mode with its band."""
     lines = []
     for mode in dict.fromkeys(point.mode for point in points):
@@ -109,13 +112,15 @@ def panel(points: Sequence[Point], title: str) -> Panel:
     return Panel(title=title, lines=lines, x_label="tokens drawn per prompt", y_label="accuracy")
 
 
-def _of_subsets(mode: str, attempts: Attempts, k: int, value: Callable[[Sequence[Attempt], int], float]) -> Point:
+def _of_subsets(
+    mode: str, attempts: Attempts, k: int, value: Callable[[Sequence[ScalingAttempt], int], float]
+) -> CurvePoint:
     scored = [[attempt for attempt in members if attempt.score.is_value] for members in attempts]
     enough = [members for members in scored if len(members) >= k]
     if not enough:
         raise UserError(f"{mode}: no prompt has {k} attempts that could be scored")
     share = share_interval([value(members, k) for members in enough], sum(map(len, enough)))
-    return Point(
+    return CurvePoint(
         mode=mode,
         setting=f"{k} samples" if k > 1 else "1 sample",
         accuracy=share["score"],

@@ -50,7 +50,7 @@ class AdapterSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class AdapterOrigin:
     """The model that an adapter belongs to, so that it is never put on another one."""
 
     path: str
@@ -62,8 +62,10 @@ class Origin:
     """The same path as seen from the adapter's directory: a run that is moved as a whole stays usable."""
 
     @staticmethod
-    def of(folder: Path, dtype: torch.dtype) -> Origin:
-        return Origin(path=str(folder.resolve()), dtype=str(dtype).removeprefix("torch."), sha256=_digests(folder))
+    def of(folder: Path, dtype: torch.dtype) -> AdapterOrigin:
+        return AdapterOrigin(
+            path=str(folder.resolve()), dtype=str(dtype).removeprefix("torch."), sha256=_digests(folder)
+        )
 
     def require(self, found: Mapping[str, str], where: str, checkpoint: Path) -> None:
         """UserError unless these are the digests of the same model. Where it lies does not matter."""
@@ -81,7 +83,7 @@ class Adapter:
 
     config: Mapping[str, Any]
     """As in adapter_config.json."""
-    origin: Origin
+    origin: AdapterOrigin
 
 
 def has_adapter(model: Any) -> bool:
@@ -121,7 +123,7 @@ def add_adapter(model: Any, settings: AdapterSettings, folder: Path, *, whole: t
         _initialize(module, f"{settings.seed}/{name}")
     for name in whole:
         model.get_submodule(name).requires_grad_(True)
-    model.temper_adapter = Adapter(config=_written(config, whole), origin=Origin.of(folder, dtype))
+    model.temper_adapter = Adapter(config=_written(config, whole), origin=AdapterOrigin.of(folder, dtype))
     return model.eval()
 
 
@@ -298,13 +300,13 @@ def trained_dtype(folder: Path) -> torch.dtype:
     return dtype
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], Origin]:
+def _read(folder: Path) -> tuple[dict[str, Any], AdapterOrigin]:
     for name in (CONFIG, WEIGHTS, ORIGIN):
         if not (folder / name).is_file():
             raise UserError(f"{folder} has no {name}: it is not an adapter that Temper wrote")
     verify(folder)
     config = json.loads((folder / CONFIG).read_text())
-    return config, Origin(**json.loads((folder / ORIGIN).read_text()))
+    return config, AdapterOrigin(**json.loads((folder / ORIGIN).read_text()))
 
 
 def _digests(folder: Path) -> dict[str, str]:

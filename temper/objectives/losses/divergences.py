@@ -26,7 +26,7 @@ from temper.objectives.tokens import Tokens, bounded
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class DivergenceLoss:
     """A direct loss in two parts, for logits of all positions never exist at once: the trainer takes the divergence by
     chunks, and the loss weighs it."""
 
@@ -48,7 +48,7 @@ def gkd(beta: float = 0.5, temperature: float = 0.9, lmbda: float = 0.5) -> Loss
     """
     require_gkd(beta, temperature)
     require_share("gkd", "lmbda", lmbda)
-    return Compared(partial(gkd_divergence, beta=beta, temperature=temperature))
+    return DivergenceLoss(partial(gkd_divergence, beta=beta, temperature=temperature))
 
 
 @loss_on("texts", needs=("teacher_top_k",))

@@ -22,9 +22,9 @@ from temper.objectives.losses import preferences, unpaired
 from temper.objectives.losses.beta_dpo import MarginState
 from temper.objectives.losses.beta_dpo import beta_dpo as choose_pairs
 from temper.objectives.losses.preferences import Pairs, Preference, preference_loss, shift_schedule
-from temper.objectives.losses.unpaired import Labelled, labelled_loss, nash_md_losses
+from temper.objectives.losses.unpaired import LabelledCompletions, labelled_loss, nash_md_losses
 from temper.objectives.metrics import MetricSums, mean_sums
-from temper.objectives.objective import Controller, Loss, Measured, Objective, State, loss_of, loss_on
+from temper.objectives.objective import BatchMeasure, Controller, Loss, Objective, State, loss_of, loss_on
 from temper.objectives.tokens import Tokens
 
 Arguments = ParamSpec("Arguments")
@@ -64,7 +64,7 @@ class Rollouts:
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class PairSides:
     """Which trajectory of each pair was preferred."""
 
     rollouts: Rollouts
@@ -73,7 +73,7 @@ class Sides:
     rejected_P: Tensor
 
     @staticmethod
-    def of(tokens: Tokens) -> Sides:
+    def of(tokens: Tokens) -> PairSides:
         """Pairs neighbours, of which one has reward 1 and the other 0. Rows that were packed by group lie like that."""
         assert tokens.rewards is not None, "pairs are told apart by their rewards, and there are none"
         rollouts = Rollouts.of(tokens)
@@ -84,7 +84,7 @@ class Sides:
         assert is_paired, 'a microbatch holds a chosen and a rejected row of each pair. Pack with together="group"'
         firsts_P = torch.arange(0, count, 2, device=is_chosen_S.device)
         chosen_P = firsts_P + (~is_chosen_S[::2]).long()
-        return Sides(rollouts, chosen_P, 2 * firsts_P + 1 - chosen_P)
+        return PairSides(rollouts, chosen_P, 2 * firsts_P + 1 - chosen_P)
 
     def pairs(self, tokens: Tokens) -> Pairs:
         chosen_P, rejected_P, sums = self.chosen_P, self.rejected_P, self.rollouts.sums
@@ -107,7 +107,7 @@ def over_pairs(build: Callable[Arguments, Preference]) -> Callable[Arguments, Lo
     @functools.wraps(build)
     def built(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Loss:
         rule = build(*args, **kwargs)
-        return loss_of(rule, "pairs", lambda tokens: _taught(rule, tokens, Sides.of(tokens).pairs(tokens)))
+        return loss_of(rule, "pairs", lambda tokens: _taught(rule, tokens, PairSides.of(tokens).pairs(tokens)))
 
     return built
 
@@ -141,7 +141,7 @@ def dpo_shift(
 
     def direct_loss(tokens: Tokens) -> Taught:
         share = shift_schedule(tokens.version / steps, factor, last) if steps else factor
-        return _taught(preferences.dpo_shift(beta, share), tokens, Sides.of(tokens).pairs(tokens))
+        return _taught(preferences.dpo_shift(beta, share), tokens, PairSides.of(tokens).pairs(tokens))
 
     return direct_loss
 
@@ -156,7 +156,7 @@ def xpo(beta: float = 0.1, alpha: float = 1e-5, loss: str = "dpo") -> Callable[[
     rule = preferences.xpo(beta, alpha, loss)
 
     def direct_loss(tokens: Tokens) -> Taught:
-        sides = Sides.of(tokens)
+        sides = PairSides.of(tokens)
         is_policy_S = sides.rollouts.firsts(tokens.versions) >= 0
         is_chosen_P = is_policy_S[sides.chosen_P]
         if bool((is_chosen_P == is_policy_S[sides.rejected_P]).any()):
@@ -171,7 +171,7 @@ def xpo(beta: float = 0.1, alpha: float = 1e-5, loss: str = "dpo") -> Callable[[
 
 
 @loss_on("pairs", needs=("reference", "batch"))
-def beta_dpo(beta: float = 0.1, slope: float = 0.6, dropped: float = 0.2, decay: float = 0.9) -> Measured[Taught]:
+def beta_dpo(beta: float = 0.1, slope: float = 0.6, dropped: float = 0.2, decay: float = 0.9) -> BatchMeasure[Taught]:
     """-logsig(b delta) over the pairs kept: b = beta (1 + slope (mean kept delta - M)), at least 0.001.
 
     (1 - dropped) of the pairs of each batch are drawn with weights exp(-((delta - M) / S)^2 / 2); M and S are moving
@@ -187,7 +187,7 @@ def beta_dpo(beta: float = 0.1, slope: float = 0.6, dropped: float = 0.2, decay:
             raise UserError(
                 'beta_dpo compares margins with those of earlier batches. Add objective.controllers = ["margin_memory"]'
             )
-        sides = Sides.of(whole)
+        sides = PairSides.of(whole)
         pairs = sides.pairs(whole)
         assert pairs.reference_chosen_logprobs is not None, "beta_dpo needs the reference's log-probabilities"
         assert pairs.reference_rejected_logprobs is not None, "beta_dpo needs the reference's log-probabilities"
@@ -202,7 +202,7 @@ def beta_dpo(beta: float = 0.1, slope: float = 0.6, dropped: float = 0.2, decay:
         return sides.rollouts.spread(facts_S.to(whole.policy_logprobs.device))
 
     def use(tokens: Tokens, facts_T: Tensor) -> Taught:
-        sides = Sides.of(tokens)
+        sides = PairSides.of(tokens)
         facts_P = sides.rollouts.firsts(facts_T)[sides.chosen_P]
         batch_beta = float(facts_P[0, 1]) if len(facts_P) else beta
         shares_P = facts_P[:, 0]
@@ -212,7 +212,7 @@ def beta_dpo(beta: float = 0.1, slope: float = 0.6, dropped: float = 0.2, decay:
         named = dict(zip(("preference/beta", AVERAGE, DEVIATION), batch, strict=False))
         return loss, metrics.merge(MetricSums(maxima=named)).merge(mean_sums({"preference/kept": shares_P > 0}))
 
-    return Measured("beta_dpo", measure, use)
+    return BatchMeasure("beta_dpo", measure, use)
 
 
 @factor()
@@ -238,7 +238,7 @@ def kto(*args: float, **kwargs: float) -> Loss:
         assert tokens.rewards is not None, "labels are rewards, and there are none"
         assert tokens.reference_logprobs is not None, "kto needs the reference's log-probabilities"
         rollouts = Rollouts.of(tokens)
-        labelled = Labelled(
+        labelled = LabelledCompletions(
             logprobs=rollouts.sums(tokens.policy_logprobs),
             reference_logprobs=rollouts.sums(tokens.reference_logprobs),
             is_desirable=rollouts.firsts(tokens.rewards) > 0.5,

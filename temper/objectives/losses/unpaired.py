@@ -19,7 +19,7 @@ from temper.types import require_parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Labelled:
+class LabelledCompletions:
     """Single completions called good or bad, all columns [P]. Log-probabilities are sums over response tokens."""
 
     logprobs: Tensor
@@ -36,21 +36,21 @@ class Labelled:
         assert not self.reference_logprobs.requires_grad, "reference_logprobs must not carry a gradient"
 
 
-LabelledPreference = Factor[[Labelled], Tensor]
+LabelledPreference = Factor[[LabelledCompletions], Tensor]
 """Losses [P]."""
 
 
 @factor(needs=("reference",))
 def kto(
     beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
-) -> Callable[[Labelled], Tensor]:
+) -> Callable[[LabelledCompletions], Tensor]:
     """Desirable: w_d (1 - sig(beta (u - z))); undesirable: w_u (1 - sig(beta (z - u))); z = baseline.
 
     Needs no pairs, only good and bad completions. Ethayarajh et al. 2024 (arXiv 2402.01306); TRL.
     """
     require(beta > 0, f"kto: beta={beta} must be positive, e.g. 0.1; a large beta stays close to the reference")
 
-    def losses(labelled: Labelled) -> Tensor:
+    def losses(labelled: LabelledCompletions) -> Tensor:
         gain_P = beta * (labelled.logprobs - labelled.reference_logprobs - labelled.baseline)
         # 1 - sig(x) = sig(-x), without the cancellation.
         desirable_P, undesirable_P = torch.sigmoid(-gain_P), torch.sigmoid(gain_P)
@@ -70,7 +70,7 @@ def kto_baseline(mismatched_logprobs: Tensor, reference_logprobs: Tensor) -> flo
     return max(0.0, (mismatched_logprobs.detach().double() - reference_logprobs.double()).mean().item())
 
 
-def labelled_loss(rule: LabelledPreference, labelled: Labelled) -> tuple[Tensor, MetricSums]:
+def labelled_loss(rule: LabelledPreference, labelled: LabelledCompletions) -> tuple[Tensor, MetricSums]:
     """This microbatch's part of the loss, and sums for its metrics; parts of all microbatches and ranks add up."""
     losses_P = rule(labelled)
     loss = (losses_P * labelled.weights).sum()

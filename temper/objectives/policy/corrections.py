@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from temper.objectives.factor import factor, require
-from temper.objectives.objective import Correction, Measured, PolicyObjective, SamplerCorrection
+from temper.objectives.objective import BatchMeasure, Correction, PolicyObjective, SamplerCorrection
 from temper.objectives.tokens import Tokens, bounded
 
 CorrectionFn = Callable[[Tokens], Correction]
@@ -168,7 +168,7 @@ def m2po(threshold: float) -> CorrectionFn:
         is_kept_N[order_N[:num_kept]] = 1.0
         return is_kept_N
 
-    return Measured("m2po", measure, kept_as_measured)
+    return BatchMeasure("m2po", measure, kept_as_measured)
 
 
 @factor(needs=("batch",))
@@ -188,7 +188,7 @@ def batch_normalize(level: str = "token") -> CorrectionFn:
         num_present = (whole.sum_by_trajectory(torch.ones_like(multiplier_N)) > 0).double().sum()
         return _everywhere(whole, num_present, whole.mean_by_trajectory(multiplier_N).sum())
 
-    return Measured("batch_normalize", measure, _rescaled_as_measured)
+    return BatchMeasure("batch_normalize", measure, _rescaled_as_measured)
 
 
 @factor(needs=("batch",))
@@ -208,7 +208,7 @@ def kept_denominator() -> CorrectionFn:
         is_kept_N = _other_multipliers(whole, objective) != 0
         return _everywhere(whole, weights_N.sum(), (weights_N * is_kept_N).sum())
 
-    return Measured("kept_denominator", measure, _rescaled_as_measured)
+    return BatchMeasure("kept_denominator", measure, _rescaled_as_measured)
 
 
 def kept_as_measured(tokens: Tokens, is_kept_T: Tensor) -> Correction:
@@ -238,7 +238,7 @@ def _other_multipliers(whole: Tokens, objective: PolicyObjective) -> Tensor:
         if correct.name in ("batch_normalize", "kept_denominator"):
             continue
         rule = correct.run
-        own = rule.use(whole, rule.measure(whole, objective)) if isinstance(rule, Measured) else correct(whole)
+        own = rule.use(whole, rule.measure(whole, objective)) if isinstance(rule, BatchMeasure) else correct(whole)
         product_N = product_N * own.multiplier
     return product_N
 

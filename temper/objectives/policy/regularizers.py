@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from temper.objectives.factor import factor, require
-from temper.objectives.objective import Measured, PolicyObjective, Regularizer
+from temper.objectives.objective import BatchMeasure, PolicyObjective, Regularizer
 from temper.objectives.policy.selections import chosen_count, covariances
 from temper.objectives.tokens import Tokens, bounded
 
@@ -96,7 +96,7 @@ def kl_cov(share: float = 2e-4, coefficient: float = 1.0) -> RegularizerFn:
         drift_T = (tokens.policy_logprobs - tokens.proximal_logprobs).abs()
         return coefficient * (drift_T * is_chosen_T * tokens.weights).sum()
 
-    return Measured("kl_cov", measure, use)
+    return BatchMeasure("kl_cov", measure, use)
 
 
 @factor()
@@ -132,7 +132,7 @@ def positive_nll(coefficient: float = 0.1, threshold: float = 1.0) -> Regularize
     def use(tokens: Tokens, share_T: Tensor) -> Tensor:
         return -coefficient * (tokens.policy_logprobs * share_T).sum()
 
-    return Measured("positive_nll", measure, use)
+    return BatchMeasure("positive_nll", measure, use)
 
 
 def k1(distance_T: Tensor, log_ratio_T: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from temper.objectives.factor import factor, require
-from temper.objectives.objective import Measured, PolicyObjective, SamplerCorrection
+from temper.objectives.objective import BatchMeasure, PolicyObjective, SamplerCorrection
 from temper.objectives.policy.corrections import CorrectionFn, kept_as_measured
 from temper.objectives.tokens import Tokens
 
@@ -33,7 +33,7 @@ def top_entropy(share: float = 0.2) -> CorrectionFn:
             return torch.ones_like(whole.weights)
         return (whole.entropy >= _quantile(whole.entropy, 1 - share)).to(whole.weights.dtype)
 
-    return Measured("top_entropy", measure, kept_as_measured)
+    return BatchMeasure("top_entropy", measure, kept_as_measured)
 
 
 @factor(needs=("batch",))
@@ -63,7 +63,7 @@ def clip_cov(share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Correc
         is_kept_N[shuffled[: chosen_count(share, len(whole))].to(is_kept_N.device)] = 0.0
         return is_kept_N
 
-    return Measured("clip_cov", measure, kept_as_measured)
+    return BatchMeasure("clip_cov", measure, kept_as_measured)
 
 
 def covariances(whole: Tokens) -> Tensor:

@@ -15,7 +15,7 @@ from temper.errors import UserError
 from temper.objectives.advantage.advantages import group_max, group_sum
 from temper.objectives.advantage.credit import Extent
 from temper.objectives.factor import factor, require
-from temper.objectives.objective import Sloped, Weighting
+from temper.objectives.objective import SlopedWeighting, Weighting
 
 WeightingFn = Callable[[Extent], Tensor]
 
@@ -90,7 +90,7 @@ def token_sum() -> WeightingFn:
 
 
 @factor(experimental="known from a summary of its paper; how its power is learned is not established")
-def length_softmax(power: float = 0.0, slope: float = 1 / 9) -> Sloped:
+def length_softmax(power: float = 0.0, slope: float = 1 / 9) -> SlopedWeighting:
     """f_i / N with f_i = G softmax_i(h_i^power) in each group, h_i = 1 + slope * (T_i - mean T) / (std T + 1e-6).
 
     Learns by its power whether long (> 0) or short (< 0) answers count more; 0 is token_mean. The number that is
@@ -117,7 +117,7 @@ def length_softmax(power: float = 0.0, slope: float = 1 / 9) -> Sloped:
         share_B, rise_B = shares(extent)
         return (rise_B - group_sum(share_B * rise_B, extent.group_ids)) * _present(extent.lengths)
 
-    return Sloped(weights, slopes)
+    return SlopedWeighting(weights, slopes)
 
 
 def _heights(extent: Extent, slope: float) -> Tensor:

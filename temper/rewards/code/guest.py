@@ -58,7 +58,7 @@ class Elsewhere(Remote):
     could otherwise return an object whose startswith() agrees to everything.
     """
 
-    def __init__(self, exchange: Exchange, place: int | str, *, is_instance: bool = False) -> None:
+    def __init__(self, exchange: TestExchange, place: int | str, *, is_instance: bool = False) -> None:
         object.__setattr__(self, "_exchange", exchange)
         object.__setattr__(self, "_place", place)
         object.__setattr__(self, "_is_instance", is_instance)
@@ -137,7 +137,7 @@ class Unknown(Elsewhere):
     __mod__ = __rmod__ = __floordiv__ = __pow__ = __neg__ = __abs__ = __round__ = _itself
 
 
-class Exchange:
+class TestExchange:
     """One test's questions to the solution, in order, and the answers so far.
 
     As long as the questions are those that were answered, the answers are real. From the first other question on the
@@ -267,7 +267,7 @@ class _Guard(ast.NodeTransformer):
 def run_test(test: dict[str, Any], asked: list[Wire], answers: dict[int, Wire]) -> dict[str, Any]:
     """The verdict of one test ("passed", "failed", "pending", "unsupported"), the questions it asked, and how many of
     them were answered."""
-    exchange = Exchange(test, asked, answers)
+    exchange = TestExchange(test, asked, answers)
     random.seed(0)  # the same questions each time
     space: dict[str, Any] = {"__name__": "tests", "__exchange__": exchange}
     for name in test["modules"]:

@@ -9,7 +9,7 @@ import re
 
 from temper.errors import UserError
 from temper.protocols import Reward
-from temper.rewards.form.json_schema import Schema, find_json
+from temper.rewards.form.json_schema import JsonSchema, find_json
 from temper.rewards.form.visible import num_visible, visible
 from temper.rewards.workers.pool import WorkerFailed, WorkerPool, blame
 from temper.types import Score, Task, Trajectory
@@ -93,7 +93,7 @@ class JsonSchemaReward(Reward):
     name = "json_schema"
 
     def __init__(self, *, schema: str, workers: int = 1, deadline_seconds: float = 2.0) -> None:
-        self._schema = Schema(schema)
+        self._schema = JsonSchema(schema)
         self._pool = WorkerPool(
             "temper.rewards.form.patterns:found", size=workers, deadline_seconds=deadline_seconds, is_pure=True
         )

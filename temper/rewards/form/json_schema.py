@@ -55,7 +55,7 @@ ANNOTATIONS = frozenset({"$schema", "title", "description", "default", "examples
 """Say nothing about what fits."""
 
 
-class Schema:
+class JsonSchema:
     """A schema, read and checked once: `Schema('{"type": "integer"}').fits(5) == (True, [])`."""
 
     def __init__(self, text: str) -> None:

@@ -27,7 +27,7 @@ UNSCORABLE = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Labelled:
+class LabelledCase:
     """A response and what a person says it is worth."""
 
     task: Task
@@ -36,7 +36,7 @@ class Labelled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
+class JudgeAgreement:
     """How far a judge and people say the same. The interval is Wilson's of the agreement, 95%, put on kappa's scale."""
 
     agreement: float
@@ -60,8 +60,8 @@ class LabelledSet:
         self._path = path
         self._floor = floor
         self._model = model
-        self._cases: Sequence[Labelled] = ()
-        self._begun: Agreement | None = None
+        self._cases: Sequence[LabelledCase] = ()
+        self._begun: JudgeAgreement | None = None
         self._begun_with = ""
         """Digest of the cases that it was measured on: with others it says nothing."""
 
@@ -101,10 +101,10 @@ class LabelledSet:
     def load_state(self, state: Mapping[str, Scalar]) -> None:
         if state:
             known: dict[str, Any] = {name: value for name, value in state.items() if name != "cases"}
-            self._begun, self._begun_with = Agreement(**known), str(state["cases"])
+            self._begun, self._begun_with = JudgeAgreement(**known), str(state["cases"])
 
 
-def kappa_fall(start: Agreement, now: Agreement) -> float:
+def kappa_fall(start: JudgeAgreement, now: JudgeAgreement) -> float:
     """Lower end of the 95% interval of start - now: above 0, kappa fell, and not by chance.
 
     Both intervals combined as by Newcombe 1998, method 10. It takes the two for independent; on the same cases they are
@@ -128,7 +128,7 @@ def cohens_kappa(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, fl
     return observed, kappa, low, high
 
 
-async def measure_agreement(judge: Reward, labelled: Sequence[Labelled]) -> Agreement:
+async def measure_agreement(judge: Reward, labelled: Sequence[LabelledCase]) -> JudgeAgreement:
     """The judge's scores, each taken to the nearest label in use, against the labels. Raises BackendError when it fails
     on a case."""
     if not labelled:
@@ -140,22 +140,22 @@ async def measure_agreement(judge: Reward, labelled: Sequence[Labelled]) -> Agre
     return agreement_of(labelled, list(zip(labelled, scores, strict=True)))
 
 
-def agreement_of(labelled: Sequence[Labelled], answered: Sequence[tuple[Labelled, Score]]) -> Agreement:
+def agreement_of(labelled: Sequence[LabelledCase], answered: Sequence[tuple[LabelledCase, Score]]) -> JudgeAgreement:
     """Agreement on the cases that were answered; scores are taken to the nearest label of all cases."""
     categories = sorted({case.label for case in labelled})
     pairs = [(case.label, _category(score, categories)) for case, score in answered]
     agreement, kappa, low, high = cohens_kappa(pairs)
-    return Agreement(
+    return JudgeAgreement(
         agreement=agreement, kappa=kappa, low=low, high=high,
         num_labelled=len(pairs), num_unscorable=sum(verdict == UNSCORABLE for _, verdict in pairs),
     )  # fmt: skip
 
 
-async def _ask(judge: Reward, labelled: Sequence[Labelled]) -> list[Score]:
+async def _ask(judge: Reward, labelled: Sequence[LabelledCase]) -> list[Score]:
     return await asyncio.gather(*(_guarded(judge, case, place) for place, case in enumerate(labelled)))
 
 
-async def _guarded(judge: Reward, case: Labelled, place: int) -> Score:
+async def _guarded(judge: Reward, case: LabelledCase, place: int) -> Score:
     try:
         return await judge.score(case.task, _said(case, place))
     except Exception as error:  # the rim: a measurement must not end the run that it watches
@@ -167,17 +167,17 @@ def _category(score: Score, categories: Sequence[float]) -> float:
     return UNSCORABLE if value is None else min(categories, key=lambda label: abs(label - value))
 
 
-def _metrics(found: Agreement) -> dict[str, float]:
+def _metrics(found: JudgeAgreement) -> dict[str, float]:
     return {"agreement": found.agreement, "kappa": found.kappa, "kappa_low": found.low, "kappa_high": found.high}
 
 
-def _digest(labelled: Sequence[Labelled]) -> str:
+def _digest(labelled: Sequence[LabelledCase]) -> str:
     asked = [[case.task.messages[0].content, case.task.answer, dict(case.task.extra)] for case in labelled]
     rows = [[*question, case.response, case.label] for question, case in zip(asked, labelled, strict=True)]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
-def read_labelled(path: Path) -> list[Labelled]:
+def read_labelled(path: Path) -> list[LabelledCase]:
     """One case per line: {"prompt": ..., "response": ..., "label": ..., "answer": ...}."""
     try:
         lines = path.expanduser().read_text().splitlines()
@@ -186,7 +186,7 @@ def read_labelled(path: Path) -> list[Labelled]:
     return [_labelled(f"{path.name}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
 
 
-def _labelled(place: str, line: str) -> Labelled:
+def _labelled(place: str, line: str) -> LabelledCase:
     try:
         row = json.loads(line)
         task = Task(
@@ -195,7 +195,7 @@ def _labelled(place: str, line: str) -> Labelled:
             answer=None if row.get("answer") is None else str(row["answer"]),
             extra={"rubric": row["rubric"]} if isinstance(row.get("rubric"), str) else {},
         )
-        case = Labelled(task=task, response=str(row["response"]), label=float(row["label"]))
+        case = LabelledCase(task=task, response=str(row["response"]), label=float(row["label"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{place}: a row must have prompt, response and a number as label ({error!r}).") from error
     if not 0 <= case.label <= 1:
@@ -203,7 +203,7 @@ def _labelled(place: str, line: str) -> Labelled:
     return case
 
 
-def _said(case: Labelled, index: int) -> Trajectory:
+def _said(case: LabelledCase, index: int) -> Trajectory:
     completion = Completion(prompt_ids=(), token_ids=[], logprobs=[], versions=[], finish=Finish.STOP)
     turn = Turn(completion=completion, message=Message(role="assistant", content=case.response))
     unscored = Score.unscorable("not scored yet")

@@ -28,7 +28,7 @@ SAME = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grown:
+class GrownCriterion:
     """A criterion that was proposed during the run."""
 
     criterion: str
@@ -46,7 +46,7 @@ class TaskRubric:
     """The grown criteria of one task. The version changes exactly when the criteria do."""
 
     version: int = 0
-    grown: tuple[Grown, ...] = ()
+    grown: tuple[GrownCriterion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +86,11 @@ def drop_flat(rubric: TaskRubric, spreads: Mapping[str, float], growth: Growth) 
 def admit(own: Sequence[Item], rubric: TaskRubric, proposed: Sequence[tuple[str, float]], growth: Growth) -> TaskRubric:
     """With the proposals that are new; above max_items those that separate least go, older ones first."""
     known = [*(item.criterion for item in own), *(item.criterion for item in rubric.grown)]
-    fresh: list[Grown] = []
+    fresh: list[GrownCriterion] = []
     for criterion, weight in proposed:
         if not any(is_same(criterion, other) for other in known):
             known.append(criterion)
-            fresh.append(Grown(criterion=criterion, weight=weight, born=rubric.version + 1))
+            fresh.append(GrownCriterion(criterion=criterion, weight=weight, born=rubric.version + 1))
     grown = [*rubric.grown, *fresh]
     while len(grown) > growth.max_items:
         grown.remove(min(grown, key=lambda item: (item.spread, item.born)))
@@ -226,7 +226,7 @@ class EvolvingRubricReward(Reward):
         self._open.clear()
         self._rubrics = {}
         for row in map(json.loads, map(str, rows)):
-            grown = tuple(Grown(**item) for item in row["grown"])
+            grown = tuple(GrownCriterion(**item) for item in row["grown"])
             self._rubrics[row["task"]] = TaskRubric(version=row["version"], grown=grown)
 
     async def close(self) -> None:

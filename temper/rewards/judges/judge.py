@@ -22,7 +22,15 @@ from temper.protocols import Reward
 from temper.rewards.form.visible import visible
 from temper.rewards.judges.agreement import LabelledSet
 from temper.rewards.judges.endpoint import Endpoint, EndpointFailed, EndpointOptions
-from temper.rewards.judges.prompts import PAIRWISE, POINTWISE, Prompt, Unparsable, frame, pairwise_prompt, score_prompt
+from temper.rewards.judges.prompts import (
+    PAIRWISE,
+    POINTWISE,
+    JudgePrompt,
+    Unparsable,
+    frame,
+    pairwise_prompt,
+    score_prompt,
+)
 from temper.types import Scalar, Score, ScoreKind, Task, Trajectory
 
 MAX_RECORDS = 100_000
@@ -111,7 +119,7 @@ class RecordLog:
 class Judge:
     """One question put to one model. Prompt, model and decoding are fixed when it is made, and fingerprinted."""
 
-    def __init__(self, prompt: Prompt, options: JudgeOptions, endpoint: Endpoint, log: RecordLog) -> None:
+    def __init__(self, prompt: JudgePrompt, options: JudgeOptions, endpoint: Endpoint, log: RecordLog) -> None:
         self._prompt = prompt
         self._options = options
         self._endpoint = endpoint
@@ -153,7 +161,7 @@ def decoding_of(options: JudgeOptions) -> dict[str, float]:
     return {"temperature": options.temperature, "max_tokens": options.max_tokens}
 
 
-def fingerprint_of(prompt: Prompt, options: JudgeOptions) -> str:
+def fingerprint_of(prompt: JudgePrompt, options: JudgeOptions) -> str:
     """Everything that decides a verdict except the texts. Not the address: a judge that moves stays the same judge."""
     words = [*prompt.words, options.model, *(["thought_is_open"] if options.thought_is_open else [])]
     shown = [options.show_answer, options.whole_episode, options.max_characters]

@@ -48,7 +48,7 @@ class Unparsable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class JudgePrompt:
     """One kind of question."""
 
     instructions: str
@@ -96,7 +96,7 @@ def cut_middle(text: str, max_characters: int) -> str:
 
 
 def frame(
-    prompt: Prompt, texts: Mapping[str, str], identity: str, max_characters: int, *, is_again: bool = False
+    prompt: JudgePrompt, texts: Mapping[str, str], identity: str, max_characters: int, *, is_again: bool = False
 ) -> tuple[Message, ...]:
     """The two messages of one question; `texts` by name, each between its markers. A second try has markers anew."""
     delimiter = make_delimiter(identity, str(is_again), *texts.values())
@@ -191,28 +191,28 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no number")
 
 
-def score_prompt(instructions: str, scale: float) -> Prompt:
+def score_prompt(instructions: str, scale: float) -> JudgePrompt:
     reply = (
         f'Reply with one JSON object and nothing else: {{"reason": "one sentence", "score": N}}, where N is a number '
         f"from 0 (worst) to {scale:g} (best)."
     )
-    return Prompt(instructions, reply, lambda text: parse_score(text, scale))
+    return JudgePrompt(instructions, reply, lambda text: parse_score(text, scale))
 
 
-def pairwise_prompt(instructions: str) -> Prompt:
+def pairwise_prompt(instructions: str) -> JudgePrompt:
     reply = (
         'Reply with one JSON object and nothing else: {"reason": "one sentence", "winner": W}, where W is "first", '
         '"second" or "tie". The order of the two texts means nothing.'
     )
-    return Prompt(instructions, reply, parse_winner)
+    return JudgePrompt(instructions, reply, parse_winner)
 
 
-def proposal_prompt(max_items: int) -> Prompt:
+def proposal_prompt(max_items: int) -> JudgePrompt:
     reply = (
         'Reply with one JSON object and nothing else: {"items": [{"criterion": "...", "weight": N}]}, with at most '
         f"{max_items} items; N is from -1 to 1 and not 0, negative for faults. No new item: an empty list."
     )
-    return Prompt(PROPOSAL, reply, lambda text: parse_items(text, max_items))
+    return JudgePrompt(PROPOSAL, reply, lambda text: parse_items(text, max_items))
 
 
 POINTWISE = "Judge how well the response does what the task asks: correctness first, then completeness and clarity."

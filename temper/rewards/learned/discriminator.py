@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid
 from temper.errors import BackendError, TaskError, UserError
 from temper.integrity import verify
 from temper.protocols import Reward
-from temper.rewards.learned.model import Batcher, TooLong, conversation_of, encode_chat, require_room
+from temper.rewards.learned.model import Batcher, ConversationTooLong, conversation_of, encode_chat, require_room
 from temper.types import Group, Message, Scalar, Score, Task, Trajectory
 
 WEIGHTS, MOMENTS = "discriminator.safetensors", "discriminator_moments.safetensors"
@@ -32,7 +32,7 @@ Row = list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class TextPair:
     """One example: what the teacher wrote, and what the student wrote in its place."""
 
     teacher: Row
@@ -81,7 +81,7 @@ class DiscriminatorReward(Reward):
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=learning_rate, weight_decay=0.0, foreach=False)
         self._warmup_groups, self._max_grad_norm = warmup_groups, max_grad_norm
         self._groups_seen = 0
-        self._batcher: Batcher[Row | Pairs, float | Learned] = Batcher(
+        self._batcher: Batcher[Row | TextPair, float | Learned] = Batcher(
             self._work, max_batch=1, deadline_seconds=deadline_seconds
         )
 
@@ -90,7 +90,7 @@ class DiscriminatorReward(Reward):
             return Score.of(0.0)
         try:
             raw = cast(float, await self._batcher.call(self._encode(conversation_of(task, trajectory))))
-        except TooLong as error:
+        except ConversationTooLong as error:
             return Score.unscorable(str(error))
         except TimeoutError:
             return Score.error("the discriminator did not answer in time")
@@ -105,33 +105,35 @@ class DiscriminatorReward(Reward):
         except TimeoutError as error:
             raise TaskError(f"the discriminator did not learn from group {group.id} in time") from error
 
-    def _pairs(self, group: Group) -> Pairs | None:
+    def _pairs(self, group: Group) -> TextPair | None:
         """None: nothing to compare. Files are checked when they are read; a generator may still say too much."""
         students = []
         try:
             teacher = self._encode(_taught(group.task))
-        except TooLong:
+        except ConversationTooLong:
             return None
         for member in group.trainable:
             try:
                 students.append(self._encode(conversation_of(group.task, member)))
-            except TooLong:  # scored in warm-up, when nobody reads it; afterwards such a member is unscorable
+            except (
+                ConversationTooLong
+            ):  # scored in warm-up, when nobody reads it; afterwards such a member is unscorable
                 continue
-        return Pairs(teacher, students) if students else None
+        return TextPair(teacher, students) if students else None
 
     def _encode(self, messages: Sequence[Message]) -> Row:
         ids = encode_chat(self._tokenizer, messages)
         require_room(ids, self._model)
         return ids
 
-    def _work(self, asked: list[Row | Pairs]) -> list[float | Learned]:
-        return [self._learn(one) if isinstance(one, Pairs) else self._read(one) for one in asked]
+    def _work(self, asked: list[Row | TextPair]) -> list[float | Learned]:
+        return [self._learn(one) if isinstance(one, TextPair) else self._read(one) for one in asked]
 
     @torch.no_grad()
     def _read(self, row: Row) -> float:
         return float(score_of(self._model, row))
 
-    def _learn(self, pairs: Pairs) -> Learned:
+    def _learn(self, pairs: TextPair) -> Learned:
         """Scores first, then one row after another backward: never more than one row's activations at once."""
         rows = [pairs.teacher, *pairs.students]
         scores = torch.tensor([self._read(row) for row in rows], requires_grad=True)
@@ -151,7 +153,7 @@ class DiscriminatorReward(Reward):
             return "it has no answer, which is the teacher's text"
         try:
             self._encode(_taught(task))
-        except TooLong as error:
+        except ConversationTooLong as error:
             return f"the teacher's text does not fit: {error}"
         return None
 

@@ -35,7 +35,7 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 
-class TooLong(Exception):
+class ConversationTooLong(Exception):
     """The conversation does not fit the model. A score of a part of it would be a score of another text."""
 
 
@@ -177,7 +177,7 @@ def spell_out(tokenizer: Any, text: str) -> str:
 def require_room(ids: Sequence[int], model: Any) -> None:
     room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if room is not None and len(ids) > room:
-        raise TooLong(f"the conversation has {len(ids)} tokens and the reward model takes {room}")
+        raise ConversationTooLong(f"the conversation has {len(ids)} tokens and the reward model takes {room}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +244,7 @@ class RewardModelReward(Reward):
             ids = encode_chat(self._tokenizer, conversation_of(task, trajectory), tools=trajectory.tools)
             require_room(ids, self._model)
             raw = await self._batcher.call(ids)
-        except TooLong as error:
+        except ConversationTooLong as error:
             return Score.unscorable(str(error))
         except TimeoutError:
             return Score.error("the reward model did not answer in time")

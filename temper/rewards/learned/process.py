@@ -19,7 +19,7 @@ from temper.rewards.judges.judge import Judge, Option, RecordLog, identity_of, r
 from temper.rewards.judges.prompts import STEP, score_prompt
 from temper.rewards.learned.model import (
     Batcher,
-    TooLong,
+    ConversationTooLong,
     encode,
     encode_chat,
     load_classifier,
@@ -148,7 +148,7 @@ class ModelSteps:
             row = self._encode(task, trajectory, steps)
             require_room(row.ids, self._model)
             values = await self._values(row)
-        except TooLong as error:
+        except ConversationTooLong as error:
             return [Score.unscorable(str(error))] * len(steps)
         except TimeoutError:
             return [Score.error("the process reward model did not answer in time")] * len(steps)

@@ -18,7 +18,7 @@ import numpy as np
 
 from temper.errors import TemperError
 from temper.runs.alarms.conditions import NORMAL
-from temper.runs.alarms.rules import LEVELS, Rule
+from temper.runs.alarms.rules import LEVELS, AlarmRule
 from temper.runs.reader import RunReader
 from temper.runs.records import AlarmRecord
 from temper.terminal import print_line
@@ -42,7 +42,7 @@ class StopRun(TemperError):
 class _Watched:
     """One rule and what it remembers."""
 
-    rule: Rule
+    rule: AlarmRule
     rows: deque[tuple[float, ...]]
     is_raised: bool = False
     num_calm: int = 0
@@ -66,7 +66,7 @@ class _Watched:
         return {name: float(number) for name, number in sight.numbers.items()} if is_new else None
 
 
-def _row(rule: Rule, values: Mapping[str, float]) -> tuple[float, ...] | None:
+def _row(rule: AlarmRule, values: Mapping[str, float]) -> tuple[float, ...] | None:
     """The metrics of a rule, or None when this is not a check for it."""
     is_check = all(name in values for name in rule.needs) if rule.needs else any(n in values for n in rule.otherwise)
     if not is_check:
@@ -79,7 +79,7 @@ def _row(rule: Rule, values: Mapping[str, float]) -> tuple[float, ...] | None:
 class Alarms:
     """The alarms of one stage. A recorder for the loop, and what the loop asks whether to go on."""
 
-    rules: Sequence[Rule]
+    rules: Sequence[AlarmRule]
     folder: Path
     """Folder of the run: a paused run goes on when a file `resume` appears here."""
     tell: Callable[[AlarmRecord], None]
@@ -88,7 +88,7 @@ class Alarms:
     """Gets what a person must know about a pause."""
     _watched: list[_Watched] = field(init=False)
     _rewards: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=NOISE_STEPS))
-    _called: tuple[AlarmRecord, Rule] | None = field(init=False, default=None)
+    _called: tuple[AlarmRecord, AlarmRule] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         active = [rule for rule in self.rules if rule.level != "off"]
@@ -136,12 +136,12 @@ class Alarms:
             await asyncio.sleep(POLL_SECONDS)
         raise StopRun(f"stopped: nobody ended the pause of {rule.pause_hours:g} hours after {where}. {how}.")
 
-    def _see_step(self, values: Mapping[str, float]) -> list[tuple[Rule, dict[str, float]]]:
+    def _see_step(self, values: Mapping[str, float]) -> list[tuple[AlarmRule, dict[str, float]]]:
         if math.isfinite(reward := values.get("reward/mean", math.nan)):
             self._rewards.append(reward)
         return self._check(values)
 
-    def _see_evaluation(self, result: EvaluationResult) -> list[tuple[Rule, dict[str, float]]]:
+    def _see_evaluation(self, result: EvaluationResult) -> list[tuple[AlarmRule, dict[str, float]]]:
         if result.name != HELDOUT:
             return []
         values = {
@@ -151,10 +151,10 @@ class Alarms:
         }
         return self._check({**values, **_smoothed(self._rewards)})
 
-    def _check(self, values: Mapping[str, float]) -> list[tuple[Rule, dict[str, float]]]:
+    def _check(self, values: Mapping[str, float]) -> list[tuple[AlarmRule, dict[str, float]]]:
         return [(w.rule, seen) for w in self._watched if (seen := w.check(values)) is not None]
 
-    def _raise(self, stage: int, step: int, found: Iterable[tuple[Rule, dict[str, float]]]) -> None:
+    def _raise(self, stage: int, step: int, found: Iterable[tuple[AlarmRule, dict[str, float]]]) -> None:
         for rule, seen in found:
             assert rule.level != "off", "a rule that is off is not watched"
             alarm = AlarmRecord(

@@ -24,7 +24,7 @@ MOE_DIVERGENCE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class AlarmRule:
     """A condition over the last checks of some metrics. A check is a step or an evaluation that has all of `needs`."""
 
     name: str
@@ -58,8 +58,8 @@ class Rule:
 _ALL_PASS = {"data/all_pass": 0.0}
 _REPEATING = {"recent": 10, "same": 0.9, "solved": 0.9}
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[AlarmRule, ...] = (
+    AlarmRule(
         name="reward_hacking", level="warn", window=32, least=4, calm=1, condition=conditions.reward_left_heldout,
         needs=("heldout/score", "heldout/half_width", "heldout/reward", "heldout/reward_error"),
         thresholds={"min_rise": 0.05, "noise": 6, "widths": 1.5},
@@ -67,21 +67,21 @@ RULES: tuple[Rule, ...] = (
         meaning="The policy found what the reward pays for and the task does not ask for.",
         advice="Read the rollouts with the highest reward; mend or gate the reward; stop at the best held-out step.",
     ),
-    Rule(
+    AlarmRule(
         name="reward_jump", level="note", window=30, least=25, condition=conditions.reward_jumped,
         needs=("reward/mean", "reward/std"), thresholds={"recent": 5, "noise": 6, "min_jump": 0.1, "spread": 0.5},
         saw="reward jumped from {before:.3g} to {value:.3g}",
         meaning="An exploit was found, or the verifier or the data changed. Learning is seldom that quick.",
         advice="Compare rollouts from before and after the jump.",
     ),
-    Rule(
+    AlarmRule(
         name="length_blowup", level="warn", window=50, least=15, condition=conditions.length_grew,
         needs=("gen/len_mean", "reward/mean"), thresholds={"recent": 5, "factor": 2, "noise": 6, "min_tokens": 6},
         saw="responses grew from {before:.1f} to {value:.1f} tokens",
         meaning="Length is being rewarded, or the policy has lost its end token.",
         advice="Look at gen/truncation_rate and at long rollouts; use a length penalty or token-mean weighting.",
     ),
-    Rule(
+    AlarmRule(
         name="entropy_collapse", level="warn", window=200, least=20, condition=conditions.entropy_fell,
         needs=("policy/entropy", "reward/mean"), otherwise=_ALL_PASS,
         thresholds={"recent": 5, "oldest": 10, "factor": 0.2, "floor": 0.05, "solved": 0.5},
@@ -89,7 +89,7 @@ RULES: tuple[Rule, ...] = (
         meaning="The policy is certain before it is right: groups agree and nothing new is tried.",
         advice="Lower the learning rate, raise clip high, add an entropy or KL term; go back to an earlier checkpoint.",
     ),
-    Rule(
+    AlarmRule(
         name="kl_spike", level="warn", window=30, least=12, condition=conditions.kl_rose,
         otherwise={"policy/kl_ref_k3": 0.0, "policy/kl_old_k3": 0.0},
         thresholds={"recent": 2, "factor": 10, "floor": 0.1, "noise": 10},
@@ -97,7 +97,7 @@ RULES: tuple[Rule, ...] = (
         meaning="One update moved the policy far: too high a learning rate, or a batch with extreme advantages.",
         advice="Lower the learning rate or max_grad_norm, use fewer updates per batch, raise the KL coefficient.",
     ),
-    Rule(
+    AlarmRule(
         name="mismatch", level="warn", window=3, least=3, condition=conditions.mismatch_over_budget,
         needs=("mismatch/kl_k3", "mismatch/logp_abs_max", "stale/max"),
         otherwise={"mismatch/corr": 1.0, "policy/kl_old_k3": 0.0},
@@ -106,7 +106,7 @@ RULES: tuple[Rule, ...] = (
         meaning="Their numerics, weights or sampling settings differ: the update is not for the policy that acted.",
         advice="Read docs/mismatch.md; try engine.numerics = \"exact\", or a correction such as token_tis.",
     ),
-    Rule(
+    AlarmRule(
         name="no_learning_signal", level="warn", window=10, least=10, condition=conditions.signal_is_gone,
         needs=("data/degenerate", "adv/frac_zero"),
         otherwise={**_ALL_PASS, "data/all_fail": 0.0, "data/dup_response_rate": 0.0},
@@ -115,42 +115,42 @@ RULES: tuple[Rule, ...] = (
         meaning="Tasks are too easy or too hard for this policy, or the reward does not tell answers apart.",
         advice="Mix in tasks of another difficulty, give partial credit, use larger groups or supervised warm-up.",
     ),
-    Rule(
+    AlarmRule(
         name="zero_gradient", level="warn", window=3, least=3, condition=conditions.gradient_is_zero,
         needs=("policy/grad_norm",), otherwise={"adv/abs_mean": 1.0}, thresholds={"recent": 3},
         saw="the gradient is exactly 0 though advantages are not",
         meaning="Parameters are frozen, the loss is detached from them, or every token is clipped or masked.",
         advice="Look for requires_grad = False and at the clip and mask fractions.",
     ),
-    Rule(
+    AlarmRule(
         name="not_finite", level="stop", window=1, least=1, condition=conditions.is_not_finite,
         needs=("loss",), otherwise={"policy/grad_norm": 0.0}, thresholds={}, is_about_nan=True,
         saw="loss {loss:.3g}, gradient norm {value:.3g}",
         meaning="Numbers overflowed. The trainer refuses such updates itself; this one came past it.",
         advice="Go back to the last checkpoint; lower the learning rate; use float32 to find the place.",
     ),
-    Rule(
+    AlarmRule(
         name="parameters_unchanged", level="warn", window=5, least=5, condition=conditions.weights_stand_still,
         needs=("policy/update_norm_ratio", "policy/grad_norm"), thresholds={"recent": 5},
         saw="no weight has changed, though the gradient has norm {norm:.3g}",
         meaning="The learning rate is 0, by its setting or its schedule, or the optimiser was given nothing to move.",
         advice="Look at policy/learning_rate and optim.schedule; with an adapter, check that it is what is trained.",
     ),
-    Rule(
+    AlarmRule(
         name="identical_members", level="warn", window=10, least=10, condition=conditions.members_are_identical,
         needs=("data/dup_response_rate",), otherwise=_ALL_PASS, thresholds=_REPEATING,
         saw="{value:.0%} of responses equal another of their group, and the task is not solved",
         meaning="Groups cannot compare anything: the temperature is too low, or entropy is gone.",
         advice="Sample at temperature 1 without top_k or top_p; go back to where entropy was higher.",
     ),
-    Rule(
+    AlarmRule(
         name="truncation", level="warn", window=5, least=5, condition=conditions.rate_is_high("gen/truncation_rate"),
         needs=("gen/truncation_rate", "reward/mean"), thresholds={"recent": 5, "limit": 0.5},
         saw="{value:.0%} of responses are cut at the length limit",
         meaning="Answers do not fit, or the policy does not end them; their reward is about the limit, not the task.",
         advice="Raise sampling.max_new_tokens, train on examples that end, or shape the reward by length.",
     ),
-    Rule(
+    AlarmRule(
         name="verifier_errors", level="warn", window=5, least=3, condition=conditions.scores_are_missing,
         needs=("data/unscorable", "data/trained_trajectories", "data/gen_factor"),
         thresholds={"recent": 3, "limit": 0.02},
@@ -158,14 +158,14 @@ RULES: tuple[Rule, ...] = (
         meaning="The verifier crashes, times out or finds nothing to judge by; what remains is a biased sample.",
         advice="Run \"temper report\" for the reasons; give the verifier more time; mend the tasks it fails on.",
     ),
-    Rule(
+    AlarmRule(
         name="judge_changed", level="warn", window=1, least=1, calm=1, condition=conditions.judge_changed,
         needs=("judge/kappa_fall",), thresholds={"min_fall": 0},
         saw="a judge agrees less with its labelled set than at the start: kappa fell by at least {value:.3f}",
         meaning="The endpoint serves another model under the same name: what is rewarded now is something else.",
         advice="Look at judge/kappa/* and the verdicts of group \"labelled\"; restore the judge; resume from before.",
     ),
-    Rule(
+    AlarmRule(
         name="tool_errors", level="warn", window=5, least=5,
         condition=conditions.rate_is_high("gen/tool_error_rate", "gen/tool_timeout_rate"),
         needs=("gen/tool_error_rate", "gen/tool_timeout_rate"), thresholds={"recent": 5, "limit": 0.25},
@@ -173,28 +173,28 @@ RULES: tuple[Rule, ...] = (
         meaning="A tool or its service is down, or the policy calls it wrongly.",
         advice="Look at the events of some rollouts; raise rollout.retries; restart the service.",
     ),
-    Rule(
+    AlarmRule(
         name="throughput_drop", level="warn", window=60, least=30, condition=conditions.throughput_fell,
         needs=("sys/train_tokens", "seconds/total"), thresholds={"recent": 10, "factor": 0.5, "noise": 4},
         saw="throughput fell from {before:,.0f} to {value:,.0f} trained tokens a second, and steps take longer",
         meaning="The machine is shared or throttled, a verifier or tool got slow, or the cache is too small.",
         advice="Look at the time split of a step, at sys/preemptions and at what else runs on the machine.",
     ),
-    Rule(
+    AlarmRule(
         name="trainer_starving", level="note", window=20, least=10, condition=conditions.trainer_waits,
         needs=("seconds/rollout", "seconds/total", "stale/max"), thresholds={"recent": 10, "limit": 0.6},
         saw="the trainer waits {value:.0%} of the time for rollouts, though answers go on over steps",
         meaning="Sampling is the bottleneck.",
         advice="Raise rollout.max_staleness or engine.max_running so that more is drawn together; shorten rollouts.",
     ),
-    Rule(
+    AlarmRule(
         name="memory_growth", level="warn", window=100, least=100, condition=conditions.memory_grows,
         needs=("sys/peak_memory_bytes",), thresholds={"factor": 1.03},
         saw="memory grew steadily from {before:.2f} to {value:.2f} GiB",
         meaning="Something keeps what it should let go, e.g. a reward that collects transcripts; or lengths grow.",
         advice="Look at gen/len_max; checkpoint often; leave out your own rewards and environments one by one.",
     ),
-    Rule(
+    AlarmRule(
         name="likelihood_displacement", level="warn", window=50, least=30, condition=conditions.chosen_are_displaced,
         needs=("preference/chosen_logprob", "preference/margin"), otherwise={"preference/chosen_reward": 0.0},
         thresholds={"recent": 10, "share": 0.05, "noise": 8},
@@ -203,7 +203,7 @@ RULES: tuple[Rule, ...] = (
         meaning="Pairs are separated by making both answers unlikely; what becomes likely is in no data set.",
         advice="Use rpo or dpo_shift, raise beta, lower the learning rate, leave out near-identical pairs.",
     ),
-    Rule(
+    AlarmRule(
         name="length_exploitation", level="warn", window=30, least=20, condition=conditions.length_is_rewarded,
         needs=("preference/reward_length_correlation", "preference/accuracy", "preference/log_ratio"),
         thresholds={"recent": 20, "limit": 0.5},
@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
         meaning="The policy learns that longer is better, from pairs whose chosen side is the longer one.",
         advice="Use length_normalized, ipo or simpo; balance the pairs by preference/length_difference.",
     ),
-    Rule(
+    AlarmRule(
         name="readiness", level="stop", window=1, least=1, calm=1, condition=conditions.checks_failed,
         needs=("ready/failed",),
         thresholds={"prompts": 200, "format": 0.9, "errors": 0.01, "mixed": 0.3, "distinct": 1.5, "truncated": 0.1},
@@ -219,7 +219,7 @@ RULES: tuple[Rule, ...] = (
         meaning="RL would learn little or the wrong thing from this policy. Looked at once, before the first RL step.",
         advice="Read the table it prints, and docs/rejection.md; \"stop\" refuses to start, \"note\" starts anyway.",
     ),
-    Rule(
+    AlarmRule(
         name="held_out_stalled", level="off", window=1000, least=2, calm=1, condition=conditions.heldout_stalled,
         needs=("heldout/score", "heldout/step"), thresholds={"patience": 5, "min_gain": 0},
         saw="no better held-out score for {patience:.0f} evaluations; the best is {best:.3f} at step {step:.0f}",
@@ -229,7 +229,7 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def configure(settings: Mapping[str, str | Mapping[str, Scalar]], *, is_moe: bool = False) -> tuple[Rule, ...]:
+def configure(settings: Mapping[str, str | Mapping[str, Scalar]], *, is_moe: bool = False) -> tuple[AlarmRule, ...]:
     """The rules of a run: the table, changed by the recipe's `alarms`: a level, or a table with level and thresholds.
 
     alarms = { entropy_collapse = "stop", length_blowup = { level = "pause", factor = 3 }, throughput_drop = "off" }
@@ -247,7 +247,7 @@ def configure(settings: Mapping[str, str | Mapping[str, Scalar]], *, is_moe: boo
     return tuple(known.values())
 
 
-def _changed(rule: Rule, setting: Mapping[str, Scalar]) -> Rule:
+def _changed(rule: AlarmRule, setting: Mapping[str, Scalar]) -> AlarmRule:
     wanted = setting.get("level", "warn" if rule.level == "off" else rule.level)
     level = next((level for level in LEVELS if level == wanted), None)
     if level is None:
@@ -276,7 +276,7 @@ def _changed(rule: Rule, setting: Mapping[str, Scalar]) -> Rule:
     return changed
 
 
-def _require_sense(changed: Rule, rule: Rule) -> None:
+def _require_sense(changed: AlarmRule, rule: AlarmRule) -> None:
     """Counts are whole and fit into the window; a pause ends."""
     where = f"alarms.{rule.name}"
     counts = {key: changed.thresholds[key] for key in ("recent", "oldest", "patience") if key in changed.thresholds}

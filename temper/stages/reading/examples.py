@@ -9,17 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from temper.errors import UserError
+from temper.tasks.render import SpokenRow
 from temper.types import Message, Sample, Task
 
 MAX_SKIPS = 10_000
 """Rows in a row that are too long, after which the data is taken to hold nothing else."""
-
-
-class SpokenRow(Protocol):
-    """Ids of a conversation; 1 where an assistant said what is to be learned."""
-
-    token_ids: list[int]
-    loss_mask: list[int]
 
 
 class ExampleRenderer(Protocol):
@@ -56,14 +50,14 @@ def conversation_rows(renderer: ExampleRenderer, task: Task, answer: str, *, tur
         raise UserError(f"task {task.id}: {error}") from error
 
 
-class TooLong(UserError):
+class RowTooLong(UserError):
     """A row does not fit."""
 
 
 def require_length(task: Task, size: int, max_length: int, side: str = "") -> None:
     """Raises TooLong for a row of more tokens. Nothing is cut: a cut answer teaches to stop anywhere."""
     if size > max_length:
-        raise TooLong(
+        raise RowTooLong(
             f"task {task.id}: {side or 'the row'} has {size} tokens, more than the limit of {max_length}: the "
             "model's context, or trainer.max_length where that is less. Nothing is cut. Shorten or remove the row, use "
             "a model with a longer context, or set trainer.max_length: longer rows are then dropped and counted"

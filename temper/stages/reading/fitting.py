@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from temper.config import RunConfig
 from temper.errors import UserError
 from temper.stages.reading.data import StageData
-from temper.stages.reading.examples import TooLong
+from temper.stages.reading.examples import RowTooLong
 from temper.tasks.lengths import measure_texts
 from temper.types import Sample, Task
 
@@ -33,7 +33,7 @@ def require_rows(config: RunConfig, make_rows: MakeRows, data: StageData) -> Non
     for task in _suspects(data, data.longest_row):
         try:
             make_rows(task)
-        except TooLong as error:
+        except RowTooLong as error:
             num_long += 1
             if not drops_long or num_long == len(data.rows):
                 bad.append((task.id, str(error)))

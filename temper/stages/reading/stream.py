@@ -6,15 +6,9 @@ Owns: the parts of protocols.BatchSource that such a source has no say in. Refus
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
-from temper.types import Scalar, Task
-
-
-class TaskStream(Protocol):
-    def next(self) -> tuple[int, Task]: ...
-    def state(self) -> dict[str, Scalar | list[Scalar]]: ...
-    def load_state(self, state: Mapping[str, Scalar | list[Scalar]]) -> None: ...
+from temper.rollout.source import TaskStream
+from temper.types import Scalar
 
 
 class StreamSource:

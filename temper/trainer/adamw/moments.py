@@ -35,7 +35,7 @@ _MEAN_LEVELS, _SQUARE_LEVELS = 127, 255
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HeldPart:
     """A flat tensor that holds something of every value of a bucket."""
 
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class Part:
 class MomentFormat:
     """One way to hold one of the moments; there is one object of each. Names of parts are those in a checkpoint."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, HeldPart]
     read: Callable[[Held], Tensor]
     """The values, flat, in float32 or wider. What is held wide is handed out itself and changed in place."""
     write: Callable[[Held, Tensor, Tensor], None]
@@ -85,7 +85,7 @@ def _keep(held: Held, values: Tensor, random: Tensor) -> None:
 
 
 def _held_itself(name: str, dtype: torch.dtype) -> MomentFormat:
-    return MomentFormat({name: Part(dtype)}, partial(_get, name), _keep, is_random=False)
+    return MomentFormat({name: HeldPart(dtype)}, partial(_get, name), _keep, is_random=False)
 
 
 def round_to_bfloat16(values: Tensor, random: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def _write_bfloat16(name: str, held: Held, values: Tensor, random: Tensor) -> No
 
 
 def _in_bfloat16(name: str) -> MomentFormat:
-    return MomentFormat({name: Part(torch.bfloat16)}, partial(_read_bfloat16, name), partial(_write_bfloat16, name))
+    return MomentFormat({name: HeldPart(torch.bfloat16)}, partial(_read_bfloat16, name), partial(_write_bfloat16, name))
 
 
 def quantize_mean(values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,7 +173,7 @@ def _write_codes(name: str, quantize: Quantize, held: Held, values: Tensor, rand
 
 
 def _in_8_bits(name: str, dtype: torch.dtype, quantize: Quantize, dequantize: Dequantize) -> MomentFormat:
-    parts = {name: Part(dtype), f"{name}_scale": Part(torch.float32, BLOCK)}
+    parts = {name: HeldPart(dtype), f"{name}_scale": HeldPart(torch.float32, BLOCK)}
     return MomentFormat(parts, partial(_read_codes, name, dequantize), partial(_write_codes, name, quantize))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from temper.trainer.adamw.moments import Held, Part
+from temper.trainer.adamw.moments import Held, HeldPart
 
 SLOTS = 3
 """Buckets on the device at once: one arrives, one is updated, one leaves."""
@@ -24,7 +24,7 @@ class Residence:
     """The state of all buckets, zero at first."""
 
     def __init__(
-        self, sizes: Sequence[int], parts: Sequence[Mapping[str, Part]], device: torch.device, offload: bool
+        self, sizes: Sequence[int], parts: Sequence[Mapping[str, HeldPart]], device: torch.device, offload: bool
     ) -> None:
         """Sizes and parts of each bucket. Offloaded from a CPU, the state is where it was."""
         self._device = device

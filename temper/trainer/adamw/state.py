@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from temper.errors import UserError
 from temper.trainer.adamw.layout import BUCKET_VALUES, Bucket, Slice, make_buckets
 from temper.trainer.adamw.masters import Exceptions, join, split
-from temper.trainer.adamw.moments import Held, MomentFormat, Part, States, formats_for
+from temper.trainer.adamw.moments import Held, HeldPart, MomentFormat, States, formats_for
 from temper.trainer.adamw.noise import high_half, key_of, low_half, random_bits
 from temper.trainer.adamw.residence import Residence
 
@@ -25,7 +25,7 @@ _REMAINDER = "remainder"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BucketKind:
     """What the parameters of one bucket have in common."""
 
     is_decayed: bool
@@ -43,12 +43,12 @@ class Kind:
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
-    def moments(self) -> dict[str, Part]:
+    def moments(self) -> dict[str, HeldPart]:
         return {**self.mean.parts, **self.square.parts}
 
     @property
-    def parts(self) -> dict[str, Part]:
-        return ({_REMAINDER: Part(torch.int16)} if self.has_masters else {}) | self.moments
+    def parts(self) -> dict[str, HeldPart]:
+        return ({_REMAINDER: HeldPart(torch.int16)} if self.has_masters else {}) | self.moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class AdamState:
             self._made = Residence([bucket.size for bucket in self._buckets], parts, device, self._offload)
         return self._made
 
-    def _kind(self, bucket: Bucket) -> Kind:
+    def _kind(self, bucket: Bucket) -> BucketKind:
         return self._kinds[bucket.slices[0].name]
 
     def _weights(self, bucket: Bucket) -> list[Tensor]:
@@ -225,19 +225,19 @@ class _Made(Mapping[str, Tensor]):
         return len(self._makers)
 
 
-def _kind_of(name: str, parameter: nn.Parameter, states: States) -> Kind:
+def _kind_of(name: str, parameter: nn.Parameter, states: States) -> BucketKind:
     if parameter.dtype not in (torch.bfloat16, torch.float32, torch.float64):
         raise UserError(f'parameter "{name}" is {parameter.dtype}. Train in bfloat16 or float32: set model.dtype')
     assert parameter.is_contiguous(), f"{name} cannot be cut into buckets"
     formats = formats_for(states, parameter.shape, torch.promote_types(parameter.dtype, torch.float32))
-    return Kind(parameter.ndim >= 2, parameter.dtype, *formats)
+    return BucketKind(parameter.ndim >= 2, parameter.dtype, *formats)
 
 
 def _views(flat: Tensor, bucket: Bucket) -> list[Tensor]:
     return [flat[piece.place : piece.place + piece.size] for piece in bucket.slices]
 
 
-def _ranges(piece: Slice, part: Part) -> tuple[slice, slice]:
+def _ranges(piece: Slice, part: HeldPart) -> tuple[slice, slice]:
     """Where a part of a slice lies in its bucket, and in the tensor of the parameter."""
     each, count = part.values_each, -(-piece.size // part.values_each)
     inside, outside = piece.place // each, piece.start // each

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from temper.errors import UserError
 from temper.models.states import Head
 from temper.objectives import Loss
-from temper.objectives.losses.divergences import Compared
+from temper.objectives.losses.divergences import DivergenceLoss
 from temper.trainer.offload import on_device
 from temper.trainer.passes.logprobs import CHUNK_BYTES, add_product
 from temper.trainer.passes.rows import place_rows, take_rows
@@ -78,7 +78,7 @@ def divergence(
 
     Over the tokens that both heads know: vocabularies are padded to different sizes, and the tokenizers are the same.
     """
-    assert isinstance(direct_loss.run, Compared), f"loss {direct_loss.name} does not compare distributions"
+    assert isinstance(direct_loss.run, DivergenceLoss), f"loss {direct_loss.name} does not compare distributions"
     head, hidden_AD = Head.of(model), states.hidden_AD
     total_A = torch.zeros(len(hidden_AD), dtype=_wide(head), device=hidden_AD.device)
     for part in classes(teachers, microbatch):

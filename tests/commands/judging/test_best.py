@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from temper.commands.judging.best import BestOf, Wanted, best, open_questions, render
-from temper.commands.judging.evaluate import Asked
+from temper.commands.judging.best import BestOf, BestRequest, best, open_questions, render
+from temper.commands.judging.evaluate import SuiteRequest
 from temper.errors import UserError
 from temper.models.tiny import make_tiny_model
 
@@ -22,8 +22,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
-def ask(model: Path, wanted: Wanted, out: Path | None = None, **asked: object) -> BestOf:
-    settings = Asked(**{"suite": "", "max_new_tokens": 4, **asked})  # type: ignore[arg-type]
+def ask(model: Path, wanted: BestRequest, out: Path | None = None, **asked: object) -> BestOf:
+    settings = SuiteRequest(**{"suite": "", "max_new_tokens": 4, **asked})  # type: ignore[arg-type]
     return best(model, settings, wanted, out=out, note=lambda line: None)
 
 
@@ -31,7 +31,7 @@ def test_texts_and_files_are_answered_with_their_best_sample(model: Path, tmp_pa
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"prompt": "ab", "answer": "ba"}\n{"prompt": "cd", "answer": "dc"}\n')
     out = tmp_path / "best.jsonl"
-    wanted = Wanted(prompts=(str(tasks),), reward="edit", n=4, answer_field="answer")
+    wanted = BestRequest(prompts=(str(tasks),), reward="edit", n=4, answer_field="answer")
     found = ask(model, wanted, out)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["ab", "cd"]
@@ -41,14 +41,14 @@ def test_texts_and_files_are_answered_with_their_best_sample(model: Path, tmp_pa
         assert len(row["scores"]) == 4
     assert [gain.n for gain in found.gains] == [1, 2, 4]
     assert ask(model, wanted) == found, "the same seed says the same"
-    fewer = ask(model, Wanted(prompts=(str(tasks),), reward="edit", n=2, answer_field="answer"))
+    fewer = ask(model, BestRequest(prompts=(str(tasks),), reward="edit", n=2, answer_field="answer"))
     assert [pick.scores for pick in fewer.picks] == [pick.scores[:2] for pick in found.picks]
-    text = ask(model, Wanted(prompts=("ab", "cd"), reward="repetition", n=2))
+    text = ask(model, BestRequest(prompts=("ab", "cd"), reward="repetition", n=2))
     assert [pick.task_id for pick in text.picks] == ["prompt:1", "prompt:2"]
 
 
 def test_a_suite_brings_prompts_and_reward(model: Path, suite: str) -> None:
-    found = ask(model, Wanted(n=3), suite=suite, limit=2)
+    found = ask(model, BestRequest(n=3), suite=suite, limit=2)
     assert [len(pick.scores) for pick in found.picks] == [3, 3]
     console = Console(width=200)
     with console.capture() as shown:
@@ -60,22 +60,22 @@ def test_a_suite_brings_prompts_and_reward(model: Path, suite: str) -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (Wanted(), "needs prompts and a reward"),
-        (Wanted(prompts=("ab",)), "needs prompts and a reward"),
-        (Wanted(prompts=(" ",), reward="length"), "prompt 1 is empty"),
-        (Wanted(prompts=("nowhere.jsonl",), reward="length"), "nowhere.jsonl"),
+        (BestRequest(), "needs prompts and a reward"),
+        (BestRequest(prompts=("ab",)), "needs prompts and a reward"),
+        (BestRequest(prompts=(" ",), reward="length"), "prompt 1 is empty"),
+        (BestRequest(prompts=("nowhere.jsonl",), reward="length"), "nowhere.jsonl"),
     ],
 )
-def test_what_is_missing_is_said(wanted: Wanted, message: str) -> None:
+def test_what_is_missing_is_said(wanted: BestRequest, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        open_questions(Asked(suite=""), wanted)
+        open_questions(SuiteRequest(suite=""), wanted)
 
 
 def test_a_reward_that_needs_gold_answers_says_how_to_give_them(model: Path) -> None:
     with pytest.raises(UserError, match="--answer-field"):
-        ask(model, Wanted(prompts=("ab",), reward="exact", n=2))
+        ask(model, BestRequest(prompts=("ab",), reward="exact", n=2))
 
 
 def test_options_without_a_reward_are_not_ignored(suite: str) -> None:
     with pytest.raises(UserError, match="none is given"):
-        open_questions(Asked(suite=suite), Wanted(options={"x": 1}))
+        open_questions(SuiteRequest(suite=suite), BestRequest(options={"x": 1}))

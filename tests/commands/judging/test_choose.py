@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from temper.commands.judging import choose as command
-from temper.commands.judging.choose import Rated, choose, find_candidates, pass_at, render, winner
-from temper.commands.judging.evaluate import Asked
+from temper.commands.judging.choose import CheckpointRating, choose, find_candidates, pass_at, render, winner
+from temper.commands.judging.evaluate import SuiteRequest
 from temper.errors import UserError
 from temper.evals.passk import pass_at_k
 from temper.models.tiny import make_tiny_model
@@ -50,7 +50,7 @@ def test_the_winners_have_the_highest_pass_at_k_and_are_averaged(
     models: list[Path], suites: list[str], tmp_path: Path
 ) -> None:
     lines: list[str] = []
-    probes = [Asked(suite=suite) for suite in suites]
+    probes = [SuiteRequest(suite=suite) for suite in suites]
     found = choose(models, probes, k=3, out=tmp_path / "out", average=tmp_path / "mean", note=lines.append)
     for suite in ("one", "two"):
         scores = {each.checkpoint: each.scores[suite]["score"] for each in found.rated}
@@ -99,7 +99,9 @@ BROAD = result((1, 4), (2, 4), (1, 4), (1, 4))
 
 def best_by(k: int) -> Path:
     results = {"narrow": NARROW, "broad": BROAD}
-    rated = [Rated(checkpoint=Path(name), scores={"s": pass_at(found, k)}) for name, found in results.items()]
+    rated = [
+        CheckpointRating(checkpoint=Path(name), scores={"s": pass_at(found, k)}) for name, found in results.items()
+    ]
     return winner(rated, "s")
 
 
@@ -116,7 +118,7 @@ def test_choosing_by_the_first_sample_would_be_seen(monkeypatch: pytest.MonkeyPa
 
 
 def test_equal_scores_choose_the_one_that_trained_least() -> None:
-    rated = [Rated(checkpoint=Path(name), scores={"s": pass_at(BROAD, 2)}) for name in ("first", "second")]
+    rated = [CheckpointRating(checkpoint=Path(name), scores={"s": pass_at(BROAD, 2)}) for name in ("first", "second")]
     assert winner(rated, "s") == Path("first")
 
 
@@ -150,13 +152,13 @@ def test_what_gives_no_pass_at_k_is_refused(
     models: list[Path], suites: list[str], tmp_path: Path, asked: dict[str, object], k: int, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        choose(models, [Asked(suite=suites[0], **asked)], k=k, out=tmp_path)  # type: ignore[arg-type]
+        choose(models, [SuiteRequest(suite=suites[0], **asked)], k=k, out=tmp_path)  # type: ignore[arg-type]
 
 
 def test_domains_need_names_of_their_own_and_the_average_a_new_place(
     models: list[Path], suites: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="one suite per domain"):
-        choose(models, [Asked(suite=suites[0])] * 2, k=2, out=tmp_path)
+        choose(models, [SuiteRequest(suite=suites[0])] * 2, k=2, out=tmp_path)
     with pytest.raises(UserError, match="not empty"):
-        choose(models, [Asked(suite=suites[0])], k=2, out=tmp_path / "o", average=models[0])
+        choose(models, [SuiteRequest(suite=suites[0])], k=2, out=tmp_path / "o", average=models[0])

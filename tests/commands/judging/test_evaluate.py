@@ -11,7 +11,7 @@ from rich.console import Console
 
 from temper.catalogue import reward_of
 from temper.commands.judging.evaluate import (
-    Asked,
+    SuiteRequest,
     budget_of,
     default_path,
     evaluate_suite,
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
-def evaluate(model: Path, asked: Asked) -> SuiteResult:
+def evaluate(model: Path, asked: SuiteRequest) -> SuiteResult:
     return evaluate_suite(model, asked, note=lambda line: None, is_live=False)
 
 
@@ -45,31 +45,31 @@ def timeless(result: SuiteResult, count: int | None = None) -> list[list[SampleR
 def test_the_same_seed_gives_the_same_result_and_more_samples_keep_the_first(
     model: Path, suite: str, tmp_path: Path
 ) -> None:
-    first = evaluate(model, Asked(suite=suite, out=tmp_path / "one.json"))
-    again = evaluate(model, Asked(suite=suite, out=tmp_path / "two.json"))
+    first = evaluate(model, SuiteRequest(suite=suite, out=tmp_path / "one.json"))
+    again = evaluate(model, SuiteRequest(suite=suite, out=tmp_path / "two.json"))
     assert timeless(again) == timeless(first)
     assert (again.metrics, again.budget, again.weights_sha256) == (first.metrics, first.budget, first.weights_sha256)
-    more = evaluate(model, Asked(suite=suite, samples=5, out=tmp_path / "three.json"))
+    more = evaluate(model, SuiteRequest(suite=suite, samples=5, out=tmp_path / "three.json"))
     assert timeless(more, 2) == timeless(first)
-    other = evaluate(model, Asked(suite=suite, seed=1, out=tmp_path / "four.json"))
+    other = evaluate(model, SuiteRequest(suite=suite, seed=1, out=tmp_path / "four.json"))
     assert timeless(other) != timeless(first), "the seed does change what is drawn"
     assert load(tmp_path / "one.json") == first
 
 
 def test_a_result_of_another_budget_is_not_overwritten_unless_forced(model: Path, suite: str, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    first = evaluate(model, Asked(suite=suite, out=out, limit=2))
+    first = evaluate(model, SuiteRequest(suite=suite, out=out, limit=2))
     with pytest.raises(UserError, match=r"samples: 2 and 3(.|\n)*--force") as caught:
-        evaluate(model, Asked(suite=suite, out=out, limit=2, samples=3))
+        evaluate(model, SuiteRequest(suite=suite, out=out, limit=2, samples=3))
     assert "temperature" not in str(caught.value), "only what differs"
     assert load(out) == first
-    evaluate(model, Asked(suite=suite, out=out, limit=2))
-    forced = evaluate(model, Asked(suite=suite, out=out, limit=2, samples=3, force=True))
+    evaluate(model, SuiteRequest(suite=suite, out=out, limit=2))
+    forced = evaluate(model, SuiteRequest(suite=suite, out=out, limit=2, samples=3, force=True))
     assert load(out) == forced
 
 
 def test_the_terminal_shows_metrics_constant_answer_and_budget(model: Path, suite: str, tmp_path: Path) -> None:
-    result = evaluate(model, Asked(suite=suite, out=tmp_path / "r.json"))
+    result = evaluate(model, SuiteRequest(suite=suite, out=tmp_path / "r.json"))
     console = Console(width=400, record=True, file=(tmp_path / "log").open("w"))
     console.print(render(result))
     text = console.export_text()
@@ -84,12 +84,12 @@ def test_the_terminal_shows_metrics_constant_answer_and_budget(model: Path, suit
 
 def test_the_command_line_comes_before_the_suite_and_greedy_means_one_sample() -> None:
     suite = load_suite("gsm8k")
-    asked = with_decoding(suite, Asked(suite="gsm8k", temperature=0.0, max_new_tokens=9)).decoding
+    asked = with_decoding(suite, SuiteRequest(suite="gsm8k", temperature=0.0, max_new_tokens=9)).decoding
     assert (asked.temperature, asked.samples, asked.max_new_tokens) == (0.0, 1, 9)
     with pytest.raises(UserError, match="same answer samples=4 times"):
-        with_decoding(suite, Asked(suite="gsm8k", temperature=0.0, samples=4))
+        with_decoding(suite, SuiteRequest(suite="gsm8k", temperature=0.0, samples=4))
     with pytest.raises(UserError, match="less than or equal to 1"):
-        with_decoding(suite, Asked(suite="gsm8k", top_p=1.5))
+        with_decoding(suite, SuiteRequest(suite="gsm8k", top_p=1.5))
 
 
 def test_the_budget_tells_verifiers_and_seeds_apart() -> None:
@@ -107,7 +107,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_before_anything_is_drawn(
     model: Path, suite: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"context of 32\. Use --max-new-tokens"):
-        evaluate(model, Asked(suite=suite, max_new_tokens=31, out=tmp_path / "r.json"))
+        evaluate(model, SuiteRequest(suite=suite, max_new_tokens=31, out=tmp_path / "r.json"))
 
 
 def test_results_of_a_run_go_where_its_dashboard_looks(tmp_path: Path) -> None:

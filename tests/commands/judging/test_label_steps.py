@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from temper.commands.judging.evaluate import Asked
+from temper.commands.judging.evaluate import SuiteRequest
 from temper.commands.judging.label_steps import label_steps
 from temper.errors import UserError
 from temper.models.tiny import make_tiny_model
@@ -36,10 +36,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
-def suite_of(folder: Path, rows: list[dict[str, str]], suite: str = SUITE) -> Asked:
+def suite_of(folder: Path, rows: list[dict[str, str]], suite: str = SUITE) -> SuiteRequest:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "own.toml").write_text(suite)
-    return Asked(suite=str(folder / "own.toml"))
+    return SuiteRequest(suite=str(folder / "own.toml"))
 
 
 def test_given_solutions_are_labelled_alike_every_time_and_read_back(model: Path, tmp_path: Path) -> None:

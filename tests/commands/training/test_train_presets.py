@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from temper.commands.training.train import Records, run_stages
+from temper.commands.training.train import RunRecords, run_stages
 from temper.config import resolve
 from temper.models.load import load_model
 from temper.models.save import save_model
@@ -70,7 +70,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def train(table: dict[str, Any], run: Path) -> None:
     store = open_run(run, config="", resume=False)
     try:
-        asyncio.run(run_stages(resolve(table, (), where="test"), run, Records(store, Display())))
+        asyncio.run(run_stages(resolve(table, (), where="test"), run, RunRecords(store, Display())))
     finally:
         store.close()
 

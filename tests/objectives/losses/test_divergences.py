@@ -12,7 +12,7 @@ from torch import Tensor
 
 from temper.errors import UserError
 from temper.objectives import MetricSums, Objective, Tokens, TopTokens, objective_loss
-from temper.objectives.losses.divergences import DIVERGENCE_LOSSES, Compared, gkd, k2, k3, top_k_teacher
+from temper.objectives.losses.divergences import DIVERGENCE_LOSSES, DivergenceLoss, gkd, k2, k3, top_k_teacher
 from temper.objectives.objective import Loss
 from temper.objectives.presets.distillation import PRESETS
 
@@ -45,7 +45,7 @@ def drawn(policy: Tensor, **fields: object) -> Tokens:
 @pytest.mark.parametrize(("beta", "expected"), [(beta, loss) for (beta,), loss in LOSSES.items()])
 def test_gkd_is_the_weighted_sum_of_the_worked_divergences(beta: float, expected: float) -> None:
     direct_loss = gkd(beta=beta, temperature=1.0)
-    assert isinstance(direct_loss.run, Compared)
+    assert isinstance(direct_loss.run, DivergenceLoss)
     divergence = direct_loss.run.divergence(logs(*STUDENT)[None], logs(*TEACHER)[None])
     loss, metrics = direct_loss(drawn(logs(0.5), divergence=divergence))
     assert loss.item() == pytest.approx(expected, abs=1e-6)
@@ -88,7 +88,7 @@ def test_what_each_estimator_follows_on_the_students_own_samples(direct_loss: Lo
 
     def slope(beta: float) -> Tensor:
         compared = gkd(beta=beta, temperature=1.0).run
-        assert isinstance(compared, Compared)
+        assert isinstance(compared, DivergenceLoss)
         return torch.autograd.grad(compared.divergence(logits[None], logs(*TEACHER)[None]).sum(), logits)[0]
 
     assert torch.allclose(found, slope(follows), atol=1e-12)

@@ -17,8 +17,8 @@ from temper.errors import UserError
 from temper.objectives import MetricSums, Objective, Tokens, join, measure_batch, objective_loss, resolve
 from temper.objectives.losses.pairs import (
     PAIR_LOSSES,
+    PairSides,
     Rollouts,
-    Sides,
     implicit_rewards,
     margin_memory,
 )
@@ -255,7 +255,7 @@ def test_rows_that_are_no_pairs_are_found_out(rewards: tuple[float, ...]) -> Non
     """As when rows were packed one by one instead of by group."""
     rows = [Row([-1.0] * 2, [-1.0] * 2, reward) for reward in rewards]
     with pytest.raises(AssertionError, match="together"):
-        Sides.of(tokens_of(rows))
+        PairSides.of(tokens_of(rows))
 
 
 def test_sums_over_long_answers_keep_what_float32_loses() -> None:
@@ -305,13 +305,13 @@ def test_the_correlation_of_reward_and_length_is_that_of_all_completions() -> No
 @pytest.mark.parametrize("name", sorted(set(PAIR_LOSSES) - {"ipo", "orpo", "simpo", "cpo", "length_normalized"}))
 def test_held_out_pairs_are_judged_by_what_the_direct_loss_compares(name: str) -> None:
     tokens = tokens_of(rows_f3())
-    chosen, rejected = implicit_rewards(PAIR_LOSSES[name](), Sides.of(tokens).pairs(tokens))
+    chosen, rejected = implicit_rewards(PAIR_LOSSES[name](), PairSides.of(tokens).pairs(tokens))
     assert (chosen.item(), rejected.item()) == pytest.approx((0.1, -0.1))
 
 
 def test_held_out_pairs_of_simpo_are_judged_per_token() -> None:
     tokens = tokens_of(rows_f3())
-    chosen, rejected = implicit_rewards(PAIR_LOSSES["simpo"](), Sides.of(tokens).pairs(tokens))
+    chosen, rejected = implicit_rewards(PAIR_LOSSES["simpo"](), PairSides.of(tokens).pairs(tokens))
     assert (chosen.item(), rejected.item()) == pytest.approx((-4.0, -7.0))
 
 

@@ -12,7 +12,7 @@ from temper.errors import UserError
 from temper.objectives import MetricSums
 from temper.objectives.losses.unpaired import (
     UNPAIRED,
-    Labelled,
+    LabelledCompletions,
     geometric_mixture,
     kto,
     kto_baseline,
@@ -26,7 +26,7 @@ def column(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def labelled(**fields: Any) -> Labelled:
+def labelled(**fields: Any) -> LabelledCompletions:
     values: dict[str, Any] = {
         "logprobs": column(-10, -14).requires_grad_(),
         "reference_logprobs": column(-11, -13),
@@ -34,7 +34,7 @@ def labelled(**fields: Any) -> Labelled:
         "weights": column(0.5, 0.5),
         "baseline": 0.4,
     }
-    return Labelled(**(values | fields))
+    return LabelledCompletions(**(values | fields))
 
 
 def test_kto_gives_the_worked_losses() -> None:

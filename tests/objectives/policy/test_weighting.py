@@ -8,7 +8,7 @@ from torch import Tensor
 
 from temper.errors import UserError
 from temper.objectives import Extent
-from temper.objectives.objective import Sloped
+from temper.objectives.objective import SlopedWeighting
 from temper.objectives.policy.gates import clip
 from temper.objectives.policy.ratios import token
 from temper.objectives.policy.weighting import (
@@ -125,7 +125,7 @@ def test_slopes_of_length_softmax_are_derivatives_of_log_weights(power) -> None:
         return length_softmax()(extent(lengths, ids, scales={"length_softmax": number}))[:-1]
 
     rule = length_softmax(power).run
-    assert isinstance(rule, Sloped)
+    assert isinstance(rule, SlopedWeighting)
     slopes = rule.slopes(extent(lengths, ids))
     measured = (weights(power + step).log() - weights(power - step).log()) / (2 * step)
     assert slopes[:-1].tolist() == pytest.approx(measured.tolist(), abs=1e-8)

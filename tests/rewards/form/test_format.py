@@ -9,7 +9,7 @@ import pytest
 
 from temper.errors import UserError
 from temper.rewards.form.format import FormatReward, JsonSchemaReward, TagsReward
-from temper.rewards.form.json_schema import Schema, find_json
+from temper.rewards.form.json_schema import JsonSchema, find_json
 from temper.types import Score, Task, Trajectory
 
 Say = Callable[[str], Trajectory]
@@ -130,7 +130,7 @@ PERSON = {
     ],
 )
 def test_values_fit_a_schema_or_not(value: Any, fits: bool) -> None:
-    assert Schema(json.dumps(PERSON)).fits(value) == (fits, [])
+    assert JsonSchema(json.dumps(PERSON)).fits(value) == (fits, [])
 
 
 @pytest.mark.parametrize(
@@ -181,5 +181,5 @@ def test_a_schema_that_is_not_understood_is_the_users_mistake(schema: str, messa
 
 
 def test_null_is_json() -> None:
-    assert Schema('{"type": "null"}').fits(find_json("null")) == (True, [])
-    assert Schema("true").fits(find_json("nul")) == (False, [])
+    assert JsonSchema('{"type": "null"}').fits(find_json("null")) == (True, [])
+    assert JsonSchema("true").fits(find_json("nul")) == (False, [])

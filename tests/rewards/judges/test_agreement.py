@@ -17,7 +17,7 @@ import pytest
 from temper.commands.training.train import train
 from temper.config import resolve, to_toml
 from temper.rewards.composite import CompositeReward
-from temper.rewards.judges.agreement import Agreement, Labelled, LabelledSet, agreement_of, kappa_fall
+from temper.rewards.judges.agreement import JudgeAgreement, LabelledCase, LabelledSet, agreement_of, kappa_fall
 from temper.rewards.judges.evolving import EvolvingRubricReward
 from temper.rewards.judges.judge import JudgeReward
 from temper.runs.reader import RunReader
@@ -26,8 +26,8 @@ from temper.types import Score, Task
 CASES = 20
 
 
-def agreement(kappa: float, low: float, high: float) -> Agreement:
-    return Agreement(agreement=0.9, kappa=kappa, low=low, high=high, num_labelled=9, num_unscorable=0)
+def agreement(kappa: float, low: float, high: float) -> JudgeAgreement:
+    return JudgeAgreement(agreement=0.9, kappa=kappa, low=low, high=high, num_labelled=9, num_unscorable=0)
 
 
 def test_the_fall_on_intervals_worked_by_hand() -> None:
@@ -38,10 +38,10 @@ def test_the_fall_on_intervals_worked_by_hand() -> None:
     assert kappa_fall(now, start) < -0.5, "a rise is no fall"
 
 
-def noisy(source: random.Random, rightness: float, size: int = 100) -> Agreement:
+def noisy(source: random.Random, rightness: float, size: int = 100) -> JudgeAgreement:
     """A judge that is right about that share of cases, anew at each measurement."""
     task = Task(id="t", messages=())
-    cases = [Labelled(task=task, response="", label=float(place % 2)) for place in range(size)]
+    cases = [LabelledCase(task=task, response="", label=float(place % 2)) for place in range(size)]
     said = [(case, Score.of(case.label if source.random() < rightness else 1 - case.label)) for case in cases]
     return agreement_of(cases, said)
 

@@ -12,7 +12,7 @@ from temper.errors import BackendError, UserError
 from temper.rewards.judges.criteria import Item
 from temper.rewards.judges.evolving import (
     EvolvingRubricReward,
-    Grown,
+    GrownCriterion,
     Growth,
     TaskRubric,
     admit,
@@ -27,8 +27,8 @@ TASK = Task(id="t:1", messages=(Message(role="user", content="Explain."),))
 GROWTH = Growth(max_items=2, patience=2, min_spread=0.05, max_share=0.5)
 
 
-def grown(criterion: str, weight: float = 1.0, **more: Any) -> Grown:
-    return Grown(criterion=criterion, weight=weight, born=1, **more)
+def grown(criterion: str, weight: float = 1.0, **more: Any) -> GrownCriterion:
+    return GrownCriterion(criterion=criterion, weight=weight, born=1, **more)
 
 
 def play(reward: EvolvingRubricReward, say: Say, group_id: str, texts: Sequence[str]) -> Group:
@@ -55,7 +55,7 @@ def test_what_tells_the_best_from_the_worst_becomes_a_criterion(server: Any, say
     group = play(reward, say, "g1", ["cats whiskers", "dogs", "cats"])
     assert [member.score.value for member in group.trajectories] == [1.0, 0.0, 1.0]
     rubric = asyncio.run(reward.evolve(group))
-    assert rubric == TaskRubric(version=1, grown=(Grown(criterion="speaks of whiskers", weight=0.5, born=1),))
+    assert rubric == TaskRubric(version=1, grown=(GrownCriterion(criterion="speaks of whiskers", weight=0.5, born=1),))
     # 0.5 * 1 of the user's weight: (1 * 1 + 0.5 * 0) / 1.5
     after = play(reward, say, "g2", ["cats", "cats whiskers"])
     assert [member.score.value for member in after.trajectories] == [pytest.approx(1 / 1.5), 1.0]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from temper.errors import BackendError, UserError
 from temper.rewards.judges import prompts
-from temper.rewards.judges.agreement import Labelled, cohens_kappa, measure_agreement, read_labelled
+from temper.rewards.judges.agreement import LabelledCase, cohens_kappa, measure_agreement, read_labelled
 from temper.rewards.judges.judge import JudgeReward, PairwiseReward, episode_text, length_slope
 from temper.rewards.judges.prompts import (
     Unparsable,
@@ -316,8 +316,8 @@ def test_kappa_on_a_table_worked_by_hand() -> None:
         cohens_kappa([(1.0, 1.0)] * 5)
 
 
-def labelled(*labels: float) -> list[Labelled]:
-    return [Labelled(task=TASK, response=f"worth {label:g}", label=label) for label in labels]
+def labelled(*labels: float) -> list[LabelledCase]:
+    return [LabelledCase(task=TASK, response=f"worth {label:g}", label=label) for label in labels]
 
 
 def honest(system: str, user: str) -> str:

@@ -16,7 +16,7 @@ from temper.errors import UserError
 from temper.runs.alarms import alarms as alarms_module
 from temper.runs.alarms.alarms import Alarms, StopRun, line_of
 from temper.runs.alarms.conditions import Array
-from temper.runs.alarms.rules import RULES, Rule, as_markdown, configure
+from temper.runs.alarms.rules import RULES, AlarmRule, as_markdown, configure
 from temper.runs.records import AlarmRecord
 from temper.runs.store.run_store import RunStore, open_run
 from temper.types import Batch, EvaluationResult, StepReport
@@ -268,7 +268,7 @@ def heavy_tailed(random: np.random.Generator, shape: tuple[int, int]) -> Array:
 
 @pytest.mark.parametrize("noise", [normal, lingering, heavy_tailed])
 @pytest.mark.parametrize("rule", STEADY, ids=lambda rule: rule.name)
-def test_stationary_noise_is_no_alarm(rule: Rule, noise: Noise) -> None:
+def test_stationary_noise_is_no_alarm(rule: AlarmRule, noise: Noise) -> None:
     """Fewer than one in a hundred runs of 1,000 steps raises anything."""
     num_runs, num_steps = 200, 1000
     random = np.random.default_rng(len(rule.name))

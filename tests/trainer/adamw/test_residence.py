@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from temper.trainer.adamw import residence
-from temper.trainer.adamw.moments import Held, Part
+from temper.trainer.adamw.moments import Held, HeldPart
 from temper.trainer.adamw.residence import SLOTS, Residence
 
-PARTS = {"codes": Part(torch.int8), "scale": Part(torch.float32, 256)}
+PARTS = {"codes": HeldPart(torch.int8), "scale": HeldPart(torch.float32, 256)}
 SIZES = [512, 512, 512, 512, 512, 256, 768]
 
 
