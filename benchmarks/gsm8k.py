@@ -37,7 +37,7 @@ TOLD = {
     "reward": "reward/mean", "tokens": "gen/len_mean", "cut": "gen/truncation_rate", "no signal": "data/degenerate",
     "entropy": "policy/entropy", "gradient": "policy/grad_norm", "gap": "mismatch/logp_abs_mean",
 }  # fmt: skip
-NOT_TRAINING = ("evaluate", "gate")
+NOT_TRAINING = ("evaluate", "parity")
 
 
 class TimeIsUp(Exception):

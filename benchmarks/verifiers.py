@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from temper.rewards.golden.rows import GoldenRow, load_golden
+from temper.rewards.golden.golden_rows import GoldenRow, load_golden
 from temper.rewards.mathematics.checking import verify_response
 from temper.rewards.mathematics.forms import form, plain_number
 from temper.rewards.mathematics.math import MathReward

@@ -56,7 +56,7 @@ class Plan:
     """0: only at both ends of the stage."""
     checkpoint: Callable[[int], None]
     checkpoint_every: int
-    gate: Callable[[], Awaitable[None]]
+    parity: Callable[[], Awaitable[None]]
     """Refuses to start when sampler and trainer disagree."""
     canary: Callable[[], Awaitable[None]]
     """Refuses to go on when they disagree after a publication. Done before anything is trained, evaluated or saved; a
@@ -85,8 +85,8 @@ async def run(plan: Plan) -> None:
 async def _run(plan: Plan) -> None:
     clock = Stopwatch()  # from report to report: what follows a report is in the seconds of the step after it
     await plan.sampler.load(plan.trainer.publish())
-    await plan.gate()
-    clock.lap("gate")
+    await plan.parity()
+    clock.lap("parity")
     if plan.first_step == 1:
         await _evaluate(plan, step=0, metrics={})
     clock.lap("evaluate")

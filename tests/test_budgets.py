@@ -28,9 +28,9 @@ MORE_PARAMETERS = {
     "cli/judging/label_steps.py:label_steps": 12,
     "envs/adapters/mcp.py:__init__": 8,  # one per option of a recipe
     # What a kernel reads and writes, tensor by tensor: a bundle of them would only be taken apart again.
-    "models/kernels/attention.py:paged_attention": 9,
-    "models/kernels/attention.py:packed_attention": 8,
-    "models/kernels/attention.py:decode_attention": 8,
+    "models/kernels/tiled_attention.py:paged_attention": 9,
+    "models/kernels/tiled_attention.py:packed_attention": 8,
+    "models/kernels/tiled_attention.py:decode_attention": 8,
     "models/kernels/rope.py:rotate_and_store": 8,
 }
 UNBOUNDED = {"get", "join", "wait", "result", "acquire", "recv", "communicate"}

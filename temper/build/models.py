@@ -18,7 +18,8 @@ from temper.config import RunConfig
 from temper.errors import UserError
 from temper.integrity import verify, write_manifest
 from temper.models.load import find_checkpoint, load_model
-from temper.models.lora.adapters import (
+from temper.models.lora.materialize import whole
+from temper.models.lora.wrapping import (
     AdapterSettings,
     LoadModel,
     add_adapter,
@@ -26,7 +27,6 @@ from temper.models.lora.adapters import (
     with_own_weights,
     without_adapter,
 )
-from temper.models.lora.materialize import whole
 from temper.models.scorer import HEAD, ScorerKind, load_scorer
 from temper.models.tiny import make_tiny_model
 from temper.objectives import DirectLoss, Objective, PolicyObjective

@@ -1,4 +1,4 @@
-"""What the loop calls back: the gate, the canary, the watch over a step, the facts about the system.
+"""What the loop calls back: the proof of parity, the canary, the watch over a step, the facts about the system.
 
 Owns: the plan of a stage whose parts are live (stage.py). Refuses: the order in which the loop calls (loop.py).
 """
@@ -19,19 +19,19 @@ from temper.build.objective import doubts_about
 from temper.build.stage import Stage
 from temper.evals import contamination, readiness
 from temper.parity.budgets import Budget, budget_of
-from temper.parity.check import Canary, Sides, canary_prompts, open_gate, require_agreement, stale_tensors
+from temper.parity.check import Canary, Sides, canary_prompts, prove_parity, require_agreement, stale_tensors
 from temper.parity.diagnosis import Agreement
 from temper.parity.isolation import check_isolation
 from temper.protocols import SharesDevice
 from temper.rewards.composite import CompositeReward
 from temper.rollout.group import Extras
 from temper.runs.alarms.rules import configure
-from temper.runs.ledger import TRAINING, ModelSize, active_parameters, mfu, peak_flops, time_metrics
+from temper.runs.time_split import TRAINING, ModelSize, active_parameters, mfu, peak_flops, time_metrics
 from temper.trainer.ranks import rank_and_world
 from temper.trainer.weights import Weights
 from temper.types import Batch, TrainResult
 
-GATE_PROMPTS = 8
+PARITY_PROMPTS = 8
 
 
 def make_plan(
@@ -43,7 +43,7 @@ def make_plan(
     opened: Callable[[], None] = lambda: None,
     watch: loop.Watch | None = None,
 ) -> loop.Plan:
-    """`opened` is called when the gate has passed, before the first rollout."""
+    """`opened` is called when parity is proven, before the first rollout."""
     config, checks = stage.config, Checks(stage, first_step, opened)
     return loop.Plan(
         stage=stage.index,
@@ -57,7 +57,7 @@ def make_plan(
         evaluate_every=config.evaluation.every,
         checkpoint=checkpoint,
         checkpoint_every=config.checkpoint.every,
-        gate=checks.gate,
+        parity=checks.parity,
         canary=checks.look_again,
         verify=checks.verify,
         measure_system=partial(_measure_system, stage, _model_size(stage)),
@@ -96,9 +96,9 @@ class Checks:
     def __init__(self, stage: Stage, first_step: int, opened: Callable[[], None]) -> None:
         self._stage, self._first_step, self._opened = stage, first_step, opened
         self._canary: Canary | None = None
-        """None before the gate has passed, and in stages that sample nothing."""
+        """None before parity is proven, and in stages that sample nothing."""
 
-    async def gate(self) -> None:
+    async def parity(self) -> None:
         """Rows of a pack are apart, and sampler and trainer agree: both proven on this model before it is trained."""
         stage, data, listeners = self._stage, self._stage.data, self._stage.listeners
         await asyncio.to_thread(check_isolation, stage.model, data.shape.vocab_size)
@@ -113,8 +113,8 @@ class Checks:
             for name, value in (await data.rubric.start()).items():
                 listeners.note(f"reward {name} = {value:g}")
         if data.is_rolling:
-            sides, name = _sides(stage), f"gate/{stage.index}/{self._first_step}"
-            _, rows = await open_gate(stage.setup, data.probe[:GATE_PROMPTS], sides, name=name)
+            sides, name = _sides(stage), f"parity/{stage.index}/{self._first_step}"
+            _, rows = await prove_parity(stage.setup, data.probe[:PARITY_PROMPTS], sides, name=name)
             self._canary = Canary(sides, canary_prompts(rows), name=f"canary/{stage.index}")
         if stage.must_be_ready and self._first_step == 1:
             await _require_ready(stage)

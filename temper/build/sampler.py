@@ -20,8 +20,8 @@ from temper.engine.local.mixture import Opponent
 from temper.engine.none import NoSampler
 from temper.errors import UserError
 from temper.models.decoder import lay_end_to_end
-from temper.models.lora.adapters import has_adapter, with_own_weights
 from temper.models.lora.materialize import whole
+from temper.models.lora.wrapping import has_adapter, with_own_weights
 from temper.objectives import DirectLoss, Objective
 from temper.protocols import Sampler
 from temper.stages.reading.data import StageData

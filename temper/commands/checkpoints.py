@@ -22,12 +22,12 @@ from temper.config import RunConfig, load_recipe, refer, references
 from temper.errors import BackendError, UserError
 from temper.integrity import verify
 from temper.models.load import read_shape
-from temper.models.lora.adapters import is_adapter_folder
 from temper.models.lora.materialize import load_trained, materialize
+from temper.models.lora.wrapping import is_adapter_folder
 from temper.models.scorer import CLASSES, score_head, scorer_kind
 from temper.models.states import Head, hidden_states
 from temper.stages.kinds import kind_of
-from temper.trainer.passes.attention import PackedAttention
+from temper.trainer.passes.packed_attention import PackedAttention
 from temper.types import EvaluationResult
 
 EXPORTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")

@@ -106,7 +106,7 @@ def measure(groups: Sequence[Group], *, answer_of: AnswerOf, thresholds: Mapping
     """The five numbers of rolled groups. Attempts that failed count: none of them has form or an answer."""
     attempts = [attempt for group in groups for attempt in group.trajectories]
     if not attempts:
-        raise UserError("the readiness gate has no training prompt to look at")
+        raise UserError("the look at readiness has no training prompt to look at")
     wanted = int(thresholds["prompts"])
     is_few = len(groups) < wanted
     return Readiness(

@@ -267,11 +267,11 @@ async def _everyone(
     way: str,
 ) -> list[list[list[ScalingAttempt]]]:
     """By task and sample: the steps of each attempt."""
-    gate = asyncio.Semaphore(setup.max_running)
+    turns = asyncio.Semaphore(setup.max_running)
 
     async def guarded(task: Task, member: int) -> list[ScalingAttempt]:
         request_id = f"{setup.prefix}/{way}/{task.id}/{member}"
-        async with gate:
+        async with turns:
             try:
                 async with asyncio.timeout(setup.attempt_seconds):
                     return await attempt(task, request_id, Spent())

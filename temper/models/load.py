@@ -19,10 +19,10 @@ from transformers.utils import logging as transformers_logging
 from temper.errors import UserError
 from temper.hub import find_checkpoint as find_checkpoint
 from temper.integrity import verify
-from temper.models.attention import ATTENTION_NAME
+from temper.models.attention_interface import ATTENTION_NAME
 from temper.models.decoder import FAMILIES, Numerics, can_walk, lay_end_to_end, set_numerics
 from temper.models.families import freeze_rotations, require_supported, steady_context
-from temper.models.lora.adapters import load_merged
+from temper.models.lora.wrapping import load_merged
 from temper.models.proof import require_proven
 
 transformers_logging.disable_progress_bar()  # its bars would tear the live panel
@@ -86,7 +86,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, numerics:
     if numerics == "exact" and not can_walk(model):
         raise UserError(
             f'engine.numerics="exact" is made for the families {", ".join(FAMILIES)}, and {folder} is a '
-            f'{model.config.get_text_config().model_type}. Use engine.numerics="fast": the gate then watches the gap'
+            f'{model.config.get_text_config().model_type}. Use engine.numerics="fast": the gap is then bounded'
         )
     model = prepare(model).to(device)
     lay_end_to_end(model)

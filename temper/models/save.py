@@ -1,6 +1,6 @@
 """Models written as ordinary Hugging Face directories, and which of their tensors belong there.
 
-Owns: that. Refuses: reading (load.py), adapters' own files (adapters.py).
+Owns: that. Refuses: reading (load.py), adapters' own files (lora/wrapping.py).
 """
 
 from __future__ import annotations

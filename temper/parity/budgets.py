@@ -21,7 +21,7 @@ class Budget:
     mean_gap: float
     """Largest mean gap over the drawn tokens that are compared."""
     max_gap: float
-    """Largest gap of any one of the few hundred tokens that a gate compares. A whole batch has unluckier ones."""
+    """Largest gap of any one of the few hundred tokens that the proof compares. A whole batch has unluckier ones."""
 
 
 EXACT = Budget(mean_gap=0.0, max_gap=0.0)

@@ -1,4 +1,4 @@
-"""The gate before step 1 and the canary after every publication: sampler and trainer must agree on log-probabilities.
+"""The proof before step 1 and the canary after every publication: sampler and trainer must agree on log-probabilities.
 
 Owns: what is sampled and scored to find out, and the refusal. Refuses: training when they differ: a run that is
 silently off-policy does not start and does not go on.
@@ -119,7 +119,7 @@ def canary_prompts(rows: Sequence[Sample], count: int = 4) -> list[tuple[int, ..
     return list(dict.fromkeys(prompt[1 : CANARY_CONTEXT + 1] or prompt for prompt in shortest))
 
 
-async def open_gate(
+async def prove_parity(
     setup: EpisodeSetup, tasks: Sequence[Task], sides: Sides, *, name: str
 ) -> tuple[Agreement, list[Sample]]:
     """Plays a few episodes and compares what was drawn with the trainer. Raises BackendError when they differ, and

@@ -90,7 +90,7 @@ def measure(
     return Agreement(
         num_tokens=len(gaps),
         mean_gap=mean(gaps),
-        # NaN must fail the gate, and max() would hide it.
+        # NaN must fail the proof, and max() would hide it.
         max_gap=max(gaps) if all(map(math.isfinite, gaps)) else math.nan,
         first_token_gap=mean(firsts),
         slope=sum(sampled * again for _, sampled, again in tokens) / squares if squares else 1.0,

@@ -68,7 +68,7 @@ class VerdictRecord:
     task_id: str
     group_id: str
     """Group of the rollout; in an evaluation, the task. "labelled": the judge was measured on its labelled set.
-    "gate", "gate/...": a trial before training."""
+    "parity", "parity/...": a trial before training."""
     member: int
     kind: str
     """Kind of the score, as in Score."""

@@ -1,6 +1,6 @@
 """Where the time of a step goes, measured from report to report.
 
-Owns: the clock of the loop. Refuses: what phases mean (ledger.py).
+Owns: the clock of the loop. Refuses: what phases mean (time_split.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 
-from temper.runs.ledger import balanced
+from temper.runs.time_split import balanced
 
 
 class Stopwatch:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import BackendError, UserError
-from temper.models.lora.adapters import has_adapter
+from temper.models.lora.wrapping import has_adapter
 from temper.objectives import MetricSums, Objective, PolicyObjective, control
 from temper.objectives.advantage.critics import pretraining_steps
 from temper.objectives.finish import finished as with_derived

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from temper.errors import UserError
 from temper.models.load import load_model
-from temper.models.lora.adapters import (
+from temper.models.lora.wrapping import (
     LoadModel,
     MergedTensors,
     adapter_tensors,

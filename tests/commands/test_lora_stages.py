@@ -21,7 +21,7 @@ from temper.engine.vllm import engine
 from temper.errors import BackendError
 from temper.models.load import load_model
 from temper.models.lora import materialize
-from temper.models.lora.adapters import is_adapter_folder, load_merged
+from temper.models.lora.wrapping import is_adapter_folder, load_merged
 from temper.models.scorer import load_scorer
 from temper.rewards.learned.model import RewardModelReward
 from temper.runs.reader import RunReader
@@ -126,7 +126,7 @@ def test_an_export_that_is_another_model_is_refused(
     adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutation: an adapter that is forgotten in the merge."""
-    monkeypatch.setattr("temper.models.lora.adapters.merged_weight", lambda layer: layer.base_layer.weight.detach())
+    monkeypatch.setattr("temper.models.lora.wrapping.merged_weight", lambda layer: layer.base_layer.weight.detach())
     with pytest.raises(BackendError):
         export(adapted, tmp_path / "policy")
     assert not (tmp_path / "policy").exists()

@@ -18,8 +18,8 @@ from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.none import NoSampler
 from temper.engine.sglang.engine import SglangEngine, SglangSettings
 from temper.engine.vllm.engine import VllmEngine, VllmSettings
-from temper.runs.ledger import time_metrics
 from temper.runs.metrics import describe
+from temper.runs.time_split import time_metrics
 from temper.types import Publication, Request, SamplingParams
 
 REQUEST = Request(id="r", prompt_ids=(5, 9, 33, 2), params=SamplingParams(max_new_tokens=8))

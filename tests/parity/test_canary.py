@@ -17,7 +17,7 @@ from temper.config import RunConfig, resolve
 from temper.engine.local.engine import LocalEngine
 from temper.errors import BackendError
 from temper.parity.budgets import Budget
-from temper.parity.check import Canary, Sides, canary_prompts, open_gate, stale_tensors
+from temper.parity.check import Canary, Sides, canary_prompts, prove_parity, stale_tensors
 from temper.types import (
     Batch,
     Completion,
@@ -64,7 +64,7 @@ class WatchedSampler:
                 sampler=stage.sampler, recompute=stage.trainer.score, params=stage.setup.params, budget=BUDGET,
                 find_stale=lambda: stale_tensors(stage.trainer.publish().tensors, held),
             )  # fmt: skip
-            _, rows = await open_gate(stage.setup, stage.data.probe[:8], sides, name="opening")
+            _, rows = await prove_parity(stage.setup, stage.data.probe[:8], sides, name="opening")
             self._canary = Canary(sides, canary_prompts(rows), name="canary", every=self._every)
             return
         agreement = await self._canary.check(publication.version)

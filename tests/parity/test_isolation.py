@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from temper.errors import BackendError
-from temper.models.attention import Attend
+from temper.models.attention_interface import Attend
 from temper.models.load import prepare
 from temper.models.scorer import load_scorer
 from temper.models.tiny import make_tiny_model
 from temper.parity.isolation import check_isolation
 from temper.trainer.passes import sharing
-from temper.trainer.passes.attention import PackedAttention
+from temper.trainer.passes.packed_attention import PackedAttention
 
 
 def test_every_family_keeps_packed_rows_apart(make_model: Callable[..., Any], family: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from temper.commands.judging.verify import verify
 from temper.errors import UserError
 from temper.rewards.form.text import TextReward
-from temper.rewards.golden.rows import load_attacks
+from temper.rewards.golden.golden_rows import load_attacks
 from temper.rewards.judges.judge import JudgeReward
 from temper.sandbox import require_sandbox
 from temper.types import Scalar, ScoreKind

@@ -10,9 +10,9 @@ import pytest
 
 from temper.commands.judging.verify import cross_check, verify
 from temper.errors import UserError
+from temper.rewards.golden.golden_rows import FOLDER, load_attacks, load_golden
 from temper.rewards.golden.make_math import rows as made_rows
 from temper.rewards.golden.make_pairs import gold_answers, pairs
-from temper.rewards.golden.rows import FOLDER, load_attacks, load_golden
 
 pytestmark = pytest.mark.heavy
 

@@ -19,7 +19,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_laps_go_to_their_phases_and_the_rest_is_other(now: list[float]) -> None:
     clock = Stopwatch()
     now[0] += 1
-    clock.lap("gate")
+    clock.lap("parity")
     now[0] += 2
     clock.skip()
     now[0] += 4
@@ -27,10 +27,10 @@ def test_laps_go_to_their_phases_and_the_rest_is_other(now: list[float]) -> None
     now[0] += 8
     clock.lap("train_other", inside={"forward_backward": 5.0})
     now[0] += 16
-    clock.lap("gate")
+    clock.lap("parity")
     found = clock.report()
     assert found == {
-        "gate": 17.0, "rollout": 3.0, "credit": 0.5, "forward_backward": 5.0, "train_other": 3.0, "other": 2.5,
+        "parity": 17.0, "rollout": 3.0, "credit": 0.5, "forward_backward": 5.0, "train_other": 3.0, "other": 2.5,
     }  # fmt: skip
     assert sum(found.values()) == 31.0
 

@@ -16,7 +16,7 @@ import torch
 from temper.models.load import load_model
 from temper.models.states import Head, hidden_states
 from temper.serve.records import read_records
-from temper.trainer.passes.attention import PackedAttention
+from temper.trainer.passes.packed_attention import PackedAttention
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 HELLO = [{"role": "user", "content": "hello"}]

@@ -22,7 +22,7 @@ from temper.models.tiny import make_tiny_model
 from temper.trainer import critic as critic_module
 from temper.trainer.critic import Critic, explained
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.passes.attention import PackedAttention
+from temper.trainer.passes.packed_attention import PackedAttention
 from temper.trainer.passes.states import drawn_states
 from temper.types import Microbatch, Sample
 

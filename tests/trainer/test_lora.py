@@ -19,8 +19,8 @@ from temper.batching.pack import pack
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import UserError
 from temper.models.load import load_model
-from temper.models.lora import adapters
-from temper.models.lora.adapters import AdapterSettings, add_adapter, with_own_weights, without_adapter
+from temper.models.lora import wrapping
+from temper.models.lora.wrapping import AdapterSettings, add_adapter, with_own_weights, without_adapter
 from temper.models.save import save_model
 from temper.models.tiny import character_tokenizer
 from temper.objectives import PRESETS, Objective, resolve
@@ -242,8 +242,8 @@ def test_an_engine_has_every_weight_merged_once(folders: dict[str, Path], monkey
     model = adapted(folders["llama"])
     held = with_own_weights(model)
     made: list[Any] = []
-    merged = adapters.merged_weight
-    monkeypatch.setattr(adapters, "merged_weight", lambda module: (made.append(module), merged(module))[1])
+    merged = wrapping.merged_weight
+    monkeypatch.setattr(wrapping, "merged_weight", lambda module: (made.append(module), merged(module))[1])
     publication = publish(model, 1)
     asyncio.run(LocalEngine(held, ENGINE).load(publication))
     assert len(made) == 2 * 7  # layers, linear layers of attention and feed-forward

@@ -23,8 +23,8 @@ from temper.objectives import PRESETS, Objective
 from temper.objectives.objective import ConstrainedStep, FisherProduct
 from temper.objectives.policy.constrained import conjugate_gradient, trpo
 from temper.objectives.policy.gates import importance
-from temper.trainer.passes.attention import PackedAttention
 from temper.trainer.passes.forward import StepFacts
+from temper.trainer.passes.packed_attention import PackedAttention
 from temper.trainer.trust_region import constrained_step, fisher_product
 from temper.types import Sample
 

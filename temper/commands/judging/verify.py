@@ -16,9 +16,9 @@ from temper import calls
 from temper.catalogue import REWARDS
 from temper.commands.progress import show_work
 from temper.errors import UserError
-from temper.evals.verdicts import Rate, error_rates
+from temper.evals.error_rates import Rate, error_rates
 from temper.rewards.composite import CompositeReward
-from temper.rewards.golden.rows import GoldenRow, load_attacks, load_golden
+from temper.rewards.golden.golden_rows import GoldenRow, load_attacks, load_golden
 from temper.rewards.mathematics.answers import find_answers, gold_answer
 from temper.rewards.mathematics.forms import is_refused
 from temper.rewards.mathematics.second_opinion import second_opinion

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from temper.runs.ledger import PEAK_FLOPS, PHASES
 from temper.runs.metrics import SECTIONS, Metric
+from temper.runs.time_split import PEAK_FLOPS, PHASES
 
 INTRO = """# Metrics
 

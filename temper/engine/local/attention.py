@@ -156,7 +156,7 @@ class GpuAttend:
         return self._attend(layer, query, scaling, sliding_window)
 
     def _attend(self, layer: int, query: Tensor, scaling: float, sliding_window: int | None) -> Tensor:
-        from temper.models.kernels.attention import decode_attention, paged_attention
+        from temper.models.kernels.tiled_attention import decode_attention, paged_attention
 
         keys, values = self.cache.layer(layer)
         if self.longest_query == 1 and self.splits:

@@ -191,7 +191,7 @@ class Runner:
 
     def _splits(self, num_rows: int, longest: int) -> int:
         """Few long rows are shared out among all multiprocessors."""
-        from temper.models.kernels.attention import choose_splits
+        from temper.models.kernels.tiled_attention import choose_splits
 
         return choose_splits(num_rows, self._cache.num_kv_heads, longest, self._multiprocessors)
 

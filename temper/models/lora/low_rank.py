@@ -1,7 +1,7 @@
 """Linear layers under a low-rank adapter: the weight that counts is W + scale B A, rounded to W's precision.
 
 Engine and exports hold that weight; here the trainer multiplies by the very same one, so that a policy in bfloat16 is
-the same policy on both sides. Owns: this arithmetic and its gradient. Refuses: making adapters (adapters.py).
+the same policy on both sides. Owns: this arithmetic and its gradient. Refuses: making adapters (wrapping.py).
 Shapes: _T packed tokens, _D width in, _O width out of all layers side by side, _R rank.
 """
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from temper.errors import BackendError, UserError
 from temper.integrity import write_manifest
 from temper.models.load import load_model, load_tokenizer
-from temper.models.lora.adapters import (
+from temper.models.lora.wrapping import (
     LoadModel,
     MergedTensors,
     content_digest,

@@ -13,7 +13,7 @@ from temper.types import Batch, EvaluationResult, StepReport
 
 Said = tuple[str, Mapping[str, Any]]
 """A part of the reward, and one record of its protocols.VerdictLog."""
-GATE = "gate"
+PARITY = "parity"
 """Group of what is tried before training, so that no trial is taken for a rollout of the same name."""
 NAMED = ("task", "group", "index", "kind", "value", "reason", "fingerprint")
 """Keys of a record that are columns; all others are detail."""
@@ -39,8 +39,10 @@ class Verdicts:
         self._waiting: list[Said] = []
 
     def opened(self, stage: int, step: int) -> None:
-        """The gate has passed and no rollout has begun: all that was said so far was said of trials."""
-        trials = [(part, {**record, "group": GATE} if _is_rollout(record) else record) for part, record in self._said()]
+        """Parity is proven and no rollout has begun: all that was said so far was said of trials."""
+        trials = [
+            (part, {**record, "group": PARITY} if _is_rollout(record) else record) for part, record in self._said()
+        ]
         self._put(stage, step, trials)
 
     def append(self, report: StepReport, batch: Batch) -> None:

@@ -20,8 +20,8 @@ from temper.models.states import Head
 from temper.objectives import Loss
 from temper.objectives.losses.divergences import DivergenceLoss
 from temper.trainer.offload import on_device
+from temper.trainer.passes.gathering import place_rows, take_rows
 from temper.trainer.passes.logprobs import CHUNK_BYTES, add_product
-from temper.trainer.passes.rows import place_rows, take_rows
 from temper.trainer.passes.states import DrawnStates, drawn_states
 from temper.types import Microbatch
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from temper.errors import UserError
-from temper.models.attention import Attend
+from temper.models.attention_interface import Attend
 
 SOFTMAX_ROUTERS = ("flex_olmo", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Families (model_type) that choose the top of a softmax over the experts. Others score by sigmoid, add a bias or

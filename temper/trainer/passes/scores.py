@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from temper.models.scorer import score_head
 from temper.models.states import hidden_states
 from temper.objectives import Scored
-from temper.trainer.passes.rows import take_rows
+from temper.trainer.passes.gathering import take_rows
 from temper.trainer.passes.states import MakeAttention, attention_of, require_room
 from temper.types import Microbatch
 

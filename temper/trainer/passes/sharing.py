@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from temper.models.attention import Attend
+from temper.models.attention_interface import Attend
 from temper.models.states import hidden_states
-from temper.trainer.passes.rows import take_rows
+from temper.trainer.passes.gathering import take_rows
 from temper.types import Microbatch
 
 LEAST_SAVING = 1 / 16

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import UserError
-from temper.models.attention import Attend
+from temper.models.attention_interface import Attend
 from temper.models.decoder import numerics_of
 from temper.models.families import steady_context
 from temper.models.states import hidden_states
-from temper.trainer.passes.attention import ExactPackedAttention, PackedAttention
+from temper.trainer.passes.gathering import take_rows
+from temper.trainer.passes.packed_attention import ExactPackedAttention, PackedAttention
 from temper.trainer.passes.routers import hidden_and_router_logits
-from temper.trainer.passes.rows import take_rows
 from temper.trainer.passes.sharing import shared_prompts
 from temper.types import Microbatch
 

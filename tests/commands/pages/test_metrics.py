@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from temper.commands.pages.metrics import explain, page_text, write_page
-from temper.runs.ledger import PHASES
 from temper.runs.metrics import METRICS, describe
+from temper.runs.time_split import PHASES
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 

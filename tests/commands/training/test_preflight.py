@@ -62,7 +62,7 @@ def test_a_dry_run_and_a_run_tell_of_stale_samples_that_nothing_corrects(
         config = resolve(tiny_recipe, [], where="tiny")[1]
         listeners = Listeners(warn=warnings.append)
         stage = build_stage(config, 0, first_model(config, tmp_path), listeners=listeners)
-        await make_plan(stage, first_step=1, recorders=(), checkpoint=lambda step: None).gate()
+        await make_plan(stage, first_step=1, recorders=(), checkpoint=lambda step: None).parity()
         await stage.close()
 
     asyncio.run(start())
@@ -78,7 +78,7 @@ def test_a_run_tells_of_them_before_its_first_step(leaky: dict[str, Any], tmp_pa
         config = resolve(leaky, [], where="tiny")[0]
         listeners = Listeners(warn=warnings.append)
         stage = build_stage(config, 0, first_model(config, tmp_path), listeners=listeners)
-        await make_plan(stage, first_step=1, recorders=(), checkpoint=lambda step: None).gate()
+        await make_plan(stage, first_step=1, recorders=(), checkpoint=lambda step: None).parity()
         await stage.close()
 
     asyncio.run(start())
@@ -229,7 +229,7 @@ def gate_of(recipe: dict[str, Any], folder: Path) -> None:
         config = resolve(recipe, [], where="tiny")[-1]
         stage = build_stage(config, 0, first_model(config, folder))
         try:
-            await make_plan(stage, first_step=1, recorders=(), checkpoint=lambda step: None).gate()
+            await make_plan(stage, first_step=1, recorders=(), checkpoint=lambda step: None).parity()
         finally:
             await stage.close()
 

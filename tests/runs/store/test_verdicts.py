@@ -125,9 +125,9 @@ def test_a_trial_before_training_is_not_taken_for_a_rollout(make_step: StepMaker
     written: list[VerdictRecord] = []
     log = Log()
     recorder = Verdicts(log.take, written.extend)
-    log.say(record("t#0", 0, 0.25), record("gate/0/1/3", 0), record("labelled", 0))
+    log.say(record("t#0", 0, 0.25), record("parity/0/1/3", 0), record("labelled", 0))
     recorder.opened(0, 0)
-    assert [(v.step, v.group_id) for v in written] == [(0, "gate"), (0, "gate/0/1/3"), (0, "labelled")]
+    assert [(v.step, v.group_id) for v in written] == [(0, "parity"), (0, "parity/0/1/3"), (0, "labelled")]
     log.say(record("t#0", 0, 0.75))
     recorder.append(make_step(1)[0], batch_of(0))
     assert [v.value for v in written if v.group_id == "t#0"] == [0.75]

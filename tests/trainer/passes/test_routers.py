@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from temper.errors import UserError
 from temper.models.load import prepare
 from temper.models.states import hidden_states
-from temper.trainer.passes.attention import PackedAttention
+from temper.trainer.passes.packed_attention import PackedAttention
 from temper.trainer.passes.routers import hidden_and_router_logits, record_routes, route_logprobs
 
 SMALL = {

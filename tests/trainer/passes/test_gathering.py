@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from temper.trainer.passes.rows import place_rows, take_rows
+from temper.trainer.passes.gathering import place_rows, take_rows
 
 
 def test_taking_rows_equals_indexing() -> None:

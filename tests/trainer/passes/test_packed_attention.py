@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from temper.models.states import hidden_states
-from temper.trainer.passes.attention import PackedAttention, lay_out
+from temper.trainer.passes.packed_attention import PackedAttention, lay_out
 
 CPU = torch.device("cpu")
 

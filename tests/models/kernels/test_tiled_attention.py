@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from temper.models.kernels import attention
-from temper.models.kernels.attention import choose_splits, decode_attention, packed_attention, paged_attention
+from temper.models.kernels.tiled_attention import choose_splits, decode_attention, packed_attention, paged_attention
 
 BLOCK_SIZE = 16
 TOLERANCE = {torch.float32: 8e-6, torch.bfloat16: 3e-2}
@@ -195,7 +194,7 @@ def test_another_tile_of_keys_would_change_bits(device: torch.device, monkeypatc
     """The bit tests can fail: the order in which keys are added matters."""
     rows = make_rows((70,), device, heads=(1, 1))
     whole = attend_whole(rows)
-    monkeypatch.setattr(attention, "TILE_KEYS", 32)
+    monkeypatch.setattr(tiled_attention, "TILE_KEYS", 32)
     assert not torch.equal(attend_whole(rows), whole)
 
 

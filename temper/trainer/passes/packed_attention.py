@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from temper.models.exact import exact_attention
 from temper.models.ops import lacks_products
-from temper.trainer.passes.rows import place_rows, take_rows
+from temper.trainer.passes.gathering import place_rows, take_rows
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -98,7 +98,7 @@ class ExactPackedAttention:
 
     def _forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         if query.is_cuda:
-            from temper.models.kernels.attention import packed_attention
+            from temper.models.kernels.tiled_attention import packed_attention
 
             return packed_attention(
                 query, key, value, self._starts_S1, scaling=scaling, sliding_window=window, longest=self._longest

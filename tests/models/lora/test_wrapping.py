@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Qwen2Co
 from temper.errors import BackendError, UserError
 from temper.models.load import load_model, load_tokenizer
 from temper.models.lora import low_rank, materialize
-from temper.models.lora.adapters import (
+from temper.models.lora.wrapping import (
     AdapterSettings,
     MergedTensors,
     adapter_tensors,
@@ -37,7 +37,7 @@ from temper.models.save import save_model
 from temper.models.scorer import load_scorer
 from temper.models.states import Head, hidden_states
 from temper.models.tiny import character_tokenizer
-from temper.trainer.passes.attention import ExactPackedAttention, PackedAttention
+from temper.trainer.passes.packed_attention import ExactPackedAttention, PackedAttention
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {

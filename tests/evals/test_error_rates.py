@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from temper.evals.error_rates import Rate, error_rates
 from temper.evals.passk import wilson
-from temper.evals.verdicts import Rate, error_rates
 
 
 def test_false_positives_are_a_share_of_the_wrong_and_false_negatives_of_the_right() -> None:

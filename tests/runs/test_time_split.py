@@ -12,7 +12,10 @@ import pytest
 from temper import loop
 from temper.build import build_stage, first_model, make_plan
 from temper.config import resolve, to_toml
-from temper.runs.ledger import (
+from temper.runs.metrics import describe
+from temper.runs.reader import RunReader
+from temper.runs.store.run_store import open_run
+from temper.runs.time_split import (
     PHASES,
     ModelSize,
     active_parameters,
@@ -22,9 +25,6 @@ from temper.runs.ledger import (
     peak_flops,
     time_metrics,
 )
-from temper.runs.metrics import describe
-from temper.runs.reader import RunReader
-from temper.runs.store.run_store import open_run
 from temper.types import Batch, EvaluationResult, StepReport
 
 SEVEN = ModelSize(active_parameters=7e9, num_layers=28, attention_width=3584)

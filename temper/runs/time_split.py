@@ -25,7 +25,7 @@ PHASES: dict[str, str] = {
     "train_other": "The rest of training",
     "publish": "New weights reach the samplers",
     "canary": "Sampler and trainer are compared after a publication; before an evaluation, judges with their labels",
-    "gate": "Before step 1: sampler and trainer are compared, rows are proven apart",
+    "parity": "Before step 1: sampler and trainer are compared, rows are proven apart",
     "record": "After the step before: its report goes to the run store and the display",
     "evaluate": "After the step before, or before step 1: held-out scores",
     "checkpoint": "After the step before: its checkpoint is written",
