@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from temper.errors import UserError
 from temper.trainer.adamw.moments import Held, HeldPart
 
 SLOTS = 3
@@ -35,9 +36,15 @@ class Residence:
         ]
 
     def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        if self._is_away:
+        if not self._is_away:
+            return torch.zeros(count, dtype=dtype, device=self._device)
+        try:
             return torch.zeros(count, dtype=dtype, pin_memory=True)
-        return torch.zeros(count, dtype=dtype, device=self._device)
+        except RuntimeError as error:
+            raise UserError(
+                f"optim.offload: the host gave no pinned memory for the optimiser's state ({error}). Free memory of "
+                f'the host, or hold less there: optim.states = "bfloat16" or "8bit"'
+            ) from error
 
     def homes(self) -> Sequence[Held]:
         """The state where it lives, by bucket, to be read and changed in place by the host."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from temper.models.kernels import tiled_attention
 from temper.models.kernels.tiled_attention import choose_splits, decode_attention, packed_attention, paged_attention
 
 BLOCK_SIZE = 16

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from temper.errors import UserError
 from temper.trainer.adamw import residence
 from temper.trainer.adamw.moments import Held, HeldPart
 from temper.trainer.adamw.residence import SLOTS, Residence
@@ -123,3 +124,13 @@ def test_each_of_the_waits_is_needed(
 def test_few_buckets_are_on_the_device_at_once(away: Callable[[], Residence]) -> None:
     found = {held["codes"].untyped_storage().data_ptr() for held in away().visit()}
     assert len(found) == SLOTS
+
+
+def test_a_host_without_memory_to_pin_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*sizes: int, **options: object) -> torch.Tensor:
+        assert options["pin_memory"]
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    with pytest.raises(UserError, match=r'no pinned memory .*out of memory.* optim\.states = "bfloat16" or "8bit"'):
+        Residence(SIZES, [PARTS] * len(SIZES), torch.device("cuda"), offload=True)
