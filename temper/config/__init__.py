@@ -1,5 +1,6 @@
 """What a recipe may say (sections), how it is read (recipe) and written (toml)."""
 
+from temper.config.beside import look_beside
 from temper.config.complaints import known_keys, section_of
 from temper.config.recipe import load_recipe, merge, parse_override, read_table, resolve
 from temper.config.references import FIRST, check_references, refer, references
@@ -16,6 +17,7 @@ __all__ = [
     "check_references",
     "known_keys",
     "load_recipe",
+    "look_beside",
     "merge",
     "parse_override",
     "read_table",
