@@ -55,7 +55,8 @@ def train(
 
     model: a checkpoint directory. data: a file or rows. reward: a function (prompt, response, answer) -> number or
     None, a name such as "math", or several of them.
-    recipe: a TOML file to start from; everything else is put over it. Further keyword arguments are keys of a recipe:
+    recipe: a TOML file to start from; everything else is put over it, and files are looked for beside it first. Further
+    keyword arguments are keys of a recipe:
     steps=100, preset="dapo", rollout={"group_size": 16}, heldout="test.jsonl" (`temper recipe` lists all).
     run: the run directory; default runs/NAME. resume: go on where that run stopped, with what is not given again taken
     from its recipe.
@@ -68,7 +69,7 @@ def train(
     require_one_process(WHERE)
     from temper.commands.starts import undo_failed_start
     from temper.commands.training.train import choose_folder, train_stages
-    from temper.config import resolve
+    from temper.config import look_beside, resolve
 
     given = {"model": model, "data": data, "reward": reward, **keys}
     base = _base(recipe, run, resume)
@@ -77,6 +78,8 @@ def train(
     with undo_failed_start(folder):
         table = make_table(base, given, folder / ROWS)
         stages = resolve(table, (), where=WHERE)
+        if recipe is not None:
+            stages = [look_beside(config, Path(recipe).parent) for config in stages]
         return Run(apart(lambda: train_stages(stages, run=folder, resume=resume)))
 
 

@@ -1,5 +1,6 @@
 """What a recipe may say (sections), how it is read (recipe) and written (toml)."""
 
+from temper.config.beside import look_beside
 from temper.config.complaints import known_keys, section_of
 from temper.config.recipe import load_recipe, merge, parse_override, read_table, resolve
 from temper.config.references import DATA_KEYS, FIRST, Reference, refer, references
@@ -19,6 +20,7 @@ __all__ = [
     "StageSource",
     "known_keys",
     "load_recipe",
+    "look_beside",
     "merge",
     "parse_override",
     "part_names",

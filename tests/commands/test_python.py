@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import temper
+from temper.commands.init import init
 from temper.commands.python import as_messages, make_table, write_rows
 from temper.config import resolve
 from temper.errors import UserError
@@ -74,6 +75,20 @@ def test_it_works_where_an_event_loop_runs_already(here: Path) -> None:
             return policy.generate(["ab"], n=2, max_new_tokens=2)
 
     assert len(asyncio.run(notebook_cell())[0]) == 2
+
+
+def test_files_beside_a_recipe_are_found_from_anywhere(here: Path) -> None:
+    init(here / "mine")
+    stages = [{"kind": "sft", "steps": 1}]
+    run = temper.train(recipe="mine/recipe.toml", stage=stages, optim={"learning_rate": 1e-3})
+    assert (run.folder / "checkpoints" / "0-sft" / "step-1").is_dir()
+
+
+def test_a_failed_start_leaves_neither_rows_nor_a_name_behind(here: Path) -> None:
+    for wrong in ({"reward": "exakt"}, {"optim": {"lr": 1}}):
+        with pytest.raises(UserError):
+            temper.train("nowhere", [{"prompt": "a", "answer": "b"}], **{"reward": "exact", **wrong})
+    assert list(here.glob("runs/*")) == []
 
 
 def test_keyword_arguments_are_checked_like_a_recipe(here: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import re
 import sqlite3
 import struct
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from temper.errors import UserError
+from temper.errors import UserError, install_line
 from temper.runs import mirrors
 from temper.runs.mirrors import QUEUE_SIZE, WRITERS, Mirror, open_mirrors
 from temper.types import Batch, EvaluationResult, StepReport
@@ -150,7 +151,7 @@ def test_unknown_and_missing_mirrors_are_refused_before_any_starts(
     with pytest.raises(UserError, match=r'"graph" is unknown. Choose among tensorboard, trackio, wandb'):
         open_mirrors(["graph"], tmp_path, [1], print)
     monkeypatch.setattr(mirrors.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=r"\[wandb\]"):
+    with pytest.raises(UserError, match=re.escape(install_line("wandb"))):
         open_mirrors(["wandb"], tmp_path, [1], print)
     assert list(tmp_path.iterdir()) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from temper.build.policy import describe_policy
 from temper.commands.serve import ServeSettings, open_sampler
-from temper.errors import UserError
+from temper.errors import UserError, install_line
 from temper.listening import is_public, listen
 from temper.serve.records import read_records
 from temper.serve.server import make_server
@@ -100,7 +101,7 @@ def test_a_taken_port_is_the_users_to_solve() -> None:
 
 def test_without_uvicorn_the_install_line_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(UserError, match=r"temper-rl\[serve\]"):
+    with pytest.raises(UserError, match=re.escape(install_line("serve"))):
         make_server(None, 5.0)  # type: ignore[arg-type]
 
 

@@ -40,6 +40,19 @@ model = { path = "models/smollm2-135m" }   # a folder, or a name on the hub: "Hu
 train = [{ path = "train.jsonl" }]         # {"prompt": "2 + 2 =", "answer": "4"}, one object per line
 reward = [{ kind = "math" }]               # stage = "rl" with the preset "grpo" unless said otherwise
 ```
+
+**Rows** of an rl stage have a column `prompt` (a text, or a list of `{"role": ..., "content": ...}`) and a column
+`answer` with the gold answer; `prompt_field` and `answer_field` name others, `answer_field = ""` says that there are
+no gold answers, `answer_pattern = "#### (.+)"` takes a part of the column, as GSM8K needs. Further columns reach a
+reward of your own that has parameters for them ([rewards](rewards.md#your-own)). Other shapes (conversations, pairs,
+labelled steps) are recognised by their columns ([sft](sft.md), [preferences](preferences.md), [reward
+models](reward_models.md)).
+
+**Paths** of files are looked for beside the recipe, then in the working directory. What is in neither may be a name
+on Hugging Face's hub: a model `"owner/name"`; rows `"owner/name"` (the split train of the only configuration, or of
+the one called default or main), `"owner/name:split"` or `"owner/name:configuration/split"`. It is fetched once, into
+the hub's own cache; where the hub cannot be reached, bring a folder: `hf download owner/name --local-dir
+models/name`.
 """
 TOP = "top level"
 """Of keys that stand in no table."""

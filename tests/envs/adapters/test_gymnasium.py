@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from temper.envs.adapters.gymnasium import GymnasiumEnv, gymnasium
 from temper.envs.env import find_env
 from temper.envs.threads import check_isolation_of_episodes
-from temper.errors import TaskError, UserError
+from temper.errors import TaskError, UserError, install_line
 from temper.protocols import EnvReply
 from temper.types import EventKind, Message, Status, Task
 
@@ -187,5 +188,5 @@ def test_options_of_the_environment_are_checked_and_an_id_is_needed() -> None:
 
 def test_without_the_package_the_install_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(UserError, match=r'pip install "temper-rl\[gymnasium\]"'):
+    with pytest.raises(UserError, match=re.escape(install_line("gymnasium"))):
         lake()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from temper.envs.adapters import mcp as adapter
 from temper.envs.adapters.mcp import McpConnection, McpEnv, effect_of
-from temper.errors import TaskError, UserError
+from temper.errors import TaskError, UserError, install_line
 from temper.protocols import EnvReply
 from temper.types import EventKind, Message, Task
 
@@ -323,5 +324,5 @@ def test_mistakes_in_options_are_named(options: dict[str, Any], message: str) ->
 
 def test_without_the_package_the_install_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(UserError, match=r'pip install "temper-rl\[mcp\]"'):
+    with pytest.raises(UserError, match=re.escape(install_line("mcp"))):
         McpEnv(server="http://127.0.0.1:1/mcp")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 
 from temper.envs.adapters.openenv import OpenEnv
 from temper.envs.env import find_env
-from temper.errors import TaskError, UserError
+from temper.errors import TaskError, UserError, install_line
 from temper.types import EventKind, Message, Task
 
 core = pytest.importorskip("openenv.core")
@@ -207,5 +208,5 @@ def test_a_missing_field_of_the_observation_is_named(url: str) -> None:
 
 def test_without_the_package_the_install_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openenv.core", None)
-    with pytest.raises(UserError, match=r'pip install "temper-rl\[openenv\]"'):
+    with pytest.raises(UserError, match=re.escape(install_line("openenv"))):
         asyncio.run(OpenEnv(url="http://127.0.0.1:1").start(task(), 0))

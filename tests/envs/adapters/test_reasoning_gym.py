@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 
 from temper.envs.adapters import reasoning_gym as adapter
 from temper.envs.adapters.reasoning_gym import ReasoningGymReward, final_answer, reasoning_gym, reasoning_gym_mix
-from temper.errors import UserError
+from temper.errors import UserError, install_line
 from temper.rewards.registry import make_reward
 from temper.rewards.workers.pool import WorkerPool
 from temper.tasks.generators import make_source
@@ -126,7 +127,7 @@ def test_negative_seeds_are_refused() -> None:
 
 def test_without_the_package_the_install_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(UserError, match=r'pip install "temper-rl\[gym\]"'):
+    with pytest.raises(UserError, match=re.escape(install_line("gym"))):
         adapter.reasoning_gym(0, 0, family="chain_sum")
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from temper.envs.adapters import textarena as adapter
 from temper.envs.adapters.textarena import TextArenaEnv, textarena
 from temper.envs.threads import check_isolation_of_episodes
-from temper.errors import TaskError, UserError
+from temper.errors import TaskError, UserError, install_line
 from temper.protocols import EnvReply
 from temper.types import EventKind, Message, Status, Task
 
@@ -180,5 +181,5 @@ def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
 
 def test_without_the_package_the_install_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(UserError, match=r'pip install "temper-rl\[textarena\]"'):
+    with pytest.raises(UserError, match=re.escape(install_line("textarena"))):
         number()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 
 from temper.envs.adapters import verifiers as adapter
 from temper.envs.adapters.verifiers import VerifiersEnv, VerifiersReward, verifiers
-from temper.errors import TaskError, UserError
+from temper.errors import TaskError, UserError, install_line
 from temper.protocols import EnvReply
 from temper.types import Completion, EventKind, Finish, Message, Score, ScoreKind, Status, Task, Trajectory, Turn
 
@@ -261,5 +262,5 @@ def test_without_the_package_or_with_a_newer_one_the_install_line_is_named(monke
     with pytest.raises(UserError, match=r"ended with version 0\.2"):
         task("single")
     monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(UserError, match=r'pip install "temper-rl\[verifiers\]"'):
+    with pytest.raises(UserError, match=re.escape(install_line("verifiers"))):
         task("single")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -15,7 +16,7 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
-from temper.errors import UserError
+from temper.errors import UserError, install_line
 from temper.evals.comparison.compare import compare, differences_of, false_discovery, fisher, intervals, sign_flip
 from temper.evals.comparison.page import panels, render_page, write_png
 from temper.evals.comparison.verdict import Kind
@@ -250,6 +251,6 @@ def test_the_picture_is_written_or_the_install_line_is_named(tmp_path: Path, mon
         raise ImportError(name)
 
     monkeypatch.setattr("temper.evals.comparison.page.import_module", missing)
-    with pytest.raises(UserError, match=r"pip install \"temper-rl\[plots\]\""):
+    with pytest.raises(UserError, match=re.escape(install_line("plots"))):
         write_png(drawing, tmp_path / "other.png")
     assert not (tmp_path / "other.png").exists()

@@ -17,7 +17,7 @@ from temper.errors import UserError
 from temper.models.gguf.file import convert, huggingface_name, unpermute
 from temper.models.gguf.tokenizer import write_tokenizer
 
-gguf = pytest.importorskip("gguf", reason='needs pip install "temper-rl[gguf]"')
+gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
 
 MODELS = Path(os.environ.get("TEMPER_TEST_MODELS", Path(__file__).parents[4] / "shared" / "models"))
 """Reference tokenizers and configurations, one folder per model."""

@@ -4,6 +4,7 @@ was put on, and its directory is peft's."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Qwen2Config
 
-from temper.errors import BackendError, UserError
+from temper.errors import BackendError, UserError, install_line
 from temper.models.load import load_model, load_tokenizer
 from temper.models.lora import low_rank, materialize
 from temper.models.lora.wrapping import (
@@ -316,7 +317,7 @@ def test_what_cannot_be_done_is_refused(
 
 def test_without_peft_the_error_says_what_to_install(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r'pip install "temper-rl\[lora\]"'):
+    with pytest.raises(UserError, match=re.escape(install_line("lora"))):
         add_adapter(load_model(folders["llama"], torch.float32, CPU), AdapterSettings(), folders["llama"])
 
 

@@ -4,13 +4,14 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from temper.errors import UserError
+from temper.errors import UserError, install_line
 from temper.rewards.mathematics.math import MathReward
 from temper.types import Score, Task, Trajectory
 
@@ -167,7 +168,7 @@ def test_plain_numbers_start_no_worker(reward: MathReward, say: Say) -> None:
 
 def test_without_math_verify_the_install_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r'pip install "temper-rl\[math\]"'):
+    with pytest.raises(UserError, match=re.escape(install_line("math"))):
         MathReward()
 
 

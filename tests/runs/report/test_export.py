@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from temper.errors import UserError
+from temper.errors import UserError, install_line
 from temper.runs.reader import RunReader
 from temper.runs.report.export import Form, export_metrics
 from temper.runs.store.run_store import RunStore
@@ -104,6 +105,6 @@ def test_parquet_without_pyarrow_names_the_install_line(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"\[parquet\]"):
+    with pytest.raises(UserError, match=re.escape(install_line("parquet"))):
         export_metrics(run, tmp_path / "metrics.parquet")
     assert not (tmp_path / "metrics.parquet").exists()
