@@ -195,7 +195,9 @@ def questions(dashboard: Dashboard) -> dict[str, str]:
     last = row["step"]
     return {
         "list of runs": "/api/runs",
+        "table of runs": "/api/table",
         "overview": f"{run}/overview",
+        "axes": f"{run}/axes",
         "metrics": f"{run}/metrics",
         "10 series": f"{run}/series?names={quote(','.join(METRICS[:10]))}",
         "rollouts, newest": f"{run}/rollouts",

@@ -96,7 +96,8 @@ def _series(database: Database, names: Sequence[str]) -> dict[str, list[dict[str
 def rollouts(folder: Path, wanted: queries.RolloutFilter, offset: int, limit: int) -> dict[str, Any]:
     with reading(folder) as database:
         rows, more = queries.rollouts(database, wanted, offset, limit)
-        total, is_whole = queries.count_rollouts(database, wanted) if more or not rows else (offset + len(rows), True)
+        is_counted = not more and (rows or not offset)  # the list reached its end
+        total, is_whole = (offset + len(rows), True) if is_counted else queries.count_rollouts(database, wanted)
     return {"rows": rows, "more": more, "total": total, "is_whole": is_whole, "statuses": queries.STATUSES}
 
 

@@ -20,7 +20,7 @@ ROLLOUT_COLUMNS = (
     "stage", "step", "group_id", "member", "task_id", "status", "score", "score_kind", "reason", "num_tokens",
     "outcome", "text", "prompt",
 )  # fmt: skip
-MOST_COUNTED = 20_000
+MOST_COUNTED = 10_000
 """Rollouts that a filter counts; a reader of more does not care how many more."""
 STATUSES = (
     "completed", "truncated_length", "truncated_turns", "bad_format", "tool_error", "timeout", "aborted",

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from temper.dashboard import queries
 from temper.dashboard.answers import MOST_BYTES, why_not_written
+from temper.dashboard.database import reading
 from temper.dashboard.series import make_axes
 from temper.runs.reader import RunReader
 from temper.runs.state import ended_row
@@ -203,3 +205,12 @@ def test_ties_in_the_lists_of_prompts_are_counted() -> None:
     assert _ties(order) == {"all": NUM_PROMPTS + 4, "listed": NUM_PROMPTS - 1}
     assert _ties(order[:3]) == {"all": 2, "listed": 2}
     assert _ties([]) == {"all": 0, "listed": 0}
+
+
+def test_a_count_beyond_what_a_reader_cares_for_says_so(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "MOST_COUNTED", 5)
+    with reading(trained) as database:
+        (every,) = database.rows("SELECT COUNT(*) FROM trajectories")[0]
+        assert queries.count_rollouts(database, queries.Wanted()) == (every, True), "an index counts all of them"
+        assert queries.count_rollouts(database, queries.Wanted(stage=1)) == (every, True)
+        assert queries.count_rollouts(database, queries.Wanted(min_length=1)) == (5, False)

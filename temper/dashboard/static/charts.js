@@ -237,7 +237,8 @@ export function repaint() {
 function belowZero(traces) {
   const values = traces.filter((trace) => trace.meta !== "edge").flatMap((trace) => [...(trace.y || [])]);
   const lost = values.filter((value) => isNumber(value) && value <= 0).length;
-  return lost ? `${lost} of ${values.filter(isNumber).length} points are 0 or less: a logarithmic axis cannot show them.` : "";
+  const all = values.filter(isNumber).length;
+  return lost ? `${lost} of ${all} points are 0 or less: a logarithmic axis cannot show them.` : "";
 }
 
 function themed(traces) {

@@ -66,7 +66,7 @@ export function isCompared(groups) {
 /** What a band is when runs are drawn as one curve; else "". */
 export function spreadNote(groups) {
   const isSpread = groups.some((group) => group.entries.length > 1);
-  return isSpread ? "Line: mean of the runs; band: from the lowest to the highest of them." : "";
+  return isSpread ? "Several runs as one curve: their mean, in a band from the lowest to the highest." : "";
 }
 
 /** How this chart lies on the axis. kind: it shows that kind of stage only. */

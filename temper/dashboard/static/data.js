@@ -45,8 +45,10 @@ export async function mount(root, { run, address, isCurrent }) {
       "Appears when groups have been scored. Supervised stages have none.",
     );
     const lay = layOut([state]);
-    const drawn = (series) =>
-      curves(Object.keys(series || {}), [{ entries: [{ run: state.run, series }], name: "", color: COLORS[0] }], lay).traces;
+    const drawn = (series) => {
+      const alone = { entries: [{ run: state.run, series }], name: "", color: COLORS[0] };
+      return curves(Object.keys(series || {}), [alone], lay).traces;
+    };
     signal.set(
       drawn(found.series),
       { ...boundaries(lay), yaxis: { rangemode: "tozero" } },

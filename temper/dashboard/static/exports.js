@@ -32,7 +32,8 @@ export function csv(traces, xTitle, yTitle) {
       const y = trace.y[at];
       if (y === null || y === undefined) return [];
       const sides = hasBand ? [trace.meta?.low?.[at], trace.meta?.high?.[at]] : [];
-      return [[plainText(trace.name), typeof x === "string" ? plainText(x) : x, y, ...sides, plainText(trace.text?.[at])]];
+      const place = typeof x === "string" ? plainText(x) : x;
+      return [[plainText(trace.name), place, y, ...sides, plainText(trace.text?.[at])]];
     }),
   );
   return [head, ...rows].map((row) => row.map(cell).join(",")).join("\n") + "\n";

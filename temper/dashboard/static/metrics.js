@@ -62,15 +62,15 @@ export async function mount(root, { run, runs, view, isCurrent }) {
     const found = state.metrics.filter((metric) => fits(metric, view.get("q")));
     const groups = Map.groupBy ? Map.groupBy(found, prefix) : grouped(found);
     const isSmall = view.get("q") && found.length <= FEW;
-    count.textContent = `${found.length} of ${state.metrics.length} metrics in ${groups.size} ${groups.size === 1 ? "group" : "groups"}`;
+    const word = groups.size === 1 ? "group" : "groups";
+    count.textContent = `${found.length} of ${state.metrics.length} metrics in ${groups.size} ${word}`;
     fill(
       list,
       groups.size
         ? [...groups].map(([name, metrics], index) => section(name, metrics, isSmall || isOpen(name, index)))
-        : empty(
-            state.metrics.length ? "No metric fits" : "Nothing was recorded yet",
-            state.metrics.length ? "Search for a part of a name (`kl`), a unit (`nats`) or a word of its meaning." : "Metrics appear with the first step.",
-          ),
+        : state.metrics.length
+          ? empty("No metric fits", "Search for a part of a name (`kl`), a unit (`nats`) or a word of its meaning.")
+          : empty("Nothing was recorded yet", "Metrics appear with the first step."),
     );
     return fetchShown();
   }
@@ -90,7 +90,10 @@ export async function mount(root, { run, runs, view, isCurrent }) {
       grid,
     );
     const put = () => {
-      const charts = specs(metrics, state).map((spec) => ({ spec, chart: new Chart(spec.title, spec.hint, { y: spec.unit }) }));
+      const charts = specs(metrics, state).map((spec) => ({
+        spec,
+        chart: new Chart(spec.title, spec.hint, { y: spec.unit }),
+      }));
       state.shown.push(...charts);
       fill(
         grid,
@@ -166,7 +169,8 @@ function fits(metric, query) {
     .every((word) => text.includes(word));
 }
 
-/** A chart per metric. The loss has one per kind of stage; ten shares of one whole are one chart, unless runs are compared. */
+/** A chart per metric. The loss has one per kind of stage; ten shares of one whole are one chart, unless runs are
+ * compared. */
 function specs(metrics, state) {
   const found = [];
   const kinds = mergedKinds(state.entries.map((entry) => entry.run));

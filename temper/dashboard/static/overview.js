@@ -69,7 +69,12 @@ const CHARTS = [
     y: "share of groups",
     hint: "Groups whose rewards are all equal: nothing to learn from.",
   },
-  { title: "Gradient norm", names: ["policy/grad_norm"], y: "norm", hint: "Before clipping. 0 or a spike: look at the alarms." },
+  {
+    title: "Gradient norm",
+    names: ["policy/grad_norm"],
+    y: "norm",
+    hint: "Before clipping. 0 or a spike: look at the alarms.",
+  },
 ];
 
 export async function mount(root, { run, runs, view, isCurrent }) {
@@ -119,7 +124,8 @@ function ended(run) {
   if (!["failed", "dead", "stopped"].includes(run.state)) return null;
   const words = { failed: "This run failed", dead: "This run's process is dead", stopped: "This run was stopped" };
   const tone = run.state === "stopped" ? "ended" : "ended bad";
-  return el("div", { class: `card ${tone}`, role: "alert" }, el("strong", {}, words[run.state]), el("pre", { class: "said" }, run.ended));
+  const why = el("pre", { class: "said" }, run.ended);
+  return el("div", { class: `card ${tone}`, role: "alert" }, el("strong", {}, words[run.state]), why);
 }
 
 function last(series, name) {
@@ -173,7 +179,8 @@ function specs(state) {
   const losses = mergedKinds(state.entries.map((entry) => entry.run)).filter((kind) => !chosen || kind === chosen);
   const isSame = sameNumbers(state.entries);
   const shown = CHARTS.map((spec) => {
-    if (isSame && spec.title === "KL") return { ...spec, names: spec.names.filter((name) => name !== KL_OLD), hint: "From the reference." };
+    if (isSame && spec.title === "KL")
+      return { ...spec, names: spec.names.filter((name) => name !== KL_OLD), hint: "From the reference." };
     return isSame && spec.title === "Mismatch" ? { ...spec, hint: `${spec.hint} ${isSame}` } : spec;
   });
   return [
@@ -201,7 +208,8 @@ function sameNumbers(entries) {
   const values = (entry, name) => JSON.stringify(entry.series?.[name]?.filter((piece) => samples(entry, piece.stage)));
   if (!has.length || !has.every((entry) => values(entry, KL_OLD) === values(entry, MISMATCH))) return "";
   const isTold = has.every((entry) => (entry.proximal || []).includes("behavior"));
-  return `The KL from the proximal policy is the same number and has no chart of its own${isTold ? ': the recipe says proximal = "behavior", so the sampler is the proximal policy' : ""}.`;
+  const why = isTold ? ': the recipe says proximal = "behavior", so the sampler is the proximal policy' : "";
+  return `The KL from the proximal policy is the same number and has no chart of its own${why}.`;
 }
 
 function draw(state, grid) {

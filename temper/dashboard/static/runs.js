@@ -8,7 +8,10 @@ const WORDS = { running: "live" };
 
 export async function mount(root, { view, isCurrent }) {
   const state = { found: null, chosen: new Set(view.list("chosen")), editing: null };
-  const list = card("Runs", "Click a title to sort by it. Enter or click opens a run; tick several to see them in one chart.");
+  const list = card(
+    "Runs",
+    "Click a title to sort by it. Enter or click opens a run; tick several to see them in one chart.",
+  );
   const search = el("input", {
     type: "search",
     id: "run-search",
@@ -99,7 +102,8 @@ export async function mount(root, { view, isCurrent }) {
 function fits(run, query) {
   const recipe = Object.entries(run.recipe).map(([key, value]) => `${key}=${exact(value)}`);
   const state = WORDS[run.state] || run.state;
-  const text = [run.name, run.folder, state, run.ended, run.error, run.note, ...run.tags, ...recipe].join(" ").toLowerCase();
+  const said = [run.name, run.folder, state, run.ended, run.error, run.note, ...run.tags, ...recipe];
+  const text = said.join(" ").toLowerCase();
   return query
     .toLowerCase()
     .split(/\s+/)
@@ -113,8 +117,20 @@ function columnsOf(state, view, edit, choose) {
   const alarms = (run) => Object.values(run.alarms).reduce((sum, times) => sum + times, 0);
   return [
     { key: "", title: "", cell: (run) => chooser(run, state, runs, choose) },
-    { key: "name", title: "Run", class: "run-cell", value: (run) => runLabel(run, runs), cell: (run) => nameCell(run, runs) },
-    { key: "state", title: "State", class: "state-cell", value: (run) => WORDS[run.state] || run.state, cell: stateCell },
+    {
+      key: "name",
+      title: "Run",
+      class: "run-cell",
+      value: (run) => runLabel(run, runs),
+      cell: (run) => nameCell(run, runs),
+    },
+    {
+      key: "state",
+      title: "State",
+      class: "state-cell",
+      value: (run) => WORDS[run.state] || run.state,
+      cell: stateCell,
+    },
     {
       key: "notes",
       title: "Tags and note",
@@ -122,20 +138,45 @@ function columnsOf(state, view, edit, choose) {
       value: (run) => run.tags.join(",") || run.note || null,
       cell: (run) => notesCell(run, canEdit, edit),
     },
-    { key: "score", title: "Held-out score", number: true, value: (run) => run.score?.last.score ?? null, cell: scoreCell },
-    { key: "reward", title: "Reward", number: true, value: (run) => run.reward?.last ?? null, cell: (run) => fromTo(run.reward) },
+    {
+      key: "score",
+      title: "Held-out score",
+      number: true,
+      value: (run) => run.score?.last.score ?? null,
+      cell: scoreCell,
+    },
+    {
+      key: "reward",
+      title: "Reward",
+      number: true,
+      value: (run) => run.reward?.last ?? null,
+      cell: (run) => fromTo(run.reward),
+    },
     ...differing.map((key) => ({
       key: `recipe:${key}`,
       title: el("code", {}, key),
       class: "recipe-cell",
       value: (run) => sortable(run.recipe[key]),
-      cell: (run) => (key in run.recipe ? el("code", { title: exact(run.recipe[key]) }, compact(run.recipe[key])) : "–"),
+      cell: (run) =>
+        key in run.recipe ? el("code", { title: exact(run.recipe[key]) }, compact(run.recipe[key])) : "–",
     })),
-    { key: "steps", title: "Steps", number: true, value: (run) => run.steps_done, cell: (run) => `${run.steps_done} / ${planned(run)}` },
+    {
+      key: "steps",
+      title: "Steps",
+      number: true,
+      value: (run) => run.steps_done,
+      cell: (run) => `${run.steps_done} / ${planned(run)}`,
+    },
     { key: "seconds", title: "Time", number: true, value: (run) => run.seconds, cell: (run) => duration(run.seconds) },
     { key: "drawn", title: "Tokens drawn", number: true, value: (run) => run.drawn, cell: (run) => number(run.drawn) },
     { key: "alarms", title: "Alarms", number: true, value: alarms, cell: (run) => alarmCell(run, alarms(run)) },
-    { key: "updated", title: "Last written", class: "short", value: (run) => run.updated, cell: (run) => ago(run.updated) },
+    {
+      key: "updated",
+      title: "Last written",
+      class: "short",
+      value: (run) => run.updated,
+      cell: (run) => ago(run.updated),
+    },
   ];
 }
 
@@ -154,8 +195,12 @@ function sortable(value) {
 
 function sorted(runs, columns, order) {
   const isDown = order.startsWith("-");
-  const column = columns.find((one) => one.key === order.replace(/^-/, "")) || columns.find((one) => one.key === "name");
-  const compare = (a, b) => (isNumber(a) && isNumber(b) ? a - b : String(a).localeCompare(String(b), undefined, { numeric: true }));
+  const named = (key) => columns.find((one) => one.key === key);
+  const column = named(order.replace(/^-/, "")) || named("name");
+  const compare = (a, b) => {
+    if (isNumber(a) && isNumber(b)) return a - b;
+    return String(a).localeCompare(String(b), undefined, { numeric: true });
+  };
   return runs.slice().sort((one, other) => {
     const [a, b] = [column.value(one), column.value(other)];
     if (a === null || b === null) return (a === null) - (b === null); // without a value: last, either way
@@ -175,7 +220,8 @@ function tableOf(columns, runs, view, draw) {
       document.querySelector(`[data-sort="${CSS.escape(column.key)}"]`)?.focus();
     };
     const mark = isSorted ? (isDown ? " ↓" : " ↑") : "";
-    const button = el("button", { type: "button", class: "sort", data: { sort: column.key }, on: { click: sort } }, column.title, mark);
+    const attributes = { type: "button", class: "sort", data: { sort: column.key }, on: { click: sort } };
+    const button = el("button", attributes, column.title, mark);
     const sorting = isSorted ? (isDown ? "descending" : "ascending") : "none";
     return el("th", { scope: "col", class: column.number && "number", "aria-sort": sorting }, button);
   });
@@ -183,7 +229,9 @@ function tableOf(columns, runs, view, draw) {
     location.hash = address(run.id, "overview");
   };
   const rows = runs.map((run) => {
-    const cells = columns.map((column) => el("td", { class: `${column.number ? "number" : ""} ${column.class || ""}` }, column.cell(run)));
+    const cells = columns.map((column) =>
+      el("td", { class: `${column.number ? "number" : ""} ${column.class || ""}` }, column.cell(run)),
+    );
     const node = el("tr", { class: "row", tabindex: "0", data: { run: run.id } }, cells);
     node.addEventListener("click", (event) => event.target.closest("a, button, input, label, summary") || open(run));
     node.addEventListener("keydown", (event) => event.key === "Enter" && event.target === node && open(run));
@@ -217,16 +265,26 @@ function notesCell(run, canEdit, edit) {
     run.note ? el("div", { class: "line-clamp", title: run.note }, run.note) : null,
     run.notes_error ? el("div", { class: "bad-text" }, run.notes_error) : null,
     canEdit && !run.notes_error
-      ? el("button", { type: "button", class: "quiet small", "aria-label": `Edit tags and note of ${run.name}`, on: { click: () => edit(run) } }, run.tags.length || run.note ? "Edit" : "Add")
+      ? el(
+          "button",
+          {
+            type: "button",
+            class: "quiet small",
+            "aria-label": `Edit tags and note of ${run.name}`,
+            on: { click: () => edit(run) },
+          },
+          run.tags.length || run.note ? "Edit" : "Add",
+        )
       : null,
   ];
 }
 
 function stateCell(run) {
-  if (run.error) return [badge("unreadable", "bad"), el("div", { class: "line-clamp why", title: run.error }, run.error)];
+  const why = (text) => el("div", { class: "line-clamp why", title: text }, text);
+  if (run.error) return [badge("unreadable", "bad"), why(run.error)];
   return [
     badge(WORDS[run.state] || run.state, TONES[run.state]),
-    run.ended ? el("div", { class: "line-clamp why", title: run.ended }, run.ended) : null,
+    run.ended ? why(run.ended) : null,
   ];
 }
 
@@ -238,10 +296,12 @@ function fromTo(ends) {
 function scoreCell(run) {
   if (!run.score) return "–";
   const { first, last, name, differs, constant } = run.score;
-  const sides = isNumber(last.low) && isNumber(last.high) ? `[${number(last.low)}, ${number(last.high)}]` : "no interval";
+  const hasSides = isNumber(last.low) && isNumber(last.high);
+  const sides = hasSides ? `[${number(last.low)}, ${number(last.high)}]` : "no interval";
   const title = `${name}; always the commonest answer: ${number(constant)}`;
+  const isOne = first.stage === last.stage && first.step === last.step;
   return [
-    el("span", { title }, first.stage === last.stage && first.step === last.step ? number(last.score) : fromTo({ first: first.score, last: last.score })),
+    el("span", { title }, isOne ? number(last.score) : fromTo({ first: first.score, last: last.score })),
     el("div", { class: "hint" }, sides),
     differs.length ? el("div", { class: "hint" }, `not comparable: ${differs.join(", ")}`) : null,
   ];

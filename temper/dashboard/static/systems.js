@@ -15,14 +15,58 @@ const NAMES = {
   "stale/in_flight": "while it was drawn",
   "stale/in_queue": "while it waited",
 };
+const STEPPING = "Appears with the first step.";
 const CHARTS = [
-  { title: "Throughput", hint: "Tokens per second, by what they are counted over.", y: "tokens/s", names: /tok_s$/, why: "Appears with the first step." },
-  { title: "Key-value cache", hint: "Share of its blocks in use.", y: "share", names: /kv_use$/, why: SAMPLING, format: ".0%" },
-  { title: "Preemptions", hint: "Sequences that lost their cache and were computed again. Above 0: too many at once.", y: "sequences", names: /preempt/, why: SAMPLING },
-  { title: "Peak memory", hint: "Of the device, or resident on a CPU.", y: "GiB", names: /memory_bytes/, why: "Appears with the first step." },
-  { title: "Staleness over the steps", hint: "Age of the weights that drew a trained response, in versions.", y: "versions", names: /^stale\/(mean|p95|max)$/, why: SAMPLING },
-  { title: "Where staleness comes from", hint: "Versions published while a response was drawn, and while it waited to be trained.", y: "versions", names: /^stale\/in_/, why: SAMPLING },
-  { title: "Drawn by several versions", hint: "Share of responses whose tokens come from more than one version.", y: "share of responses", names: /mixed_version/, why: SAMPLING },
+  {
+    title: "Throughput",
+    hint: "Tokens per second, by what they are counted over.",
+    y: "tokens/s",
+    names: /tok_s$/,
+    why: STEPPING,
+  },
+  {
+    title: "Key-value cache",
+    hint: "Share of its blocks in use.",
+    y: "share",
+    names: /kv_use$/,
+    why: SAMPLING,
+    format: ".0%",
+  },
+  {
+    title: "Preemptions",
+    hint: "Sequences that lost their cache and were computed again. Above 0: too many at once.",
+    y: "sequences",
+    names: /preempt/,
+    why: SAMPLING,
+  },
+  {
+    title: "Peak memory",
+    hint: "Of the device, or resident on a CPU.",
+    y: "GiB",
+    names: /memory_bytes/,
+    why: STEPPING,
+  },
+  {
+    title: "Staleness over the steps",
+    hint: "Age of the weights that drew a trained response, in versions.",
+    y: "versions",
+    names: /^stale\/(mean|p95|max)$/,
+    why: SAMPLING,
+  },
+  {
+    title: "Where staleness comes from",
+    hint: "Versions published while a response was drawn, and while it waited to be trained.",
+    y: "versions",
+    names: /^stale\/in_/,
+    why: SAMPLING,
+  },
+  {
+    title: "Drawn by several versions",
+    hint: "Share of responses whose tokens come from more than one version.",
+    y: "share of responses",
+    names: /mixed_version/,
+    why: SAMPLING,
+  },
 ];
 const TOKEN_AGES = /^stale\/token_hist\//;
 const DONE = /tokens$|memory_since_start/; // counts that Throughput shows, and a flag
@@ -31,16 +75,22 @@ const REST = { s: "Seconds", share: "Shares", groups: "Groups that wait", reques
 export async function mount(root, { run, isCurrent }) {
   const state = { run, rest: new Map() };
   const tiles = el("div", { class: "tiles" });
-  const seconds = new Chart("Seconds per step", "Wall time of each step by phase.", { height: 320, y: "seconds", hasLog: false });
-  const charts = CHARTS.map((spec) => ({ spec, chart: new Chart(spec.title, spec.hint, { y: spec.y }) }));
-  const stale = new Chart("Staleness", "Trained responses of the last steps by the age of the weights that drew their oldest token.", {
-    x: "versions",
-    y: "responses",
-  });
-  const ages = new Chart("Ages of trained tokens", "Share of tokens by the age, in versions, of the weights that drew them.", {
-    y: "share of tokens",
+  const seconds = new Chart("Seconds per step", "Wall time of each step by phase.", {
+    height: 320,
+    y: "seconds",
     hasLog: false,
   });
+  const charts = CHARTS.map((spec) => ({ spec, chart: new Chart(spec.title, spec.hint, { y: spec.y }) }));
+  const stale = new Chart(
+    "Staleness",
+    "Trained responses of the last steps by the age of the weights that drew their oldest token.",
+    { x: "versions", y: "responses" },
+  );
+  const ages = new Chart(
+    "Ages of trained tokens",
+    "Share of tokens by the age, in versions, of the weights that drew them.",
+    { y: "share of tokens", hasLog: false },
+  );
   const grid = el("div", { class: "grid" }, charts.map(({ chart }) => chart.node), stale.node, ages.node);
   fill(root, tiles, el("div", { class: "stack", style: { "margin-bottom": "16px" } }, seconds.node), grid);
 
@@ -65,7 +115,8 @@ export async function mount(root, { run, isCurrent }) {
         spec.why,
       );
     stale.set(bars(found.staleness), { hovermode: "closest", xaxis: { dtick: 1 } }, SAMPLING);
-    ages.set(shares(series, state.run, lay), { ...boundaries(lay), showlegend: true, yaxis: { rangemode: "tozero" } }, SAMPLING);
+    const stacked = { ...boundaries(lay), showlegend: true, yaxis: { rangemode: "tozero" } };
+    ages.set(shares(series, state.run, lay), stacked, SAMPLING);
     drawRest(state, grid, found, names, drawn, lay);
   }
   await load();
@@ -191,7 +242,16 @@ function shares(series, run, lay) {
     const age = Number(name.split("/").at(-1));
     const points = joinSegments(segments(series[name], { run }, lay));
     const title = age === 9 ? "9 versions or more" : age === 1 ? "1 version" : `${age} versions`;
-    const fillcolor = `${COLORS[index % COLORS.length]}99`;
-    return { x: points.x, y: points.y, text: points.names, name: title, type: "scatter", mode: "none", stackgroup: "ages", fillcolor, hovertemplate: "%{y:.1%}" };
+    return {
+      x: points.x,
+      y: points.y,
+      text: points.names,
+      name: title,
+      type: "scatter",
+      mode: "none",
+      stackgroup: "ages",
+      fillcolor: `${COLORS[index % COLORS.length]}99`,
+      hovertemplate: "%{y:.1%}",
+    };
   });
 }

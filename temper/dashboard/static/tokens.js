@@ -40,7 +40,7 @@ export async function mount(root, { run, view, address, isCurrent }) {
   const state = { scale: SCALES[view.get("color")] ? view.get("color") : "advantage", view };
   async function load(wanted) {
     const place = wanted.get("group_id")
-      ? Object.fromEntries(["stage", "step", "group_id", "member"].map((name) => [name, wanted.get(name)]))
+      ? placeOf(Object.fromEntries(wanted))
       : await newest(run);
     if (!place) {
       fill(
@@ -64,6 +64,10 @@ export async function mount(root, { run, view, address, isCurrent }) {
   }
   await load(parameters);
   return { moved: load };
+}
+
+function placeOf({ stage, step, group_id, member }) {
+  return { stage, step, group_id, member };
 }
 
 async function newest(run) {
@@ -92,13 +96,7 @@ function page(run, place, found, around, state, address) {
           {
             class: "button",
             data: { key },
-            href: address(run.id, "tokens", {
-              stage: row.stage,
-              step: row.step,
-              group_id: row.group_id,
-              member: row.member,
-              color: state.view.get("color"),
-            }),
+            href: address(run.id, "tokens", { ...placeOf(row), color: state.view.get("color") }),
           },
           title,
         )

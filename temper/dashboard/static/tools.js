@@ -99,7 +99,8 @@ function seedsField(view, reload) {
       },
     },
   });
-  const title = "Runs whose recipes differ in their seed alone become one curve: their mean, from the lowest to the highest";
+  const title =
+    "Runs whose recipes differ in their seed alone become one curve: their mean, from the lowest to the highest";
   return el("label", { class: "field row-field", title }, box, "Seeds as mean and spread");
 }
 

@@ -41,7 +41,8 @@ export function line({ x, y, names }, name, color, weight = 0) {
 /** A line with a band around it; points: {x, y, names, low, high}. A band ends where a value has no interval: plotly
  * would fill across the gap, so each stretch has edges of its own. */
 export function banded({ x, y, names, low, high }, name, color, mode = "lines+markers") {
-  const edge = { type: "scatter", mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false, meta: "edge" };
+  const quiet = { hoverinfo: "skip", showlegend: false, meta: "edge" };
+  const edge = { type: "scatter", mode: "lines", line: { width: 0 }, ...quiet };
   const edges = stretches(low, high).flatMap(([from, to]) => [
     { ...edge, x: x.slice(from, to), y: low.slice(from, to) },
     { ...edge, x: x.slice(from, to), y: high.slice(from, to), fill: "tonexty", fillcolor: `${color}2e` },

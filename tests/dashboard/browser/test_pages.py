@@ -311,14 +311,17 @@ def test_a_group_is_opened_below_the_header_and_is_in_the_link(browser: Browser,
     browser.size(width, 700)
     browser.open("plain", "rollouts")
     browser.wait("document.querySelector('.row')", "rollouts")
-    browser.run("document.querySelectorAll('.row')[20].click()")
-    browser.wait("document.querySelector('.member')", "the group")
-    covered = (
-        "const box = document.querySelector('[aria-label=Group] .message').getBoundingClientRect();"
-        "const top = document.elementFromPoint(box.left + 20, box.top + 5);"
-        "return !top || !document.querySelector('[aria-label=Group] .message').contains(top)"
-    )
-    browser.wait(f"!(() => {{ {covered} }})()", "the prompt in sight")
+    browser.run("document.querySelectorAll('.row')[40].scrollIntoView(); "
+                "document.addEventListener('scrollend', () => { window.scrolled = true; });"
+                "document.querySelectorAll('.row')[40].click()")  # fmt: skip
+    browser.wait("document.querySelector('.member') && window.scrolled", "the group")
+    for part in ("h2", ".message"):
+        seen = (
+            f"const node = document.querySelector('[aria-label=Group] {part}');"
+            "const box = node.getBoundingClientRect();"
+            "return node.contains(document.elementFromPoint(box.left + 20, box.top + 5))"
+        )
+        browser.wait(f"(() => {{ {seen} }})()", f"{part} of the group in sight, below the header")
     assert browser.text(".member b").startswith("Member 0: reward ")
     browser.copy_link()
     browser.wait("document.querySelector('.member')", "the group of a copied link")
