@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -21,7 +21,8 @@ from temper.models.tiny import TEMPLATE
 from temper.protocols import Env, EnvReply
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.tasks.render import Renderer
-from temper.types import EventKind, Group, Message, Request, SamplingParams, Score, Status, Task, Trajectory
+from temper.types import EventKind, Message, Request, SamplingParams, Score, Status, Task, Trajectory
+from tests.fakes.episodes import FakeScorer
 
 TASK = Task(id="t", messages=(Message(role="user", content="go"),))
 PLAIN = Presentation(call_format="plain", show_tools="no", mark_untrusted=False)
@@ -289,15 +290,9 @@ def ambiguous_tokenizer() -> Tokens:
     return made
 
 
-class Right:
+class Right(FakeScorer):
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         return Score.of(float(trajectory.text == task.answer)), {}
-
-    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
-        return parts
-
-    async def evolve(self, groups: Sequence[Group]) -> None:
-        """Learns nothing."""
 
 
 def roll(tokenizer: Tokens, turns: list[list[str]], env: Env) -> tuple[Trajectory, FakeSampler]:

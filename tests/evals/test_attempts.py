@@ -20,6 +20,7 @@ from temper.protocols import Env, EnvOpening, EnvReply
 from temper.rollout.episode import EpisodeSetup
 from temper.runs.results import PromptResult
 from temper.types import Event, EventKind, Group, Message, Request, SamplingParams, Score, Task, Trajectory
+from tests.fakes.episodes import FakeScorer
 
 
 class Digits:
@@ -38,16 +39,13 @@ class Digits:
         return str(ids[0] - 10)
 
 
-class Equal:
+class Equal(FakeScorer):
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         if task.answer == "broken":
             return Score.error("verifier crashed"), {}
         if task.answer == "odd":
             return Score.unscorable("nothing to judge by"), {}
         return Score.of(float(trajectory.text == task.answer)), {}
-
-    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
-        return parts
 
     async def evolve(self, groups: Sequence[Group]) -> None:
         raise AssertionError("an evaluation teaches nobody")

@@ -14,7 +14,8 @@ from temper.envs.env import make_env
 from temper.errors import BackendError
 from temper.evals.evaluate import Evaluation, HeldOut, constant_answer_score, constant_scores, evaluate, prompts_hash
 from temper.rollout.episode import EpisodeSetup
-from temper.types import Group, Message, Publication, Request, SamplingParams, Score, Task, Trajectory
+from temper.types import Message, Publication, Request, SamplingParams, Score, Task, Trajectory
+from tests.fakes.episodes import FakeScorer
 
 
 class Digits:
@@ -33,17 +34,11 @@ class Digits:
         return str(ids[0] - 10)
 
 
-class Equal:
+class Equal(FakeScorer):
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         if task.answer == "broken":
             return Score.error("verifier crashed"), {}
         return Score.of(float(trajectory.text == task.answer)), {}
-
-    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
-        return parts
-
-    async def evolve(self, groups: Sequence[Group]) -> None:
-        """Learns nothing."""
 
 
 def tasks(*answers: str) -> list[Task]:

@@ -23,6 +23,7 @@ from temper.models.tiny import character_tokenizer
 from temper.rollout.episode import EpisodeSetup
 from temper.tasks.render import Renderer
 from temper.types import Group, Message, Request, SamplingParams, Score, Status, Task, Trajectory
+from tests.fakes.episodes import FakeScorer
 
 RENDERER = Renderer(character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 "))
 TASKS = [Task(id=f"t{i}", messages=(Message(role="user", content=f"q{i}"),), answer="a") for i in range(40)]
@@ -33,16 +34,13 @@ def healthy(request: Request) -> list[int]:
     return RENDERER.completion_ids(random.Random(request.id).choice("abc"))
 
 
-class Judge:
+class Judge(FakeScorer):
     def __init__(self, verdict: Callable[[Task, Trajectory], Score]) -> None:
         self._verdict = verdict
 
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         score = self._verdict(task, trajectory)
         return score, {"exact": score, "format": Score.of(1.0), "format_2": Score.of(float("x" not in trajectory.text))}
-
-    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
-        return parts
 
     async def evolve(self, groups: Sequence[Group]) -> None:
         raise AssertionError("a gate teaches nobody")

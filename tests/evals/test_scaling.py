@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -14,44 +15,30 @@ from temper.engine.fake import FakeSampler
 from temper.errors import BackendError, ContextFull, UserError
 from temper.evals.comparison.curves import best_of, expected_choice, majority, panel, single
 from temper.evals.scaling import CHECK, ScalingAttempt, ScalingSetup, ThinkingBudget, draw_samples, force_budget, refine
-from temper.types import Finish, Group, Message, Request, SamplingParams, Score, Task, Trajectory
+from temper.types import Finish, Message, Request, SamplingParams, Score, Task, Trajectory
+from tests.fakes.episodes import FakeScorer, Letters
 
 END = 0
 
 
-class Letters:
-    """One token per character, 0 is the end of a turn. Prompts are the messages, each after its role's first letter."""
+class Dialogue(Letters):
+    """Prompts are the messages, each after its role's first letter."""
 
-    def prompt_messages(self, task: Task) -> tuple[Message, ...]:
-        return task.messages
-
-    def prompt_ids(self, messages: Sequence[Message], tools=()) -> tuple[int, ...]:
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         return tuple(self.encode("".join(f"[{message.role[0]}]{message.content}" for message in messages) + "[a]"))
 
     def extend_ids(self, prompt_ids, completion_ids, replies, history, tools=()) -> tuple[int, ...]:
         assert history[-1].role == "assistant", "the history ends with what the model said"
         return (*prompt_ids, *completion_ids, *self.encode("".join(f"[u]{reply.content}" for reply in replies) + "[a]"))
 
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(chr(token) for token in ids if token != END)
-
-
-class LastLetter:
+class LastLetter(FakeScorer):
     """Right when the text ends with the gold answer."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         if task.answer is None:
             return Score.unscorable("no gold"), {}
         return Score.of(float(trajectory.text.endswith(task.answer))), {}
-
-    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
-        return parts
-
-    async def evolve(self, groups: Sequence[Group]) -> None:
-        """Learns nothing."""
 
 
 def setup(script: Callable[[str, Request], str], *, max_new_tokens: int = 50) -> tuple[ScalingSetup, FakeSampler]:
@@ -68,7 +55,7 @@ def setup(script: Callable[[str, Request], str], *, max_new_tokens: int = 50) ->
     class Stopping(FakeSampler):
         async def generate(self, request: Request):
             completion = await super().generate(request)
-            text = Letters().decode(completion.token_ids)
+            text = Dialogue().decode(completion.token_ids)
             is_stopped = any(text.endswith(stop) for stop in request.params.stop)
             return replace(completion, finish=Finish.STOP) if is_stopped else completion
 
@@ -77,7 +64,7 @@ def setup(script: Callable[[str, Request], str], *, max_new_tokens: int = 50) ->
     return (
         ScalingSetup(
             sampler=sampler,
-            renderer=Letters(),
+            renderer=Dialogue(),
             scorer=LastLetter(),
             params=params,
             answer_of=lambda text: text[-1:] or None,
@@ -107,7 +94,7 @@ def test_a_model_that_stops_early_is_made_to_go_on_and_finds_the_answer() -> Non
     assert made.text == ", it is 7"  # the answer that was given up is not judged
     assert made.is_right
     assert (made.num_drawn, made.num_injected) == (8 + 10, 5)  # the replaced end was drawn, and is counted
-    assert Letters().decode(sampler.requests[1].prompt_ids).endswith("[a]it is 5 Wait")
+    assert Dialogue().decode(sampler.requests[1].prompt_ids).endswith("[a]it is 5 Wait")
     assert END not in sampler.requests[1].prompt_ids
 
 
@@ -173,7 +160,7 @@ def test_refinement_shows_the_conversation_and_adds_up_its_cost() -> None:
     assert [attempt.text for attempt in attempts] == ["5", "make it 6", "make it 7"]
     assert [attempt.is_right for attempt in attempts] == [False, False, True]
     assert [attempt.num_drawn for attempt in attempts] == [2, 2 + 10, 2 + 10 + 10]
-    seen = Letters().decode(sampler.requests[2].prompt_ids)
+    seen = Dialogue().decode(sampler.requests[2].prompt_ids)
     assert seen == f"[u]3+4[a]5[u]{CHECK}[a]make it 6[u]{CHECK}[a]"
 
 

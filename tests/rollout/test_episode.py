@@ -18,44 +18,16 @@ from temper.envs.threads import InThread
 from temper.errors import BackendError
 from temper.protocols import Env, EnvOpening, EnvReply
 from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
-from temper.types import Group, Message, Request, SamplingParams, Score, ScoreKind, Status, Task, Trajectory
+from temper.types import Message, Request, SamplingParams, Score, ScoreKind, Status, Task, Trajectory
+from tests.fakes.episodes import FakeScorer, Letters
 
 STOP = 0
 TASK = Task(id="t", messages=(Message(role="user", content="ab"),), answer="x")
 
 
-class Letters:
-    """One id per character, 0 ends."""
-
-    def prompt_messages(self, task: Task) -> tuple[Message, ...]:
-        return task.messages
-
-    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
-        return tuple(ord(c) for m in messages for c in m.content)
-
-    def extend_ids(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        replies: Sequence[Message],
-        history: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> tuple[int, ...]:
-        return (*prompt_ids, *completion_ids, *self.prompt_ids(replies))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(chr(token) for token in ids if token != STOP)
-
-
-class Always:
+class Always(FakeScorer):
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         return Score.of(1.0), {"always": Score.of(1.0)}
-
-    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
-        return parts
-
-    async def evolve(self, groups: Sequence[Group]) -> None:
-        """Learns nothing."""
 
 
 @dataclass

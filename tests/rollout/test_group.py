@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -16,38 +16,19 @@ from temper.rollout.episode import EpisodeSetup
 from temper.rollout.group import Extras, reason_to_drop, run_group
 from temper.rollout.steps import StepSplit
 from temper.types import Completion, Group, Message, Request, SamplingParams, Score, Task, Trajectory
+from tests.fakes.episodes import FakeScorer, Letters
 
 STOP = 0
 TASK = Task(id="t", messages=(Message(role="user", content="ab"),))
 Verdict = Callable[[Trajectory], Score]
 
 
-class Letters:
-    def prompt_messages(self, task: Task) -> tuple[Message, ...]:
-        return task.messages
-
-    def prompt_ids(self, messages: Sequence[Message], tools=()) -> tuple[int, ...]:
-        return tuple(ord(c) for c in messages[-1].content)
-
-    def extend_ids(self, *_: object, tools=()) -> tuple[int, ...]:
-        raise AssertionError("one turn only")
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(chr(token) for token in ids if token != STOP)
-
-
-class Judge:
+class Judge(FakeScorer):
     def __init__(self, verdict: Verdict) -> None:
         self._verdict = verdict
 
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         return self._verdict(trajectory), {}
-
-    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
-        return parts
-
-    async def evolve(self, groups: Sequence[Group]) -> None:
-        """Learns nothing."""
 
 
 def by_index(trajectory: Trajectory) -> Score:

@@ -45,6 +45,7 @@ from temper.types import (
     Trajectory,
     Turn,
 )
+from tests.fakes.episodes import FakeScorer, Letters
 
 GRID = list(itertools.product((0.6, 1.0, 1.5), (1.0, 0.7), (0, 4), (0.0, 0.08)))
 """Temperature, top_p, top_k, min_p."""
@@ -310,29 +311,19 @@ class OwnDefaults(FakeSampler):
         return self._change(await super().generate(request))
 
 
-class Letters:
-    def prompt_messages(self, task: Task) -> tuple[Message, ...]:
-        return task.messages
+class OneLetter(Letters):
+    """Whatever is asked or drawn."""
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         return (97,)
-
-    def extend_ids(self, prompt_ids: Sequence[int], *rest: Any) -> tuple[int, ...]:
-        return tuple(prompt_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "h"
 
 
-class Always:
+class Always(FakeScorer):
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         return Score.of(1.0), {}
-
-    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
-        return parts
-
-    async def evolve(self, groups: Sequence[Group]) -> None:
-        """Learns nothing."""
 
 
 class OneStep:
@@ -349,7 +340,7 @@ class OneStep:
 def play(change: Callable[[Completion], Completion], **params: Any) -> Trajectory:
     setup = EpisodeSetup(
         sampler=OwnDefaults(change),
-        renderer=Letters(),
+        renderer=OneLetter(),
         scorer=Always(),
         make_env=lambda name: OneStep(),
         params=SamplingParams(max_new_tokens=4, stop_ids=(0,), **params),

@@ -19,7 +19,8 @@ from temper.rollout.source import RolloutSettings, RolloutSource
 from temper.rollout.steps import StepSplit
 from temper.tasks.dataset import Stream
 from temper.tasks.generators import make_source
-from temper.types import Batch, Group, Message, Publication, Request, SamplingParams, Score, Status, Task, Trajectory
+from temper.types import Batch, Message, Publication, Request, SamplingParams, Score, Status, Task, Trajectory
+from tests.fakes.episodes import FakeScorer
 
 
 class Words:
@@ -36,19 +37,13 @@ class Words:
         return "".join(map(chr, ids))
 
 
-class Judge:
+class Judge(FakeScorer):
     def __init__(self, verdict: Callable[[Task, int], Score]) -> None:
         self._verdict = verdict
 
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         score = self._verdict(task, trajectory.index)
         return score, {"judge": score}
-
-    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
-        return parts
-
-    async def evolve(self, groups: Sequence[Group]) -> None:
-        """Learns nothing."""
 
 
 def is_hopeless(task: Task) -> bool:

@@ -17,7 +17,6 @@ from temper.rollout.steps import StepSplit, estimate_steps, step_starts
 from temper.types import (
     Completion,
     Finish,
-    Group,
     Message,
     Request,
     SamplingParams,
@@ -27,6 +26,7 @@ from temper.types import (
     Trajectory,
     Turn,
 )
+from tests.fakes.episodes import FakeScorer
 
 STOP = 0
 PIECES = [b"", b"a", b"b", b"\n", b"\n\n", b"a\nb", b"b\n", b"\na", b"\na\nb", "ü".encode()[:1], "ü".encode()[1:]]
@@ -53,7 +53,7 @@ class Pieces:
         return b"".join(words.get(i) or PIECES[i] for i in ids).decode(errors="replace")
 
 
-class Judge:
+class Judge(FakeScorer):
     """1 for an answer that ends in yes, 0 for no, nothing for ?. Remembers what it was shown."""
 
     def __init__(self) -> None:
@@ -64,12 +64,6 @@ class Judge:
         if trajectory.text.endswith("?"):
             return Score.unscorable("the judge is silent"), {}
         return Score.of(float(trajectory.text.endswith("yes"))), {}
-
-    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
-        return parts
-
-    async def evolve(self, groups: Sequence[Group]) -> None:
-        """Learns nothing."""
 
 
 def completion(ids: list[int], finish: Finish = Finish.STOP) -> Completion:

@@ -48,6 +48,7 @@ from temper.types import (
     Status,
     Task,
 )
+from tests.fakes.episodes import Letters
 
 WORDS = "word"
 
@@ -83,17 +84,6 @@ class Echo:
         )
 
     async def load(self, publication: Publication) -> None: ...
-
-
-class Letters:
-    def prompt_messages(self, task: Task) -> tuple[Message, ...]:
-        return task.messages
-
-    def prompt_ids(self, messages: Sequence[Message], tools: object = ()) -> tuple[int, ...]:
-        return tuple(ord(c) for m in messages for c in m.content)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(map(chr, ids))
 
 
 class Texts:

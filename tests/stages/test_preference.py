@@ -26,7 +26,7 @@ from temper.stages.reading.examples import example_rows
 from temper.stages.reading.preference_rows import RowRules, labelled_rows, pair_rows
 from temper.stages.reading.reference_cache import References
 from temper.tasks.dataset import FileSource, Stream
-from temper.tasks.render import Renderer, SpokenRow
+from temper.tasks.render import Renderer
 from temper.types import (
     Batch,
     Completion,
@@ -41,21 +41,7 @@ from temper.types import (
     Trajectory,
     Turn,
 )
-
-
-class Letters:
-    def prompt_messages(self, task: Task) -> tuple[Message, ...]:
-        return task.messages
-
-    def spoken_rows(
-        self, messages: Sequence[Message], turns: int | None = 1, tools: Sequence[Any] = ()
-    ) -> list[SpokenRow]:
-        asked, said = messages[:-1], messages[-1].content
-        row = SpokenRow(text="")
-        row.add([ord(c) for m in asked for c in m.content], is_trained=False)
-        row.add([*map(ord, said), 0], is_trained=True)
-        return [row]
-
+from tests.fakes.episodes import Letters
 
 RULES = RowRules(Letters(), 16)
 

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +45,7 @@ from temper.types import (
     Trajectory,
     Turn,
 )
+from tests.fakes.episodes import FakeScorer
 
 RENDERER = Renderer(character_tokenizer("abcdefghijklmnopqrstuvwxyz "), template="spell {prompt}")
 STEPS = 6
@@ -62,19 +63,13 @@ def hopeless(request: Request) -> list[int]:
     return RENDERER.completion_ids("no")
 
 
-class Exact:
+class Exact(FakeScorer):
     """The reward; every seventh verdict is an error."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         is_broken = random.Random(f"{task.id} {trajectory.index}").random() < 0.15
         score = Score.error("verifier crashed") if is_broken else Score.of(float(trajectory.text == task.answer))
         return score, {"exact": score}
-
-    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
-        return parts
-
-    async def evolve(self, groups: Sequence[Group]) -> None:
-        """Learns nothing."""
 
 
 def open_stage(sampler: FakeSampler, *, version: int = 0, keep: object = "correct", staleness: int = 0) -> Rejection:

@@ -15,7 +15,8 @@ from temper.errors import UserError
 from temper.rollout.episode import EpisodeSetup
 from temper.stages.step_labels import LabelledSteps, Labelling, label_solution, label_solutions, spoken, write_rows
 from temper.tasks.dataset import read_file
-from temper.types import Group, Message, Request, SamplingParams, Score, Task
+from temper.types import Message, Request, SamplingParams, Score, Task
+from tests.fakes.episodes import FakeScorer
 
 STOP = 0
 TASK = Task(id="t", messages=(Message(role="user", content="q"),), answer="y")
@@ -40,7 +41,7 @@ class Characters:
         return "".join(map(chr, (i for i in ids if i)))
 
 
-class EndsInYes:
+class EndsInYes(FakeScorer):
     """1 for a solution that ends in y, 0 otherwise; silent about one with a question mark."""
 
     async def score(self, task: Task, trajectory: object) -> tuple[Score, Mapping[str, Score]]:
@@ -48,12 +49,6 @@ class EndsInYes:
         if "?" in text:
             return Score.unscorable("the judge is silent"), {}
         return Score.of(float(text.endswith("y"))), {}
-
-    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
-        return parts
-
-    async def evolve(self, groups: Sequence[Group]) -> None:
-        """Learns nothing."""
 
 
 def policy(request: Request) -> list[int]:

@@ -27,7 +27,6 @@ from temper.stages.preference_credit import pairs_of, wins_of
 from temper.stages.reading.preference_rows import RowRules, pair_rows
 from temper.stages.reading.reference_cache import References
 from temper.tasks.dataset import FileSource, Stream
-from temper.tasks.render import SpokenRow
 from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
 from temper.types import (
@@ -43,25 +42,10 @@ from temper.types import (
     Trajectory,
     Turn,
 )
+from tests.fakes.episodes import Letters
 
 OPTIMIZER = OptimizerSettings(learning_rate=0.01, max_grad_norm=1e6)
 OFFLINE = [preset for preset in PRESETS if preset.name not in ("online_dpo", "nash_md")]
-
-
-class Letters:
-    """Ids below 40."""
-
-    def prompt_messages(self, task: Task) -> tuple[Message, ...]:
-        return task.messages
-
-    def spoken_rows(
-        self, messages: Sequence[Message], turns: int | None = 1, tools: Sequence[Any] = ()
-    ) -> list[SpokenRow]:
-        asked, said = messages[:-1], messages[-1].content
-        row = SpokenRow(text="")
-        row.add([ord(c) - 90 for m in asked for c in m.content], is_trained=False)
-        row.add([*(ord(c) - 90 for c in said), 0], is_trained=True)
-        return [row]
 
 
 def tasks(count: int = 6, seed: int = 0) -> tuple[Task, ...]:
@@ -81,7 +65,7 @@ def tasks(count: int = 6, seed: int = 0) -> tuple[Task, ...]:
     )
 
 
-RULES = RowRules(Letters(), 64)
+RULES = RowRules(Letters(shift=90), 64)
 DRAWS = list(enumerate(tasks()))
 
 

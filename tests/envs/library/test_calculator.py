@@ -6,7 +6,7 @@ import ast
 import asyncio
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from temper.models.tiny import character_tokenizer
 from temper.protocols import EnvReply
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.tasks.render import Renderer
-from temper.types import Group, Message, Request, SamplingParams, Score, Status, Task, Trajectory
+from temper.types import Message, Request, SamplingParams, Score, Status, Task, Trajectory
+from tests.fakes.episodes import FakeScorer
 
 MODELS = (
     Path(os.environ.get("TEMPER_TEST_DATA", Path(__file__).parents[3].parent / "shared" / "data")).parent / "models"
@@ -147,15 +148,9 @@ def test_bad_options_are_refused() -> None:
         arithmetic(0, 0, digits=0)
 
 
-class Exact:
+class Exact(FakeScorer):
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         return Score.of(float(trajectory.text == task.answer)), {}
-
-    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
-        return parts
-
-    async def evolve(self, groups: Sequence[Group]) -> None:
-        """Learns nothing."""
 
 
 def roll(task: Task, said: list[str], renderer: Renderer | None = None, env: Calculator | None = None) -> Trajectory:
