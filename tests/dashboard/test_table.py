@@ -87,6 +87,18 @@ def test_scores_under_other_budgets_are_said_not_to_compare(runs: Path, serve: S
     assert rows_of(serve(runs))["plain"]["score"]["differs"] == ["max_new_tokens"]
 
 
+def test_a_stage_that_starts_elsewhere_is_not_what_the_others_made(runs: Path, serve: Serve) -> None:
+    config = runs / "plain" / "config.toml"
+    first, second = config.read_text().split("[[stage]]")[1:]
+    assert 'path = ""\ndtype' in second
+    config.write_text(
+        f"[[stage]]{first}[[stage]]" + second.replace('path = ""\ndtype', 'path = "stage:first"\ndtype', 1)
+    )
+    score = rows_of(serve(runs))["plain"]["score"]
+    assert (score["first"]["stage"], score["last"]["stage"]) == (0, 0)
+    assert rows_of(serve(runs))["failed"]["score"]["last"]["stage"] == 1
+
+
 def test_the_table_names_the_keys_that_differ_and_no_other(runs: Path, serve: Serve) -> None:
     server = serve(runs)
     table = server.get("/api/table")
