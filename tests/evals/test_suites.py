@@ -141,12 +141,13 @@ def test_generated_tasks_are_the_first_of_the_seed(tmp_path: Path) -> None:
     assert len(read_tasks(suite)) == 5
 
 
-def test_tasks_that_share_an_id_are_refused(tmp_path: Path) -> None:
+def test_tasks_that_share_an_id_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def same(index: int, seed: int) -> Task:
         return Task(id="same", messages=(Message(role="user", content=str(index)),))
 
+    monkeypatch.setattr(suites, "GENERATORS", {"chain_sum": same})
     with pytest.raises(UserError, match="several tasks"):
-        read_tasks(load_suite(write_suite(tmp_path, MADE)), generators={"chain_sum": same})
+        read_tasks(load_suite(write_suite(tmp_path, MADE)))
 
 
 def test_the_hash_changes_with_everything_that_is_asked(tmp_path: Path) -> None:
