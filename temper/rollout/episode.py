@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from temper.calls import CLOSE_SECONDS, call, explain_error, is_end_of_task, waiting_for
 from temper.errors import BackendError, ContextFull, TaskError, TemperError
@@ -55,20 +55,18 @@ class EpisodeRenderer(Protocol):
 class Scorer(Protocol):
     """The reward; rewards/composite.py implements it."""
 
-    async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]: ...
-    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]: ...
-    async def evolve(self, groups: Sequence[Group]) -> None: ...
-
-
-@runtime_checkable
-class TurnScorer(Protocol):
-    """A scorer that can also say what each turn earned; rewards/composite.py implements it."""
+    async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
+        """The score, and those of its parts."""
+        ...
 
     async def score_turns(
         self, task: Task, trajectory: Trajectory
     ) -> tuple[Score, Mapping[str, Score], Sequence[float]]:
-        """The rewards of the turns are empty when nothing pays turns."""
+        """The same, and what each turn earned; that is empty when nothing pays turns."""
         ...
+
+    def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]: ...
+    async def evolve(self, groups: Sequence[Group]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,11 +245,7 @@ async def _scored(scorer: Scorer, task: Task, trajectory: Trajectory) -> Traject
         return dataclasses.replace(trajectory, score=Score.unscorable(reason))
     if trajectory.status not in TRAINABLE_STATUSES:
         return dataclasses.replace(trajectory, score=Score.error(reason))
-    turn_rewards: Sequence[float] = ()
-    if isinstance(scorer, TurnScorer):
-        score, parts, turn_rewards = await scorer.score_turns(task, trajectory)
-    else:
-        score, parts = await scorer.score(task, trajectory)
+    score, parts, turn_rewards = await scorer.score_turns(task, trajectory)
     scored = dataclasses.replace(
         trajectory,
         score=score,

@@ -125,6 +125,11 @@ class NoReward:
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         return Score.of(0.0), {}
 
+    async def score_turns(
+        self, task: Task, trajectory: Trajectory
+    ) -> tuple[Score, Mapping[str, Score], Sequence[float]]:
+        return *await self.score(task, trajectory), ()
+
     def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
         return parts
 

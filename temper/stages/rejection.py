@@ -76,7 +76,7 @@ _RECORD = ("tools", "gold", "score", "sampler_version", "seed", "task_id", "grou
 # Not "answer": a reader that looks for gold answers under this name would train on them instead of on what was kept.
 
 
-class KeptRows:
+class Harvest:
     """Everything kept so far, by prompt. A prompt that is drawn again is chosen for anew, among old rows and new ones:
     the rules hold for all its attempts together."""
 
@@ -157,7 +157,7 @@ class KeepRules:
     seed: int
 
 
-def keep_of(taken: StepGroups, rules: KeepRules, ledger: KeptRows, *, version: int) -> Batch:
+def keep_of(taken: StepGroups, rules: KeepRules, ledger: Harvest, *, version: int) -> Batch:
     """Puts a step's groups into the ledger. The batch has no updates: nothing is trained.
 
     version: of the weights that drew; all groups are counted, also those that were dropped.
@@ -179,7 +179,7 @@ def prompt_name(task: Task) -> str:
     return fingerprint(task) if task.messages else task.id
 
 
-def _keep_metrics(groups: Sequence[Group], ledger: KeptRows, num_kept: int, num_duplicates: int) -> dict[str, float]:
+def _keep_metrics(groups: Sequence[Group], ledger: Harvest, num_kept: int, num_duplicates: int) -> dict[str, float]:
     """Shares of all responses of the step; the best of N is the mean over groups of the highest score."""
     num_responses = max(1, sum(len(group.trajectories) for group in groups))
     highest = [max(group.rewards) for group in groups if group.rewards]
@@ -236,7 +236,7 @@ def _as_row(table: Mapping[str, Any]) -> KeptRow:
 class Rejection:
     """Implements protocols.BatchSource: a RolloutSource whose credit function is keep_of, and the ledger it fills."""
 
-    def __init__(self, roller: RolloutSource, ledger: KeptRows, *, steps: int) -> None:
+    def __init__(self, roller: RolloutSource, ledger: Harvest, *, steps: int) -> None:
         self._roller = roller
         self.ledger = ledger
         self._steps = steps
@@ -280,7 +280,7 @@ def _require_keep_rule(config: RunConfig, objective: Objective) -> None:
 
 def _source(parts: Parts) -> BatchSource:
     config = parts.config
-    ledger = KeptRows(keep_rule(config))
+    ledger = Harvest(keep_rule(config))
     rules = KeepRules(show=parts.data.renderer.prompt_messages, seed=config.seed)
     trainer = parts.trainer
     roller = rollout_source(parts, lambda taken: keep_of(taken, rules, ledger, version=trainer.version), compares=False)

@@ -56,6 +56,11 @@ class FakeScorer:
     async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
         raise NotImplementedError
 
+    async def score_turns(
+        self, task: Task, trajectory: Trajectory
+    ) -> tuple[Score, Mapping[str, Score], Sequence[float]]:
+        return *await self.score(task, trajectory), ()
+
     def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
         return parts
 

@@ -26,7 +26,7 @@ from temper.rollout.episode import EpisodeSetup
 from temper.rollout.selection import read_selection
 from temper.rollout.source import RolloutSettings, RolloutSource
 from temper.stages.reading.examples import example_rows
-from temper.stages.rejection import KEPT_FILE, KeepRules, KeptRow, KeptRows, Rejection, keep_of
+from temper.stages.rejection import KEPT_FILE, Harvest, KeepRules, KeptRow, Rejection, keep_of
 from temper.tasks.dataset import Stream, read_file
 from temper.tasks.generators import make_source
 from temper.tasks.render import Renderer
@@ -83,7 +83,7 @@ def open_stage(sampler: FakeSampler, *, version: int = 0, keep: object = "correc
     settings = RolloutSettings(
         group_size=4, min_members=1, drop_degenerate=False, error_limit=0.9, step_seconds=5.0, prefix="stage 1"
     )
-    ledger = KeptRows(read_selection(keep, ANSWERS))  # type: ignore[arg-type]
+    ledger = Harvest(read_selection(keep, ANSWERS))  # type: ignore[arg-type]
     rules = KeepRules(show=RENDERER.prompt_messages, seed=7)
     credit = partial(keep_of, rules=rules, ledger=ledger, version=version)
     return Rejection(RolloutSource(setup, stream, buffer, settings, credit), ledger, steps=STEPS)
@@ -109,7 +109,7 @@ def whole(**settings: object) -> tuple[Rejection, list[Batch]]:
     return stage, asyncio.run(run(stage, sampler, 1, STEPS))
 
 
-def file_of(ledger: KeptRows, folder: Path) -> bytes:
+def file_of(ledger: Harvest, folder: Path) -> bytes:
     folder.mkdir(exist_ok=True)
     ledger.save(folder)
     return (folder / KEPT_FILE).read_bytes()
@@ -201,7 +201,7 @@ def test_a_resumed_stage_keeps_the_same_to_the_bit(stop: int, staleness: int, tm
 
 
 def test_a_ledger_that_forgets_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KeptRows, "load_state", lambda self, state: None)
+    monkeypatch.setattr(Harvest, "load_state", lambda self, state: None)
     with pytest.raises(AssertionError):
         test_a_resumed_stage_keeps_the_same_to_the_bit(3, 0, tmp_path)
 
@@ -253,7 +253,7 @@ def test_episodes_of_several_turns_are_kept_as_conversations_of_one_shape(tmp_pa
     )
     group = Group(id="t#0", draw=0, task=task, trajectories=members)
     renderer = Renderer(character_tokenizer("abcdefghijklmnopqrstuvwxyz "), system="be brief", template="say {prompt}")
-    ledger = KeptRows(read_selection("correct", ANSWERS))
+    ledger = Harvest(read_selection("correct", ANSWERS))
     rules = KeepRules(show=renderer.prompt_messages, seed=0)
     batch = keep_of(StepGroups(groups=(group,), dropped=()), rules, ledger, version=3)
     assert batch.metrics["keep/share"] == 0.5, "an episode with a silent turn is no example"
@@ -276,7 +276,7 @@ def test_groups_without_any_score_count_as_prompts_without_rows() -> None:
     task = Task(id="t", messages=(Message(role="user", content="where"),))
     failed = dataclasses.replace(conversation(0, "x"), score=Score.error("crash"))
     group = Group(id="t#0", draw=0, task=task, trajectories=(failed,))
-    ledger = KeptRows(read_selection("best", ANSWERS))
+    ledger = Harvest(read_selection("best", ANSWERS))
     taken = StepGroups(groups=(), dropped=((group, "too few scored members"),))
     batch = keep_of(taken, KeepRules(show=RENDERER.prompt_messages, seed=0), ledger, version=0)
     assert batch.metrics["keep/prompts_without"] == 1.0
