@@ -62,11 +62,6 @@ def balanced(phases: Mapping[str, float], wall_seconds: float) -> dict[str, floa
     return {**phases, "other": max(0.0, wall_seconds - sum(phases.values()))}
 
 
-def imbalance(phases: Mapping[str, float], wall_seconds: float) -> float:
-    """How far the phases are from the wall clock, as a share of it."""
-    return abs(sum(phases.values()) - wall_seconds) / max(wall_seconds, 1e-9)
-
-
 def time_metrics(phases: Mapping[str, float], stats: Mapping[str, float]) -> dict[str, float]:
     """sys/ metrics of a step from its balanced phases and what the sampler counted during it.
 

@@ -15,8 +15,8 @@ from temper.commands import progress
 from temper.commands.judging.evaluate import SuiteRequest, evaluate_suite
 from temper.commands.judging.scale import Ways, scale
 from temper.commands.progress import show_work
-from temper.engine.fake import FakeSampler
 from temper.models.tiny import make_tiny_model
+from tests.fakes.sampler import FakeSampler
 
 
 class Counting(FakeSampler):

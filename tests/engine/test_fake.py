@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from temper.engine.fake import FakeSampler
 from temper.types import Completion, Request, SamplingParams
+from tests.fakes.sampler import FakeSampler
 
 
 def generate(tokens: list[int], top: int) -> Completion:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from temper.engine.fake import FakeSampler
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.none import NoSampler
 from temper.engine.sglang.engine import SglangEngine, SglangSettings
@@ -21,6 +20,7 @@ from temper.engine.vllm.engine import VllmEngine, VllmSettings
 from temper.runs.metrics import describe
 from temper.runs.time_split import time_metrics
 from temper.types import Publication, Request, SamplingParams
+from tests.fakes.sampler import FakeSampler
 
 REQUEST = Request(id="r", prompt_ids=(5, 9, 33, 2), params=SamplingParams(max_new_tokens=8))
 Stats = Mapping[str, float]

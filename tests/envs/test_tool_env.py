@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from temper.batching.rows import rows_of
-from temper.engine.fake import FakeSampler
 from temper.envs.threads import check_isolation_of_episodes
 from temper.envs.tool_env import Presentation, ToolEnv, ToolLimits
 from temper.envs.tools import Tool, ToolError, make_tool, tool
@@ -23,6 +22,7 @@ from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.tasks.render import Renderer
 from temper.types import EventKind, Message, Request, SamplingParams, Score, Status, Task, Trajectory
 from tests.fakes.episodes import FakeScorer
+from tests.fakes.sampler import FakeSampler
 
 TASK = Task(id="t", messages=(Message(role="user", content="go"),))
 PLAIN = Presentation(call_format="plain", show_tools="no", mark_untrusted=False)

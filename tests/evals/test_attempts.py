@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from temper.engine.fake import FakeSampler
 from temper.envs.env import make_env
 from temper.errors import BackendError
 from temper.evals.attempts import Attempts, constant_score, play
@@ -21,6 +20,7 @@ from temper.rollout.episode import EpisodeSetup
 from temper.runs.results import PromptResult
 from temper.types import Event, EventKind, Group, Message, Request, SamplingParams, Score, Task, Trajectory
 from tests.fakes.episodes import FakeScorer
+from tests.fakes.sampler import FakeSampler
 
 
 class Digits:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from temper.engine.fake import FakeSampler
 from temper.envs.env import make_env
 from temper.errors import BackendError
 from temper.evals.evaluate import Evaluation, HeldOut, constant_answer_score, constant_scores, evaluate, prompts_hash
 from temper.rollout.episode import EpisodeSetup
 from temper.types import Message, Publication, Request, SamplingParams, Score, Task, Trajectory
 from tests.fakes.episodes import FakeScorer
+from tests.fakes.sampler import FakeSampler
 
 
 class Digits:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 from rich.console import Console
 
-from temper.engine.fake import FakeSampler
 from temper.envs.env import make_env
 from temper.errors import UserError
 from temper.evals import readiness
@@ -24,6 +23,7 @@ from temper.rollout.episode import EpisodeSetup
 from temper.tasks.render import Renderer
 from temper.types import Group, Message, Request, SamplingParams, Score, Status, Task, Trajectory
 from tests.fakes.episodes import FakeScorer
+from tests.fakes.sampler import FakeSampler
 
 RENDERER = Renderer(character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 "))
 TASKS = [Task(id=f"t{i}", messages=(Message(role="user", content=f"q{i}"),), answer="a") for i in range(40)]

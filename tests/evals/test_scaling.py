@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from temper.engine.fake import FakeSampler
 from temper.errors import BackendError, ContextFull, UserError
 from temper.evals.comparison.curves import best_of, expected_choice, majority, panel, single
 from temper.evals.scaling import CHECK, ScalingAttempt, ScalingSetup, ThinkingBudget, draw_samples, force_budget, refine
 from temper.types import Finish, Message, Request, SamplingParams, Score, Task, Trajectory
 from tests.fakes.episodes import FakeScorer, Letters
+from tests.fakes.sampler import FakeSampler
 
 END = 0
 

@@ -206,7 +206,7 @@ def test_payments_that_no_credit_sees_are_refused_before_anything_is_trained(con
 
 def from_docs(language: str) -> str:
     """The example of docs/rewards.md."""
-    (text,) = re.findall(rf"^```{language}\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
+    *_, text = re.findall(rf"^```{language}\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
     return str(text)
 
 

@@ -13,13 +13,13 @@ import pytest
 
 import temper.rollout.episode as episodes
 from temper import calls
-from temper.engine.fake import FakeSampler
 from temper.envs.threads import InThread
 from temper.errors import BackendError
 from temper.protocols import Env, EnvOpening, EnvReply
 from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
 from temper.types import Message, Request, SamplingParams, Score, ScoreKind, Status, Task, Trajectory
 from tests.fakes.episodes import FakeScorer, Letters
+from tests.fakes.sampler import FakeSampler
 
 STOP = 0
 TASK = Task(id="t", messages=(Message(role="user", content="ab"),), answer="x")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from temper.engine.fake import FakeSampler
 from temper.envs.env import make_env
 from temper.envs.single_turn import SingleTurn
 from temper.protocols import Env, EnvReply
@@ -17,6 +16,7 @@ from temper.rollout.group import Extras, reason_to_drop, run_group
 from temper.rollout.steps import StepSplit
 from temper.types import Completion, Group, Message, Request, SamplingParams, Score, Task, Trajectory
 from tests.fakes.episodes import FakeScorer, Letters
+from tests.fakes.sampler import FakeSampler
 
 STOP = 0
 TASK = Task(id="t", messages=(Message(role="user", content="ab"),))

@@ -16,7 +16,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from temper.batching import CreditRules, make_batch, pack, rows_of
-from temper.engine.fake import FakeSampler
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.sampling import Draws, draw
 from temper.errors import BackendError
@@ -46,6 +45,7 @@ from temper.types import (
     Turn,
 )
 from tests.fakes.episodes import FakeScorer, Letters
+from tests.fakes.sampler import FakeSampler
 
 GRID = list(itertools.product((0.6, 1.0, 1.5), (1.0, 0.7), (0, 4), (0.0, 0.08)))
 """Temperature, top_p, top_k, min_p."""

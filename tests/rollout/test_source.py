@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from temper.engine.fake import FakeSampler
 from temper.envs.env import make_env
 from temper.errors import BackendError, ContextFull
 from temper.rollout.buffer import Buffer
@@ -21,6 +20,7 @@ from temper.tasks.dataset import Stream
 from temper.tasks.generators import make_source
 from temper.types import Batch, Message, Publication, Request, SamplingParams, Score, Status, Task, Trajectory
 from tests.fakes.episodes import FakeScorer
+from tests.fakes.sampler import FakeSampler
 
 
 class Words:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from temper.engine.fake import FakeSampler
 from temper.envs.env import make_env
 from temper.errors import BackendError, TaskError, UserError
 from temper.rollout.episode import EpisodeSetup
@@ -27,6 +26,7 @@ from temper.types import (
     Turn,
 )
 from tests.fakes.episodes import FakeScorer
+from tests.fakes.sampler import FakeSampler
 
 STOP = 0
 PIECES = [b"", b"a", b"b", b"\n", b"\n\n", b"a\nb", b"b\n", b"\na", b"\na\nb", "ü".encode()[:1], "ü".encode()[1:]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from temper.runs.time_split import (
     ModelSize,
     active_parameters,
     balanced,
-    imbalance,
     mfu,
     peak_flops,
     time_metrics,
@@ -40,6 +40,11 @@ class Clock:
         self.times.append(time.monotonic())
 
     def evaluation(self, result: EvaluationResult) -> None: ...
+
+
+def imbalance(phases: Mapping[str, float], wall_seconds: float) -> float:
+    """How far the phases are from the wall clock, as a share of it."""
+    return abs(sum(phases.values()) - wall_seconds) / max(wall_seconds, 1e-9)
 
 
 def test_phases_add_up_to_the_wall_clock_and_overlapping_ones_are_found_out() -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from temper.engine.fake import FakeSampler
 from temper.envs.env import make_env
 from temper.errors import UserError
 from temper.evals.suites import ANSWERS
@@ -46,6 +45,7 @@ from temper.types import (
     Turn,
 )
 from tests.fakes.episodes import FakeScorer
+from tests.fakes.sampler import FakeSampler
 
 RENDERER = Renderer(character_tokenizer("abcdefghijklmnopqrstuvwxyz "), template="spell {prompt}")
 STEPS = 6

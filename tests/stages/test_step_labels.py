@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from temper.engine.fake import FakeSampler
 from temper.envs.env import make_env
 from temper.errors import UserError
 from temper.rollout.episode import EpisodeSetup
@@ -17,6 +16,7 @@ from temper.stages.step_labels import LabelledSteps, Labelling, label_solution, 
 from temper.tasks.dataset import read_file
 from temper.types import Message, Request, SamplingParams, Score, Task
 from tests.fakes.episodes import FakeScorer
+from tests.fakes.sampler import FakeSampler
 
 STOP = 0
 TASK = Task(id="t", messages=(Message(role="user", content="q"),), answer="y")

@@ -65,15 +65,6 @@ def distillation_loss(divergences_T: Tensor, weights_T: Tensor) -> tuple[Tensor,
     return loss, total.merge(mean_sums({"distillation/divergence": divergences_T}))
 
 
-def best_of_n_kl_bound(num_samples: int) -> float:
-    """ln N - (N - 1) / N: the best of N samples is at most this far from its sampler, in KL.
-
-    Beirami et al. 2024 (arXiv 2401.01879).
-    """
-    require(num_samples >= 1, f"best_of_n_kl_bound: num_samples={num_samples} must be at least 1")
-    return math.log(num_samples) - (num_samples - 1) / num_samples
-
-
 def _logprobs(logits: Tensor, temperature: float) -> Tensor:
     return (logits / temperature).log_softmax(-1).clamp(min=MIN_LOGPROB)
 

@@ -8,7 +8,7 @@ Shapes: _P pairs of one microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -277,18 +277,6 @@ def correlated(finished: Mapping[str, float]) -> dict[str, float]:
         return dict(finished)
     others = {name: value for name, value in finished.items() if name not in MOMENTS}
     return others | {"preference/reward_length_correlation": reward_length_correlation(finished)}
-
-
-def likelihood_displacement(margins: Sequence[float], chosen_logprobs: Sequence[float], patience: int = 3) -> bool:
-    """True when margins rose and the mean chosen log-probability fell at each of the last `patience` evaluations.
-
-    The pair is then separated by making both completions less likely; what becomes likely instead is in no data set.
-    """
-    assert len(margins) == len(chosen_logprobs), "one margin and one log-probability per evaluation"
-    if len(margins) <= patience:
-        return False
-    last = range(len(margins) - patience, len(margins))
-    return all(margins[i] > margins[i - 1] and chosen_logprobs[i] < chosen_logprobs[i - 1] for i in last)
 
 
 def _compared(beta: float, chosen_P: Tensor, rejected_P: Tensor, losses: Callable[[Tensor], Tensor]) -> PairLosses:

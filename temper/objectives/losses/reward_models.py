@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from temper.errors import UserError, did_you_mean
 from temper.objectives.factor import require
 from temper.objectives.metrics import MetricSums, largest, mean_sums, smallest
 
@@ -148,17 +147,6 @@ def step_sums(logits_N: Tensor, labels_N: Tensor) -> MetricSums:
         "process_reward/score": predicted_N,
     }
     return mean_sums(means).merge(calibration_sums(predicted_N, is_good_N.double()))
-
-
-def solution_score(step_probabilities: Tensor, how: str = "min") -> Tensor:
-    """Score of a solution from the probabilities that its steps are good: a chain is as strong as its weakest link."""
-    if how not in SOLUTION_SCORES:
-        known = ", ".join(SOLUTION_SCORES)
-        raise UserError(
-            f'solution_score: how="{how}" is unknown.{did_you_mean(how, SOLUTION_SCORES)} Use one of {known}.'
-        )
-    require(len(step_probabilities) > 0, "solution_score: a solution without steps has no score. Mark it unscorable.")
-    return SOLUTION_SCORES[how](step_probabilities)
 
 
 SOLUTION_SCORES: dict[str, Callable[[Tensor], Tensor]] = {

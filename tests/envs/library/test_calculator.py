@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from temper.batching.rows import rows_of
-from temper.engine.fake import FakeSampler
 from temper.envs.library.calculator import Calculator, arithmetic, arithmetic_demo, calc, evaluate, show
 from temper.envs.threads import check_isolation_of_episodes
 from temper.envs.tool_calls import PARSERS, detect_format, write_call
@@ -27,6 +26,7 @@ from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.tasks.render import Renderer
 from temper.types import Message, Request, SamplingParams, Score, Status, Task, Trajectory
 from tests.fakes.episodes import FakeScorer
+from tests.fakes.sampler import FakeSampler
 
 MODELS = (
     Path(os.environ.get("TEMPER_TEST_DATA", Path(__file__).parents[3].parent / "shared" / "data")).parent / "models"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from temper.errors import UserError
 from temper.objectives import MetricSums
-from temper.objectives.losses.distillation import best_of_n_kl_bound, distillation_loss, gkd, top_k_forward_kl
+from temper.objectives.losses.distillation import distillation_loss, gkd, top_k_forward_kl
 
 
 def logits(*probabilities: float) -> Tensor:
@@ -124,11 +124,3 @@ def test_models_with_different_vocabularies_are_refused() -> None:
     for wrong in ({"beta": 1.5}, {"temperature": 0.0}):
         with pytest.raises(UserError, match="gkd"):
             gkd(torch.zeros(1, 3), torch.zeros(1, 3), **wrong)
-
-
-def test_the_bound_of_best_of_n_is_that_worked_out_by_hand() -> None:
-    assert best_of_n_kl_bound(1) == 0.0
-    assert best_of_n_kl_bound(4) == pytest.approx(0.636294, abs=1e-6)
-    assert best_of_n_kl_bound(16) == pytest.approx(1.835089, abs=1e-6)
-    with pytest.raises(UserError, match="at least 1"):
-        best_of_n_kl_bound(0)

@@ -25,7 +25,6 @@ from temper.objectives.losses.preferences import (
     hinge,
     ipo,
     length_normalized,
-    likelihood_displacement,
     orpo,
     preference_loss,
     reward_length_correlation,
@@ -268,16 +267,6 @@ def test_the_correlation_of_reward_and_length_is_that_of_all_completions() -> No
     assert reward_length_correlation(preference_loss(dpo(), pairs)[1].finish()) == pytest.approx(expected)
     constant = f3(rejected_lengths=torch.tensor([5]))
     assert reward_length_correlation(preference_loss(dpo(), constant)[1].finish()) == 0.0
-
-
-def test_likelihood_displacement_is_margins_up_while_chosen_goes_down_for_long_enough() -> None:
-    rising, falling = [0.1, 0.2, 0.3, 0.4], [-10.0, -11.0, -12.0, -13.0]
-    assert likelihood_displacement(rising, falling)
-    assert not likelihood_displacement(rising[:3], falling[:3])
-    assert likelihood_displacement(rising[:3], falling[:3], patience=2)
-    assert not likelihood_displacement(rising, [-10.0, -11.0, -10.5, -13.0])
-    assert not likelihood_displacement(falling, falling)
-    assert not likelihood_displacement(rising, rising)
 
 
 # Refusals.

@@ -18,7 +18,6 @@ from temper.objectives.losses.reward_models import (
     pair_sums,
     process_reward_loss,
     reward_model_loss,
-    solution_score,
 )
 
 
@@ -123,14 +122,3 @@ def test_the_worked_number_rejects_a_mean_over_all_positions() -> None:
     logits, labels = torch.logit(column(0.9, 0.8, 0.7, 0.5)), torch.tensor([1, 1, 0, UNLABELLED])
     loss, _ = process_reward_loss(logits, labels, torch.full((4,), 1 / 4, dtype=torch.float64))
     assert abs(loss.item() - 0.510826) > 0.1
-
-
-def test_solutions_are_scored_by_their_weakest_step_unless_told_otherwise() -> None:
-    steps = column(0.9, 0.8, 0.7)
-    assert solution_score(steps).item() == pytest.approx(0.7)
-    assert solution_score(steps, "product").item() == pytest.approx(0.504)
-    assert solution_score(column(0.2, 0.9), "last").item() == pytest.approx(0.9)
-    with pytest.raises(UserError, match='Did you mean "product"'):
-        solution_score(steps, "prodct")
-    with pytest.raises(UserError, match="without steps"):
-        solution_score(column())
