@@ -153,8 +153,8 @@ def build_stage(
 
 def check_data(config: RunConfig, kind: StageKind, objective: Objective, data: StageData) -> None:
     """Raises UserError for data that a stage cannot train on, or be judged on."""
-    kind.check_data(config, objective, data)
     require_judge(config, data)
+    kind.check_data(config, objective, data)
     if (make_rows := kind.row_maker(objective, data)) is not None:
         require_rows(config, make_rows, data)
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from temper.catalogue import GENERATORS
 from temper.config.recipe import merge, parse_override
 from temper.config.section import Section
 from temper.config.sections import EnvConfig
@@ -170,6 +169,8 @@ def _explain(problem: Mapping[str, Any], file: Path) -> str:
 
 def read_tasks(suite: Suite, *, limit: int = 0) -> tuple[Task, ...]:
     """The suite's tasks in order, the first `limit` of them; 0: all."""
+    from temper.catalogue import GENERATORS  # heavy, and a suite that is not there never comes here
+
     data = suite.data
     if data.problems:
         tasks = read_problems(data.problems, data.path)

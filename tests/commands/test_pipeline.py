@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from temper.build import build_stage
+from temper.build import build_stage, check_stages
 from temper.commands.checkpoints import evaluate_checkpoint
 from temper.commands.find import find_model
 from temper.commands.training import train as training
@@ -185,12 +185,12 @@ def test_each_stage_runs_alone(kind: str, chain: dict[str, Any], tmp_path: Path)
         ([{}, {"model": {"new": {"layers": 3}}}], "only the first stage can make a model"),
     ],
 )  # fmt: skip
-def test_what_no_earlier_stage_leaves_is_refused_when_the_recipe_is_read(
+def test_what_no_earlier_stage_leaves_is_refused_before_anything_is_read(
     stages: list[dict[str, Any]], message: str, chain: dict[str, Any]
 ) -> None:
     chain["stage"] = [{"kind": "sft", "steps": 1, **stage} for stage in stages]
     with pytest.raises(UserError, match=message):
-        resolve(chain, [], where="chain")
+        check_stages(resolve(chain, [], where="chain"))
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,6 @@ def test_a_count_beyond_what_a_reader_cares_for_says_so(trained: Path, monkeypat
     monkeypatch.setattr(queries, "MOST_COUNTED", 5)
     with reading(trained) as database:
         (every,) = database.rows("SELECT COUNT(*) FROM trajectories")[0]
-        assert queries.count_rollouts(database, queries.Wanted()) == (every, True), "an index counts all of them"
-        assert queries.count_rollouts(database, queries.Wanted(stage=1)) == (every, True)
-        assert queries.count_rollouts(database, queries.Wanted(min_length=1)) == (5, False)
+        assert queries.count_rollouts(database, queries.RolloutFilter()) == (every, True), "an index counts all of them"
+        assert queries.count_rollouts(database, queries.RolloutFilter(stage=1)) == (every, True)
+        assert queries.count_rollouts(database, queries.RolloutFilter(min_length=1)) == (5, False)

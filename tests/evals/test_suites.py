@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from temper import catalogue
 from temper.errors import UserError
 from temper.evals import suites
 from temper.evals.knights import stated_roles
@@ -145,7 +146,7 @@ def test_tasks_that_share_an_id_are_refused(tmp_path: Path, monkeypatch: pytest.
     def same(index: int, seed: int) -> Task:
         return Task(id="same", messages=(Message(role="user", content=str(index)),))
 
-    monkeypatch.setattr(suites, "GENERATORS", {"chain_sum": same})
+    monkeypatch.setitem(catalogue.GENERATORS, "chain_sum", same)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="several tasks"):
         read_tasks(load_suite(write_suite(tmp_path, MADE)))
 

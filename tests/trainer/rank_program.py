@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from temper.batching.pack import pack, shard
-from temper.objectives import POLICY_GRADIENTS, resolve
+from temper.objectives import POLICY_GRADIENTS, DirectLoss, resolve
 from temper.trainer import ranks
 from temper.trainer.critic import Critic
 from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
@@ -24,8 +24,8 @@ from temper.types import Batch, Sample
 
 def train(model: Any, other: Any, rows: list[Sample], preset: str, budget: int) -> dict[str, Any]:
     objective, optimizer = resolve(preset), OptimizerSettings(learning_rate=0.01)
-    together: Literal["group", "trajectory"] = "trajectory" if objective.loss is None else "group"
-    critic = Critic(deepcopy(model), optimizer, total_steps=4) if objective.critic is not None else None
+    together: Literal["group", "trajectory"] = "group" if isinstance(objective, DirectLoss) else "trajectory"
+    critic = Critic(deepcopy(model), optimizer, total_steps=4) if "values" in objective.needs else None
     trainer = LocalTrainer(
         model,
         None,

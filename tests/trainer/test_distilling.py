@@ -17,6 +17,7 @@ from temper.models.tiny import character_tokenizer
 from temper.objectives import Objective
 from temper.objectives.losses.divergences import gkd, k3, top_k_teacher
 from temper.objectives.presets.distillation import GKD, PRESETS
+from temper.objectives.presets.groups import GRPO
 from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.passes.scoring import ScoringPasses
@@ -79,4 +80,4 @@ def test_a_direct_loss_asks_no_policy_of_the_batchs_start(make_rows: MakeRows) -
     (microbatch,) = pack(make_rows(), 1000)
     assert ScoringPasses({}, GKD, 1.0).with_proximal(microbatch, is_only=False) is microbatch
     with pytest.raises(UserError, match="needs a policy model"):
-        ScoringPasses({}, replace(GKD, loss=None), 1.0).with_proximal(microbatch, is_only=False)
+        ScoringPasses({}, GRPO, 1.0).with_proximal(microbatch, is_only=False)
