@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ from temper.commands.training.stopping import Stopped, run_until_stopped
 from temper.config import resolve, to_toml
 from temper.runs.reader import RunReader
 from temper.trainer.checkpoint import list_checkpoints
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A shell starts what it puts into the background with SIGINT ignored; these tests are about one that is not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
