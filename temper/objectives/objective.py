@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
@@ -172,7 +173,7 @@ def loss_of(rule: Factor[Any, Any], reads: RowKind, run: LossFn | None = None) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
+class Objective(ABC):
     """What every algorithm has, whichever of the two types it is: PolicyObjective or DirectLoss."""
 
     name: str
@@ -197,12 +198,14 @@ class Objective:
                 raise UserError(f"objective {self.name}: {kind} = {names} names one twice. Name each at most once.")
 
     @property
+    @abstractmethod
     def credit_factors(self) -> tuple[Factor[Any, Any], ...]:
-        raise NotImplementedError
+        """What gives credit, before anything is trained."""
 
     @property
+    @abstractmethod
     def loss_factors(self) -> tuple[Factor[Any, Any], ...]:
-        raise NotImplementedError
+        """What the loss of a microbatch is made of."""
 
     @property
     def factors(self) -> tuple[Factor[Any, Any], ...]:

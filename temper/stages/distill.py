@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from temper.config import RunConfig
@@ -22,9 +21,8 @@ from temper.rollout.buffer import StepGroups
 from temper.stages.kind import StageKind, require_whole_updates
 from temper.stages.parts import Parts
 from temper.stages.reading.data import Reading
-from temper.stages.reading.examples import example_rows
 from temper.stages.sampling import credit_by_objective, rollout_source
-from temper.stages.sft import examples_of
+from temper.stages.sft import examples_of, text_rows
 from temper.types import Batch, Group, Scalar, Score, Task, Trajectory
 
 REWARD_METRICS = ("reward/", "data/degenerate", "data/all_", "data/group_std", "data/p_hist", "gen/len_correct",
@@ -195,7 +193,7 @@ KIND = StageKind(
     losses=(None, *DIVERGENCE_LOSSES),
     reading=Reading(share_sampled=lambda objective, tasks: share_of_samples(objective)),
     make_source=_source,
-    make_rows=lambda objective, data, longest: partial(example_rows, data.renderer, max_length=longest),
+    make_rows=text_rows,
     check=_check,
     describe=lambda config, objective, data: _describe(objective),
 )

@@ -6,7 +6,7 @@ table of kinds (kinds.py). An `if` on a stage's name anywhere is a sign that a f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,10 +18,8 @@ from temper.protocols import BatchSource
 from temper.stages.measures import Measure, measure_answers
 from temper.stages.parts import Parts
 from temper.stages.reading.data import Reading, StageData
-from temper.types import Sample, Task
+from temper.stages.reading.fitting import MakeRows
 
-MakeRows = Callable[[Task], Sequence[Sample]]
-"""The rows of one task. Raises TooLong, and UserError for what cannot be trained."""
 Writer = Callable[[Path], None]
 
 

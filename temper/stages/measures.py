@@ -72,7 +72,7 @@ async def _held_out(parts: Parts) -> HeldOut:
     )
 
 
-def budget_of(tasks: Sequence[Task]) -> dict[str, str | int]:
+def comparison_budget(tasks: Sequence[Task]) -> dict[str, str | int]:
     """What a measure without answers costs, and on which tasks: two results with equal budgets can be compared."""
     digest = hashlib.sha256("".join(fingerprint(task) for task in tasks).encode()).hexdigest()
     return {"examples": len(tasks), "prompts_sha256": digest}

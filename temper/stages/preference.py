@@ -24,7 +24,7 @@ from temper.objectives.losses.unpaired import kto_baseline, mismatched_rows
 from temper.protocols import BatchSource
 from temper.rollout.source import TaskStream
 from temper.stages.kind import StageKind, require_whole_updates
-from temper.stages.measures import Audit, Measure, budget_of, measure_answers
+from temper.stages.measures import Audit, Measure, comparison_budget, measure_answers
 from temper.stages.parts import Parts
 from temper.stages.preference_credit import Choose, pairs_of, wins_of
 from temper.stages.reading.data import Reading, StageData
@@ -193,7 +193,7 @@ class _Preferred:
         rules = RowRules(parts.data.renderer, parts.data.shape.max_context)
         loss, score = _direct(parts.objective).loss, parts.trainer.score
         chosen, rejected = await asyncio.to_thread(heldout_rewards, loss, tasks, rules, self._references, score)
-        return [pair_results(chosen, rejected, stage=parts.index, step=step, budget=budget_of(tasks))]
+        return [pair_results(chosen, rejected, stage=parts.index, step=step, budget=comparison_budget(tasks))]
 
 
 def _direct(objective: Objective) -> DirectLoss:

@@ -1,6 +1,6 @@
 """Rejection sampling as a source of batches without updates: what the rules keep becomes a data set.
 
-Owns: the kind "rejection", the ledger of kept rows, its file kept.jsonl, the metrics of keeping. Refuses: which
+Owns: the kind "rejection", the harvest of kept rows, its file kept.jsonl, the metrics of keeping. Refuses: which
 attempts are worth keeping (rollout/selection.py), sampling (rollout/source.py), and an empty data set.
 """
 
@@ -32,7 +32,7 @@ from temper.types import Batch, Group, Message, Scalar, Task, Trajectory
 
 KEPT_FILE = "kept.jsonl"
 KEPT, SEEN = "kept rows", "kept seen"
-"""Names of the ledger's state beside that of the task stream."""
+"""Names of the harvest's state beside that of the task stream."""
 
 State = Mapping[str, Scalar | list[Scalar]]
 
@@ -157,8 +157,8 @@ class KeepRules:
     seed: int
 
 
-def keep_of(taken: StepGroups, rules: KeepRules, ledger: Harvest, *, version: int) -> Batch:
-    """Puts a step's groups into the ledger. The batch has no updates: nothing is trained.
+def keep_of(taken: StepGroups, rules: KeepRules, harvest: Harvest, *, version: int) -> Batch:
+    """Puts a step's groups into the harvest. The batch has no updates: nothing is trained.
 
     version: of the weights that drew; all groups are counted, also those that were dropped.
     """
@@ -166,11 +166,11 @@ def keep_of(taken: StepGroups, rules: KeepRules, ledger: Harvest, *, version: in
     num_kept = num_duplicates = 0
     for group in groups:
         rows = [_row(group.task, member, rules) for member in eligible(group)]
-        kept, duplicates = ledger.add(prompt_name(group.task), rows, num_seen=len(group.trajectories))
+        kept, duplicates = harvest.add(prompt_name(group.task), rows, num_seen=len(group.trajectories))
         num_kept += kept
         num_duplicates += duplicates
     metrics = measure_groups(taken.groups, taken.dropped, version)
-    metrics |= _keep_metrics(groups, ledger, num_kept, num_duplicates)
+    metrics |= _keep_metrics(groups, harvest, num_kept, num_duplicates)
     return Batch(updates=(), groups=taken.groups, dropped=taken.dropped, metrics=metrics)
 
 
@@ -179,17 +179,17 @@ def prompt_name(task: Task) -> str:
     return fingerprint(task) if task.messages else task.id
 
 
-def _keep_metrics(groups: Sequence[Group], ledger: Harvest, num_kept: int, num_duplicates: int) -> dict[str, float]:
+def _keep_metrics(groups: Sequence[Group], harvest: Harvest, num_kept: int, num_duplicates: int) -> dict[str, float]:
     """Shares of all responses of the step; the best of N is the mean over groups of the highest score."""
     num_responses = max(1, sum(len(group.trajectories) for group in groups))
     highest = [max(group.rewards) for group in groups if group.rewards]
     return {
         "keep/share": num_kept / num_responses,
         "keep/duplicates": num_duplicates / num_responses,
-        "keep/prompts_without": fmean(not ledger.has(prompt_name(group.task)) for group in groups) if groups else 0.0,
+        "keep/prompts_without": fmean(not harvest.has(prompt_name(group.task)) for group in groups) if groups else 0.0,
         **({"keep/best_of_n": fmean(highest)} if highest else {}),
-        "keep/rows": float(len(ledger.rows)),
-        "keep/prompts": float(ledger.num_prompts),
+        "keep/rows": float(len(harvest.rows)),
+        "keep/prompts": float(harvest.num_prompts),
     }
 
 
@@ -234,11 +234,11 @@ def _as_row(table: Mapping[str, Any]) -> KeptRow:
 
 
 class Rejection:
-    """Implements protocols.BatchSource: a RolloutSource whose credit function is keep_of, and the ledger it fills."""
+    """Implements protocols.BatchSource: a RolloutSource whose credit function is keep_of, and the harvest it fills."""
 
-    def __init__(self, roller: RolloutSource, ledger: Harvest, *, steps: int) -> None:
+    def __init__(self, roller: RolloutSource, harvest: Harvest, *, steps: int) -> None:
         self._roller = roller
-        self.ledger = ledger
+        self.harvest = harvest
         self._steps = steps
 
     @property
@@ -252,17 +252,17 @@ class Rejection:
         """The step's groups. Raises UserError at the last step when nothing was kept in the whole stage."""
         batch = await self._roller.take(step)
         if step >= self._steps:
-            self.ledger.require_some()
+            self.harvest.require_some()
         return batch
 
     async def release(self, version: int) -> None:
         await self._roller.release(version)
 
     def state(self) -> dict[str, Scalar | list[Scalar]]:
-        return {**self._roller.state(), **self.ledger.state()}
+        return {**self._roller.state(), **self.harvest.state()}
 
     def load_state(self, state: State) -> None:
-        self.ledger.load_state(state)
+        self.harvest.load_state(state)
         self._roller.load_state({name: value for name, value in state.items() if name not in (KEPT, SEEN)})
 
     async def close(self) -> None:
@@ -280,16 +280,18 @@ def _require_keep_rule(config: RunConfig, objective: Objective) -> None:
 
 def _source(parts: Parts) -> BatchSource:
     config = parts.config
-    ledger = Harvest(keep_rule(config))
+    harvest = Harvest(keep_rule(config))
     rules = KeepRules(show=parts.data.renderer.prompt_messages, seed=config.seed)
     trainer = parts.trainer
-    roller = rollout_source(parts, lambda taken: keep_of(taken, rules, ledger, version=trainer.version), compares=False)
-    return Rejection(roller, ledger, steps=config.steps)
+    roller = rollout_source(
+        parts, lambda taken: keep_of(taken, rules, harvest, version=trainer.version), compares=False
+    )
+    return Rejection(roller, harvest, steps=config.steps)
 
 
 def _writers(parts: Parts, source: BatchSource) -> dict[str, Writer]:
     assert isinstance(source, Rejection), "the stage has made it"
-    return {"kept rows": source.ledger.save}
+    return {"kept rows": source.harvest.save}
 
 
 def _describe(config: RunConfig) -> dict[str, str]:

@@ -24,7 +24,7 @@ from temper.protocols import BatchSource
 from temper.rewards.learned.model import SCALE_FILE
 from temper.rollout.source import TaskStream
 from temper.stages.kind import StageKind
-from temper.stages.measures import Audit, budget_of
+from temper.stages.measures import Audit, comparison_budget
 from temper.stages.parts import Parts
 from temper.stages.reading.data import Reading
 from temper.stages.reading.examples import MAX_SKIPS, RowTooLong
@@ -130,7 +130,7 @@ class _Scores:
         said, truth = await asyncio.to_thread(_head_scores, parts, tasks)
         name = "steps" if _reads_steps(parts) else "pairs"
         reliability = _judged(parts, said, truth)
-        return [result_of(reliability, stage=parts.index, step=step, name=name, budget=budget_of(tasks))]
+        return [result_of(reliability, stage=parts.index, step=step, name=name, budget=comparison_budget(tasks))]
 
 
 def _calibration(parts: Parts) -> Calibration:

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 
 from temper.batching.rows import domain_of
-from temper.objectives import DirectLoss, Extent
+from temper.objectives import DirectLoss, Extent, Objective
 from temper.objectives.losses.likelihood import LIKELIHOOD_LOSSES
 from temper.protocols import BatchSource
 from temper.rollout.source import TaskStream
 from temper.stages.kind import StageKind
 from temper.stages.parts import Parts
-from temper.stages.reading.data import Reading
+from temper.stages.reading.data import Reading, StageData
 from temper.stages.reading.examples import MAX_SKIPS, ExampleRenderer, RowTooLong, example_rows
+from temper.stages.reading.fitting import MakeRows
 from temper.stages.reading.stream import StreamSource
 from temper.types import Batch, Column, Sample, array_of
 
@@ -88,11 +89,16 @@ def examples_of(parts: Parts) -> BatchSource:
     )
 
 
+def text_rows(objective: Objective, data: StageData, longest: int) -> MakeRows:
+    """Rows of given texts, for kinds that read them."""
+    return partial(example_rows, data.renderer, max_length=longest)
+
+
 KIND = StageKind(
     name="sft",
     preset="sft",
     losses=tuple(LIKELIHOOD_LOSSES),
     reading=Reading(share_sampled=lambda objective, tasks: 0.0),
     make_source=examples_of,
-    make_rows=lambda objective, data, longest: partial(example_rows, data.renderer, max_length=longest),
+    make_rows=text_rows,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,11 +51,11 @@ class Letters:
         return "".join(chr(token + self._shift) for token in ids if token != END)
 
 
-class FakeScorer:
+class FakeScorer(ABC):
     """Implements rollout.episode.Scorer for a subclass that scores: parts weigh 1, nothing is learned."""
 
-    async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
-        raise NotImplementedError
+    @abstractmethod
+    async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]: ...
 
     async def score_turns(
         self, task: Task, trajectory: Trajectory
@@ -64,7 +65,7 @@ class FakeScorer:
     def weighted(self, parts: Mapping[str, Score]) -> Mapping[str, Score]:
         return parts
 
-    async def evolve(self, groups: Sequence[Group]) -> None:
+    async def evolve(self, groups: Sequence[Group]) -> None:  # noqa: B027 - a default that does nothing
         """Learns nothing."""
 
 

@@ -1,6 +1,6 @@
 """Guarantee: what a rejection stage keeps can be read as examples, survives a kill to the bit, and is never empty.
 
-The sampler is a script, everything above it is real. Planted faults: a ledger that forgets, gold answers under a name
+The sampler is a script, everything above it is real. Planted faults: a harvest that forgets, gold answers under a name
 that a reader would train on.
 """
 
@@ -83,10 +83,10 @@ def open_stage(sampler: FakeSampler, *, version: int = 0, keep: object = "correc
     settings = RolloutSettings(
         group_size=4, min_members=1, drop_degenerate=False, error_limit=0.9, step_seconds=5.0, prefix="stage 1"
     )
-    ledger = Harvest(read_selection(keep, ANSWERS))  # type: ignore[arg-type]
+    harvest = Harvest(read_selection(keep, ANSWERS))  # type: ignore[arg-type]
     rules = KeepRules(show=RENDERER.prompt_messages, seed=7)
-    credit = partial(keep_of, rules=rules, ledger=ledger, version=version)
-    return Rejection(RolloutSource(setup, stream, buffer, settings, credit), ledger, steps=STEPS)
+    credit = partial(keep_of, rules=rules, harvest=harvest, version=version)
+    return Rejection(RolloutSource(setup, stream, buffer, settings, credit), harvest, steps=STEPS)
 
 
 async def run(stage: Rejection, sampler: FakeSampler, first: int, last: int) -> list[Batch]:
@@ -109,18 +109,18 @@ def whole(**settings: object) -> tuple[Rejection, list[Batch]]:
     return stage, asyncio.run(run(stage, sampler, 1, STEPS))
 
 
-def file_of(ledger: Harvest, folder: Path) -> bytes:
+def file_of(harvest: Harvest, folder: Path) -> bytes:
     folder.mkdir(exist_ok=True)
-    ledger.save(folder)
+    harvest.save(folder)
     return (folder / KEPT_FILE).read_bytes()
 
 
 def test_what_is_kept_is_read_back_as_examples_and_trains_what_was_said(tmp_path: Path) -> None:
     stage, batches = whole()
-    file_of(stage.ledger, tmp_path)
+    file_of(stage.harvest, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / KEPT_FILE).read_text().splitlines()]
     tasks = read_file(tmp_path / KEPT_FILE).tasks
-    assert len(tasks) == len(lines) == len(stage.ledger.rows) > 5
+    assert len(tasks) == len(lines) == len(stage.harvest.rows) > 5
     for task, line in zip(tasks, lines, strict=True):
         assert task.answer == line["completion"] == line["gold"], "only what is correct"
         assert set(line) == {
@@ -148,8 +148,8 @@ def test_the_metrics_count_every_response_once() -> None:
         assert batch.metrics["keep/share"] + batch.metrics["keep/duplicates"] <= 1
         assert batch.metrics["reward/mean"] <= batch.metrics["keep/best_of_n"]
     kept = sum(batch.metrics["keep/share"] * 16 for batch in batches)
-    assert kept == pytest.approx(len(stage.ledger.rows)), "a word has one right answer, so nothing is replaced"
-    assert batches[-1].metrics["keep/rows"] == len(stage.ledger.rows)
+    assert kept == pytest.approx(len(stage.harvest.rows)), "a word has one right answer, so nothing is replaced"
+    assert batches[-1].metrics["keep/rows"] == len(stage.harvest.rows)
     first = batches[0]
     without = [g for g in first.groups if not any(reward >= 1 for reward in g.rewards)]
     assert first.metrics["keep/prompts_without"] == len(without) / 4
@@ -157,14 +157,14 @@ def test_the_metrics_count_every_response_once() -> None:
 
 def test_a_prompt_that_is_drawn_again_adds_no_copy_and_a_cap_holds_over_all_draws() -> None:
     stage, _ = whole()
-    rows = stage.ledger.rows
+    rows = stage.harvest.rows
     assert len({(row.prompt, row.texts[-1]) for row in rows}) == len(rows), "12 prompts were drawn twice each"
-    assert len({row.prompt for row in rows}) == stage.ledger.num_prompts == len(rows)
+    assert len({row.prompt for row in rows}) == stage.harvest.num_prompts == len(rows)
     everything, _ = whole(keep={"name": "correct", "threshold": 0.0})
     capped, _ = whole(keep={"name": "correct", "threshold": 0.0, "cap": 2})
-    counts = [sum(other.prompt == row.prompt for other in capped.ledger.rows) for row in capped.ledger.rows]
+    counts = [sum(other.prompt == row.prompt for other in capped.harvest.rows) for row in capped.harvest.rows]
     assert max(counts) == 2
-    assert len(everything.ledger.rows) > len(capped.ledger.rows)
+    assert len(everything.harvest.rows) > len(capped.harvest.rows)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -193,10 +193,10 @@ def test_a_resumed_stage_keeps_the_same_to_the_bit(stop: int, staleness: int, tm
     resumed.load_state(state)  # type: ignore[arg-type]
     rest = asyncio.run(run(resumed, sampler, stop + 1, STEPS))
     if staleness == 0:
-        assert file_of(resumed.ledger, tmp_path / "a") == file_of(uninterrupted.ledger, tmp_path / "b")
+        assert file_of(resumed.harvest, tmp_path / "a") == file_of(uninterrupted.harvest, tmp_path / "b")
     keeps = [{k: v for k, v in b.metrics.items() if k.startswith("keep/")} for b in (*batches[stop:], *rest)]
     assert keeps[: len(rest)] == keeps[len(rest) :]
-    plain = [[dataclasses.replace(row, sampler_version=0) for row in s.ledger.rows] for s in (resumed, uninterrupted)]
+    plain = [[dataclasses.replace(row, sampler_version=0) for row in s.harvest.rows] for s in (resumed, uninterrupted)]
     assert plain[0] == plain[1]
 
 
@@ -253,11 +253,11 @@ def test_episodes_of_several_turns_are_kept_as_conversations_of_one_shape(tmp_pa
     )
     group = Group(id="t#0", draw=0, task=task, trajectories=members)
     renderer = Renderer(character_tokenizer("abcdefghijklmnopqrstuvwxyz "), system="be brief", template="say {prompt}")
-    ledger = Harvest(read_selection("correct", ANSWERS))
+    harvest = Harvest(read_selection("correct", ANSWERS))
     rules = KeepRules(show=renderer.prompt_messages, seed=0)
-    batch = keep_of(StepGroups(groups=(group,), dropped=()), rules, ledger, version=3)
+    batch = keep_of(StepGroups(groups=(group,), dropped=()), rules, harvest, version=3)
     assert batch.metrics["keep/share"] == 0.5, "an episode with a silent turn is no example"
-    ledger.save(tmp_path)
+    harvest.save(tmp_path)
     first, second = (json.loads(line)["messages"] for line in (tmp_path / KEPT_FILE).read_text().splitlines())
     assert first == [
         {"role": "user", "content": "say where"},
@@ -276,9 +276,9 @@ def test_groups_without_any_score_count_as_prompts_without_rows() -> None:
     task = Task(id="t", messages=(Message(role="user", content="where"),))
     failed = dataclasses.replace(conversation(0, "x"), score=Score.error("crash"))
     group = Group(id="t#0", draw=0, task=task, trajectories=(failed,))
-    ledger = Harvest(read_selection("best", ANSWERS))
+    harvest = Harvest(read_selection("best", ANSWERS))
     taken = StepGroups(groups=(), dropped=((group, "too few scored members"),))
-    batch = keep_of(taken, KeepRules(show=RENDERER.prompt_messages, seed=0), ledger, version=0)
+    batch = keep_of(taken, KeepRules(show=RENDERER.prompt_messages, seed=0), harvest, version=0)
     assert batch.metrics["keep/prompts_without"] == 1.0
     assert "keep/best_of_n" not in batch.metrics
-    assert not ledger.rows
+    assert not harvest.rows

@@ -22,6 +22,7 @@ TURN_TOKENS = 16
 MAX_NAMED = 20
 
 MakeRows = Callable[[Task], Sequence[Sample]]
+"""The rows of one task. Raises RowTooLong, and UserError for what cannot be trained."""
 
 
 def require_rows(config: RunConfig, make_rows: MakeRows, data: StageData) -> None:
