@@ -61,6 +61,17 @@ def _tiled(hidden_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return output[:count].to(hidden_TD.dtype)
 
 
+def spelled_silu_mul(gate_up_T2F: Tensor) -> Tensor:
+    """silu(gate) * up from its parts.
+
+    torch.silu computes the last few numbers of a thread's share by another routine than the rest, so a row's bits would
+    depend on where the threads divide the batch; exp and the quotient have one routine each.
+    """
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    wide = _wide(gate)
+    return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
+
+
 def exact_attention(
     query: Tensor, key: Tensor, value: Tensor, positions_NQ: Tensor, scaling: float, sliding_window: int | None
 ) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from temper.models.exact import tiled_linear
+from temper.models.exact import spelled_silu_mul, tiled_linear
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -57,7 +57,7 @@ def ops_of(device: torch.device, numerics: str) -> Ops:
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         rotate=rotate,
-        silu_mul=silu_mul,
+        silu_mul=spelled_silu_mul if numerics == "exact" else silu_mul,
     )
 
 

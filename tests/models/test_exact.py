@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from temper.models.exact import exact_attention, tiled_linear
+from temper.models.ops import ops_of
 
 WIDTHS = [(32, 96), (576, 960), (1536, 576)]
 
@@ -78,3 +79,23 @@ def test_attention_is_attention(window: int | None) -> None:
     ).transpose(1, 2)
     actual = exact_attention(query, key, value, positions, 0.125, window)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def rows_that_differ(silu_mul: Callable[[Tensor], Tensor]) -> int:
+    """How many rows come out otherwise alone than where two or three threads divide them among themselves."""
+    torch.manual_seed(0)
+    gate_up, before, wrong = torch.randn(700, 320), torch.get_num_threads(), 0
+    alone = torch.cat([silu_mul(row) for row in gate_up.split(1)])
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        try:
+            for count in (500, 611, 700):
+                wrong += int((silu_mul(gate_up[:count]) != alone[:count]).any(1).sum())
+        finally:
+            torch.set_num_threads(before)
+    return wrong
+
+
+def test_a_row_of_silu_does_not_depend_on_where_threads_divide_the_batch() -> None:
+    assert rows_that_differ(ops_of(torch.device("cpu"), "exact").silu_mul) == 0
+    assert rows_that_differ(ops_of(torch.device("cpu"), "fast").silu_mul) > 0  # what the test is able to notice
