@@ -18,20 +18,30 @@ SECONDS_PER_TURN = 0.0005
 """Of a thread that holds the interpreter while another waits for it."""
 
 
+_is_seldom = False
+"""Whether `seldom_collected` is open."""
+
+
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Python looks for cycles rarely, and never among what was there before.
+    """Python looks for cycles rarely, and never among what was there before. Inside another one nothing changes.
 
     A step makes lists of hundreds of thousands of numbers and no cycles; looking for some took a twentieth of a second
     of every step of 256 completions, and a fifth whenever Python went through all that was imported.
     """
+    global _is_seldom
+    if _is_seldom:
+        yield
+        return
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
     gc.set_threshold(OBJECTS_PER_COLLECTION, *before[1:])
+    _is_seldom = True
     try:
         yield
     finally:
+        _is_seldom = False
         gc.set_threshold(*before)
         gc.unfreeze()
 

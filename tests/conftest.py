@@ -4,6 +4,7 @@ interpreter made to compute what a GPU would."""
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,26 @@ import numpy as np
 import pytest
 import torch
 
+from temper.interpreter import seldom_collected
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which transformers does
 
 ROOT = Path(__file__).parent.parent
+
+
+_STACK = ExitStack()
+
+
+def pytest_collection_finish() -> None:
+    """Every training would go through all that was imported for the tests, looking for cycles; so once for all."""
+    _STACK.enter_context(seldom_collected())
+
+
+def pytest_sessionfinish() -> None:
+    _STACK.close()
 
 
 @pytest.fixture
