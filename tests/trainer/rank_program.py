@@ -1,10 +1,9 @@
-"""One trainer rank, run by test_ranks.py: python rank_program.py RANK WORLD FOLDER. Trains every case in turn."""
+"""One trainer rank of test_ranks.py, started by start_ranks.py. Trains every case in turn."""
 
 from __future__ import annotations
 
 import datetime
 import pickle
-import sys
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -70,7 +69,3 @@ def main(rank: int, world: int, folder: Path) -> None:
     torch.save(reports, folder / f"{rank}of{world}.pt")
     if world > 1:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

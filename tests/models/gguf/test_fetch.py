@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from temper.cli.model import fetch as verb
 from temper.errors import UserError
 from temper.models.gguf import fetch as module
 from temper.models.gguf.fetch import MODELS, Source, Wheel, fetch
@@ -157,3 +159,12 @@ def test_every_model_of_the_table_has_a_full_sha256_and_wheel_names() -> None:
         assert len(source.sha256) == 64
         assert all(wheel.file.endswith("-py3-none-any.whl") for wheel in source.wheels)
         assert dataclasses.is_dataclass(source)
+
+
+def test_every_model_has_its_parts_in_order_and_stands_in_the_help() -> None:
+    for name, model in MODELS.items():
+        assert name in str(inspect.signature(verb).parameters["name"])
+        numbers = [int("".join(filter(str.isdigit, Path(wheel.member).stem))) for wheel in model.wheels]
+        assert len(model.wheels) == 1 or numbers == list(range(1, len(numbers) + 1))
+        assert len({wheel.file for wheel in model.wheels}) == len(model.wheels)
+        assert all(wheel.member.split("/")[0] == wheel.file.split("-")[0] for wheel in model.wheels)
