@@ -182,6 +182,28 @@ def test_every_kind_of_stage_resumes_to_the_bit(
     assert len({name.split("/")[1] for name in expected["files"]}) == num_stages
 
 
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.heavy)])
+def test_an_adapter_over_a_base_in_four_bits_resumes_to_the_bit(
+    staleness: int, tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_recipe["model"]["lora"] = {"rank": 4, "base": "4bit"}
+    kl = {"regularizers": [{"name": "kl", "coefficient": 0.01}]}
+    rl = {**tiny_recipe["stage"][1], "steps": 4, "objective": kl}
+    rl["rollout"] = {**rl["rollout"], "max_staleness": staleness}
+    table = {**tiny_recipe, "checkpoint": {"every": 1, "keep": 4}, "stage": [{"kind": "sft", "steps": 2}, rl]}
+    recipe, run = write_recipe(tmp_path, table), tmp_path / "run"
+    expected = identity(training.train(recipe, run=run))
+    assert any(name.endswith("adapter_model.safetensors") for name in expected["files"])
+    assert not any(name.endswith("/model.safetensors") for name in expected["files"])
+    if staleness:
+        return  # runs ahead of its trainer: finished is what can be asked for
+    run.rename(tmp_path / "alone")
+    interrupted(recipe, run, Interrupter(1, 3), monkeypatch)
+    actual = identity(training.train(recipe, run=run, resume=True))
+    assert actual["files"] == expected["files"]
+    assert actual["records"] == expected["records"]
+
+
 def test_a_resume_that_forgets_what_a_reward_has_learned_is_seen(
     tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,22 @@ def check_stage(config: RunConfig) -> Objective:
         raise UserError('no reward: add a [[reward]] table, e.g. kind = "exact"')
     objective = resolve_objective(config)
     kind.check(config, objective)
+    if config.model.lora is not None and config.model.lora.base == "4bit":
+        _check_four_bits(config, objective)
     return objective
+
+
+def _check_four_bits(config: RunConfig, objective: Objective) -> None:
+    """Raises UserError for what cannot be done over a base in 4 bits. Its family is looked at when it is read."""
+    problem = None
+    if config.engine.kind != "local":
+        problem = f'engine.kind="{config.engine.kind}" reads merged weights in full. Use engine.kind="local"'
+    elif objective.reference is not None:
+        problem = "a reference that moves needs weights of its own. Leave out objective.reference"
+    elif "scores" in objective.needs:
+        problem = "a reward model is read in full by the stages that use it. Train it over the full model"
+    if problem is not None:
+        raise UserError(f'model.lora.base="4bit": {problem}, or use base = "full"')
 
 
 def _check_references(stages: Sequence[RunConfig]) -> None:

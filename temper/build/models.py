@@ -24,6 +24,7 @@ from temper.models.lora.wrapping import (
     LoadModel,
     add_adapter,
     has_adapter,
+    load_base,
     with_own_weights,
     without_adapter,
 )
@@ -94,9 +95,12 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
         folder = whole(folder)  # a head is put on weights, not on an adapter
     else:
         load_any = partial(load_model, numerics=config.engine.numerics)
-    policy = load_any(folder, dtype, device)
-    if lora is not None:
-        settings = AdapterSettings(**{**lora.model_dump(), "targets": tuple(lora.targets)}, seed=config.seed)
+    if lora is None:
+        policy = load_any(folder, dtype, device)
+    else:
+        given = {**lora.model_dump(exclude={"base"}), "targets": tuple(lora.targets)}
+        settings = AdapterSettings(**given, seed=config.seed)
+        policy = load_base(folder, dtype, device, load=load_any, base=lora.base)
         policy = add_adapter(policy, settings, folder, whole=(HEAD,) if is_scorer else ())
 
     def load(other: Path) -> torch.nn.Module:

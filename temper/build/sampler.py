@@ -21,7 +21,8 @@ from temper.engine.none import NoSampler
 from temper.errors import UserError
 from temper.models.decoder import lay_end_to_end
 from temper.models.lora.materialize import whole
-from temper.models.lora.wrapping import has_adapter, with_own_weights
+from temper.models.lora.wrapping import has_adapter, with_own_factors, with_own_weights
+from temper.models.nf4.layers import holds_four_bits
 from temper.objectives import DirectLoss, Objective
 from temper.protocols import Sampler
 from temper.stages.reading.data import StageData
@@ -80,10 +81,13 @@ def make_opponent(
 
 def _sampler_model(config: RunConfig, model: torch.nn.Module, *, is_rolling: bool) -> torch.nn.Module:
     """One copy of the weights when nothing is under way while they change; otherwise the engine has its own. So it has
-    for a model with an adapter: it draws from merged weights."""
+    for a model with an adapter: it draws from merged weights. Over a base in 4 bits it computes as the trainer does,
+    and at most the factors are its own."""
+    runs_ahead = config.rollout.max_staleness > 0 and is_rolling
+    if holds_four_bits(model):
+        return with_own_factors(model) if runs_ahead else model
     if has_adapter(model):
         return with_own_weights(model)
-    runs_ahead = config.rollout.max_staleness > 0 and is_rolling
     return copy.deepcopy(model) if runs_ahead else model
 
 

@@ -20,6 +20,7 @@ from temper.build.sampler import make_opponent, make_sampler
 from temper.config import RunConfig
 from temper.engine.local.mixture import WithOpponent
 from temper.envs.env import find_env
+from temper.models.nf4.holding import require_family
 from temper.objectives import Objective
 from temper.protocols import BatchSource, Env, Sampler, Trainer
 from temper.rollout.episode import EpisodeSetup, Scorer
@@ -154,6 +155,8 @@ def build_stage(
 def check_data(config: RunConfig, kind: StageKind, objective: Objective, data: StageData) -> None:
     """Raises UserError for data that a stage cannot train on, or be judged on."""
     require_judge(config, data)
+    if config.model.lora is not None and config.model.lora.base == "4bit":
+        require_family(data.shape.family)
     kind.check_data(config, objective, data)
     if (make_rows := kind.row_maker(objective, data)) is not None:
         require_rows(config, make_rows, data)

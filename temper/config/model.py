@@ -53,6 +53,9 @@ class LoraConfig(Section):
     """Names of linear layers, e.g. ["q_proj", "v_proj"]. Empty: every linear layer of attention and feed-forward."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank), so that a larger rank does not learn more slowly."""
+    base: Literal["full", "4bit"] = "full"
+    """How the frozen model under the adapters is held: full: in model.dtype; 4bit: its linear layers in NF4, about 0.53
+    bytes a parameter (QLoRA), for training and sampling alike."""
 
 
 class ModelConfig(Section):

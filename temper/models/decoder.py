@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from temper.models.lora.low_rank import is_adapted, low_rank_linear
+from temper.models.nf4.products import four_bit_linear, is_four_bit
 from temper.models.ops import Ops, ops_of, product
 
 Numerics = Literal["fast", "exact"]
@@ -102,6 +103,8 @@ def _window(module: Any) -> int | None:
 
 def _project(ops: Ops, hidden_TD: Tensor, linears: Sequence[Any]) -> Tensor:
     """Outputs of these linear layers side by side: one product when their weights lie end to end in memory."""
+    if any(is_four_bit(linear) for linear in linears):
+        return four_bit_linear(ops.linear, hidden_TD, linears)
     if any(is_adapted(linear) for linear in linears):
         return low_rank_linear(ops.linear, hidden_TD, linears)
     if any(type(linear) is not nn.Linear for linear in linears):

@@ -25,6 +25,7 @@ from temper.models.lora.wrapping import (
     read_adapter,
     save_adapter,
 )
+from temper.models.nf4.layers import holds_four_bits
 from temper.models.save import save_model, saved_tensors
 from temper.types import Publication
 
@@ -42,14 +43,15 @@ class Weights:
     """The weights of one model, to be published again and again: its tree of modules is walked only once."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._merged = MergedTensors(model) if has_adapter(model) else None
+        # Over a base in 4 bits the sampler computes with the factors, as the trainer does: nothing is merged.
+        self._merged = MergedTensors(model) if has_adapter(model) and not holds_four_bits(model) else None
         self._own = {} if self._merged is not None else saved_tensors(model)
 
     def publication(self, version: int) -> Publication:
         """Every parameter, and every buffer that belongs to the checkpoint, by name. Tied ones appear once.
 
         Of a model with an adapter: merged weights under the names of the model without it, each made when it is asked
-        for.
+        for. Over a base in 4 bits: codes, scales and factors as they are.
         """
         if self._merged is not None:
             return Publication(version=version, tensors=self._merged, alike=self._merged.unmerged)

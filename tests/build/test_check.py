@@ -42,6 +42,33 @@ def test_held_out_answers_need_a_judge_and_held_out_pairs_do_not() -> None:
     check_stages(stages_of({"kind": "preference"}, reward=[], heldout=HELDOUT))  # data says whether these are pairs
 
 
+MOVING = {
+    "objective": {"reference": {"name": "reset", "every": 1}, "regularizers": [{"name": "kl", "coefficient": 0.001}]}
+}
+SGLANG = {"kind": "sglang", "address": "http://127.0.0.1:30000"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "shared", "message"),
+    [
+        ({}, {"engine": {"kind": "vllm"}}, 'engine.kind="vllm" reads merged weights'),
+        ({}, {"engine": SGLANG}, 'engine.kind="sglang" reads merged weights'),
+        ({}, MOVING, "a reference that moves"),
+        ({"kind": "reward_model"}, {}, "a reward model is read in full"),
+    ],
+)
+def test_what_cannot_be_done_over_a_base_in_four_bits_is_refused_by_name(
+    stage: dict[str, Any], shared: dict[str, Any], message: str
+) -> None:
+    for base in ("full", "4bit"):
+        config = stages_of(stage, **{**shared, "model": {"new": {}, "lora": {"base": base}}})
+        if base == "full":
+            check_stages(config)
+            continue
+        with pytest.raises(UserError, match=message):
+            check_stages(config)
+
+
 @pytest.mark.parametrize("kind", ["rl", "preference"])
 def test_groups_divide_over_the_updates_of_a_step(kind: str) -> None:
     with pytest.raises(UserError, match="groups_per_step=6"):

@@ -179,7 +179,8 @@ READ_ELSEWHERE = {
     "RunConfig.name",  # the run directory's name: commands/training/train.py
     "ModelConfig.path",  # instead of model.new
     "ModelConfig.teacher", "ModelConfig.teachers", "ModelConfig.offload",  # by objectives with another model
-    "LoraConfig.rank", "LoraConfig.alpha", "LoraConfig.targets", "LoraConfig.rslora",  # where there is an adapter
+    # Where there is an adapter.
+    "LoraConfig.rank", "LoraConfig.alpha", "LoraConfig.targets", "LoraConfig.rslora", "LoraConfig.base",
     "EngineConfig.address",  # by SGLang
     "RolloutConfig.keep",  # by rejection sampling
     "RolloutConfig.transcripts_gb",  # before the first stage: commands/training/train.py

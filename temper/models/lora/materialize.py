@@ -29,7 +29,8 @@ from temper.models.lora.wrapping import (
     load_merged,
     trained_dtype,
 )
-from temper.models.save import save_model
+from temper.models.nf4.layers import holds_four_bits
+from temper.models.save import save_model, saved_tensors
 from temper.models.scorer import load_scorer, scorer_kind
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -89,7 +90,7 @@ def materialize(folder: Path, out: Path, *, origin: Path | None = None) -> Path:
         wanted = probe(model)
         save_model(fold(model), load_tokenizer(folder), making)
         del model
-        merged = MergedTensors(load_adapted(folder, dtype, torch.device("cpu"), origin=origin, load=load))
+        merged = _merged(load_adapted(folder, dtype, torch.device("cpu"), origin=origin, load=load))
         _require_same(load(making, dtype, torch.device("cpu")), merged, wanted, str(folder))
         for fact in folder.glob(FACTS):
             shutil.copy2(fact, making / fact.name)
@@ -97,6 +98,11 @@ def materialize(folder: Path, out: Path, *, origin: Path | None = None) -> Path:
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return out
+
+
+def _merged(model: nn.Module) -> Mapping[str, Tensor]:
+    """Merged weights by name, one at a time where the model is not in 4 bits."""
+    return saved_tensors(fold(model)) if holds_four_bits(model) else MergedTensors(model)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from temper.errors import BackendError, UserError, did_you_mean, install_line
 from temper.integrity import verify
 from temper.models.lora.low_rank import ADAPTER, is_adapted, merged_weight
+from temper.models.nf4.holding import hold_in_four_bits, hold_in_full, whole_linear
+from temper.models.nf4.layers import FourBitLinear, holds_four_bits
 from temper.models.save import save_description, saved_tensors
 
 WEIGHTS, CONFIG, ORIGIN = "adapter_model.safetensors", "adapter_config.json", "origin.json"
@@ -31,6 +33,8 @@ PREFIX = "base_model.model."
 """In front of every name in peft's files."""
 
 LoadModel = Callable[[Path, torch.dtype, torch.device], nn.Module]
+Base = Literal["full", "4bit"]
+"""How the frozen model under an adapter is held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +64,13 @@ class AdapterOrigin:
     """Digests of its configuration and of every file of weights, by name of the file."""
     relative: str = ""
     """The same path as seen from the adapter's directory: a run that is moved as a whole stays usable."""
+    base: Base = "full"
+    """How the model was held while the adapter was trained: in 4 bits it is another one."""
 
     @staticmethod
-    def of(folder: Path, dtype: torch.dtype) -> AdapterOrigin:
+    def of(folder: Path, dtype: torch.dtype, base: Base) -> AdapterOrigin:
         return AdapterOrigin(
-            path=str(folder.resolve()), dtype=str(dtype).removeprefix("torch."), sha256=_digests(folder)
+            path=str(folder.resolve()), dtype=str(dtype).removeprefix("torch."), sha256=_digests(folder), base=base
         )
 
     def require(self, found: Mapping[str, str], where: str, checkpoint: Path) -> None:
@@ -88,6 +94,13 @@ class Adapter:
 
 def has_adapter(model: Any) -> bool:
     return getattr(model, "temper_adapter", None) is not None
+
+
+def load_base(folder: Path, dtype: torch.dtype, device: torch.device, *, load: LoadModel, base: Base) -> nn.Module:
+    """The model to put an adapter on. In 4 bits it is read by the host and quantised on the device layer by layer."""
+    if base == "full":
+        return load(folder, dtype, device)
+    return hold_in_four_bits(load(folder, dtype, torch.device("cpu")), device)
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -123,14 +136,16 @@ def add_adapter(model: Any, settings: AdapterSettings, folder: Path, *, whole: t
         _initialize(module, f"{settings.seed}/{name}")
     for name in whole:
         model.get_submodule(name).requires_grad_(True)
-    model.temper_adapter = Adapter(config=_written(config, whole), origin=AdapterOrigin.of(folder, dtype))
+    base: Base = "4bit" if holds_four_bits(model) else "full"
+    model.temper_adapter = Adapter(config=_written(config, whole), origin=AdapterOrigin.of(folder, dtype, base))
     return model.eval()
 
 
 def _targets(model: Any, names: tuple[str, ...]) -> set[str]:
     """Full names of the layers to adapt: linear layers of the decoder, so neither embeddings nor head."""
     inside = set(model.get_decoder().modules())
-    linears = {name for name, module in model.named_modules() if type(module) is nn.Linear and module in inside}
+    kinds = (nn.Linear, FourBitLinear)
+    linears = {name for name, module in model.named_modules() if type(module) in kinds and module in inside}
     known = {name.rpartition(".")[2] for name in linears}
     for name in names:
         if name not in known:
@@ -163,6 +178,7 @@ class MergedTensors(Mapping[str, Tensor]):
     and belongs to who asked: never more than one of them is held here, and the model keeps its own."""
 
     def __init__(self, model: nn.Module) -> None:
+        assert not holds_four_bits(model), "a model in 4 bits is made whole first (fold)"
         self._layers = {f"{name}.weight": m for name, m in model.named_modules() if is_adapted(m)}
         factors = {id(p) for m in self._layers.values() for p in (*m.lora_A.parameters(), *m.lora_B.parameters())}
         self._own = {
@@ -199,6 +215,13 @@ def with_own_weights(model: nn.Module) -> nn.Module:
     return _stripped(model, own={id(parameter) for layer in layers for parameter in layer.base_layer.parameters()})
 
 
+def with_own_factors(model: nn.Module) -> nn.Module:
+    """The same adapted model with its own storage for the factors alone: for an engine that draws over a base in 4 bits
+    while the factors are trained."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers()) if not t.requires_grad}
+    return copy.deepcopy(model, shared).requires_grad_(False)  # type: ignore[arg-type]
+
+
 def _stripped(model: Any, own: set[int]) -> nn.Module:
     """A copy of the tree of modules without adapter layers. It shares all tensors but those of `own`, by id."""
     assert not model.temper_adapter.config["modules_to_save"], "what is trained whole has no state without adapter"
@@ -220,9 +243,12 @@ def _unwrap(model: Any) -> None:
 def fold(model: Any) -> nn.Module:
     """The adapted model as an ordinary one, in place: merged weights, no adapter."""
     for module in [m for m in model.modules() if is_adapted(m)]:
-        module.base_layer.weight.data = merged_weight(module)
+        if isinstance(module.base_layer, FourBitLinear):
+            module.base_layer = whole_linear(merged_weight(module), module.base_layer.bias)
+        else:
+            module.base_layer.weight.data = merged_weight(module)
     _unwrap(model)
-    return model
+    return hold_in_full(model)
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -254,6 +280,11 @@ def read_adapter(folder: Path, model: Any) -> dict[str, Tensor]:
                 f"the adapter {folder} has {key}={config.get(key)}, and this run's has {adapter.config[key]}. Set "
                 f"model.lora to what it was, or start a new run from that checkpoint with model.path"
             )
+    if origin.base != adapter.origin.base:
+        raise UserError(
+            f'the adapter {folder} was trained with model.lora.base="{origin.base}", and this run has '
+            f'"{adapter.origin.base}": its model would be another one. Set it to what it was'
+        )
     stored = load_file(folder / WEIGHTS)
     return {n: stored[_stored_name(n)] for n in adapter_tensors(model) if _stored_name(n) in stored}
 
@@ -277,7 +308,8 @@ def load_adapted(
         targets=tuple(config["target_modules"]),
         rslora=config["use_rslora"],
     )
-    model = add_adapter(load(found, dtype, device), settings, found, whole=tuple(config["modules_to_save"] or ()))
+    plain = load_base(found, dtype, device, load=load, base=record.base)
+    model = add_adapter(plain, settings, found, whole=tuple(config["modules_to_save"] or ()))
     stored = read_adapter(folder, model)
     with torch.no_grad():
         for name, tensor in adapter_tensors(model).items():

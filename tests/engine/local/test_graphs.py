@@ -20,6 +20,7 @@ from temper.engine.local.runner import Runner
 from temper.errors import BackendError
 from temper.models.decoder import set_numerics
 from temper.models.load import prepare
+from temper.models.nf4.holding import hold_in_four_bits
 from temper.types import Completion, Request, SamplingParams
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
@@ -51,7 +52,7 @@ def run_again(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], tor
     return replay, output
 
 
-def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1) -> LocalEngine:
+def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1, four_bits: bool = False) -> LocalEngine:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=61, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -60,6 +61,8 @@ def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1) -> Loca
     on_gpu = as_gpu and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     model = prepare(LlamaForCausalLM(config).eval()).to(device)
+    if four_bits:
+        hold_in_four_bits(model, device)
     set_numerics(model, numerics)
     settings = EngineSettings(
         seed=3, block_size=4, num_blocks=60, max_running=4, tokens_per_step=32, max_length=48, steps_per_sync=steps
@@ -95,6 +98,14 @@ def generate(engine: LocalEngine, asked: list[Request]) -> list[Completion]:
 
 HEAVY = pytest.mark.heavy
 """Seconds of Triton's interpreter each; a lighter case of the same test stays."""
+
+
+def test_weights_in_four_bits_are_made_inside_recorded_steps() -> None:
+    single, recorded = (make_engine(as_gpu=as_gpu, steps=4, four_bits=True) for as_gpu in (False, True))
+    expected, actual = generate(single, requests(1.0)), generate(recorded, requests(1.0))
+    assert [one.token_ids for one in expected] == [other.token_ids for other in actual]
+    in_full = generate(make_engine(as_gpu=False), requests(1.0))
+    assert [one.token_ids for one in expected] != [other.token_ids for other in in_full]
 
 
 @pytest.mark.parametrize("numerics", ["fast", "exact"])
