@@ -18,7 +18,7 @@ from temper import loop
 from temper.build.objective import doubts_about
 from temper.build.stage import Stage
 from temper.evals import contamination, readiness
-from temper.parity.budgets import Budget, budget_of
+from temper.parity.budgets import Budget, DepthAndWidth, budget_of
 from temper.parity.check import Canary, Sides, canary_prompts, prove_parity, require_agreement, stale_tensors
 from temper.parity.diagnosis import Agreement
 from temper.parity.isolation import check_isolation
@@ -72,7 +72,9 @@ def _budget(stage: Stage) -> Budget:
     if engine.max_logprob_gap is not None:
         return Budget(mean_gap=engine.max_logprob_gap, max_gap=math.inf)
     dtype = str(next(stage.model.parameters()).dtype).removeprefix("torch.")
-    return budget_of(stage.data.shape.family, dtype, engine.kind, engine.numerics)
+    shape = stage.data.shape
+    size = DepthAndWidth(num_layers=shape.num_layers, width=shape.width)
+    return budget_of(shape.family, dtype, engine.kind, engine.numerics, size)
 
 
 def _sides(stage: Stage) -> Sides:

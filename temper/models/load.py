@@ -35,6 +35,8 @@ class ModelShape:
     family: str
     """model_type of the configuration, e.g. "llama"."""
     num_layers: int
+    width: int
+    """Size of a hidden state."""
     num_kv_heads: int
     head_dim: int
     vocab_size: int
@@ -66,6 +68,7 @@ def shape_of(config: Any) -> ModelShape:
     return ModelShape(
         family=text.model_type,
         num_layers=text.num_hidden_layers,
+        width=text.hidden_size,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=head_dim,
         vocab_size=text.vocab_size,

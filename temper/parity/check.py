@@ -18,7 +18,7 @@ from torch import Tensor
 from temper.batching.rows import rows_of
 from temper.errors import BackendError, UserError
 from temper.parity.budgets import Budget
-from temper.parity.diagnosis import Agreement, Evidence, Probe, diagnose, measure
+from temper.parity.diagnosis import Agreement, Evidence, Probe, diagnose, measure, rounded_head
 from temper.protocols import Sampler
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.types import (
@@ -114,7 +114,7 @@ def canary_prompts(rows: Sequence[Sample], count: int = 4) -> list[tuple[int, ..
     Without their first token: were a canary's prompt the start of a training prompt, the prefix cache would hand its
     blocks on, and in fast mode what is computed together decides the last bits.
     """
-    prompts = {tuple(row.token_ids[: row.loss_mask.index(1)]) for row in rows}
+    prompts = {_prompt_of(row) for row in rows}
     shortest = sorted(prompts, key=lambda prompt: (len(prompt), prompt))[:count]
     return list(dict.fromkeys(prompt[1 : CANARY_CONTEXT + 1] or prompt for prompt in shortest))
 
@@ -140,7 +140,17 @@ async def prove_parity(
         _require_echo(turn.completion, setup.params)
     rows = [row for trajectory in trajectories if trajectory.num_tokens for row in rows_of(trajectory)]
     agreement = measure(rows, await _score(sides, rows), version=version)
-    return await _judge(sides, rows, agreement, version=version, name=name), rows
+    agreement = await _judge(sides, rows, agreement, version=version, name=name)
+    await require_float32_heads(sides, [_prompt_of(row) for row in rows], name=name)
+    return agreement, rows
+
+
+async def require_float32_heads(sides: Sides, prompts: Sequence[tuple[int, ...]], *, name: str) -> None:
+    """A head that rounds its logits on one side hides in the noise of large models in half precision, and no budget
+    for that noise can see it. But its logits lie on a grid. Raises BackendError when those of one side do."""
+    probes = await _probe(sides, prompts, name)
+    if (found := rounded_head(probes, sides.params.temperature or 1.0)) is not None:
+        raise BackendError(f"{name}: sampler and trainer disagree. {found}")
 
 
 def require_agreement(agreement: Agreement, *, budget: Budget, when: str) -> None:
@@ -193,7 +203,7 @@ async def _gather(sides: Sides, rows: Sequence[Sample], *, version: int, name: s
         other_starts[change] = measure(changed, await _score(sides, changed), version=version).mean_gap
     return Evidence(
         temperature=sides.params.temperature or 1.0,
-        probes=tuple(await _probe(sides, rows, name)),
+        probes=tuple(await _probe(sides, [_prompt_of(row) for row in rows], name)),
         alone_gap=measure(rows, alone, version=version).mean_gap,
         other_starts=other_starts,
     )
@@ -223,10 +233,10 @@ def _mapped(row: Sample, change: Callable[[Sequence[object]], Sequence[object]])
     return dataclasses.replace(row, **columns)  # type: ignore[arg-type]
 
 
-async def _probe(sides: Sides, rows: Sequence[Sample], name: str) -> list[Probe]:
+async def _probe(sides: Sides, prompts: Sequence[tuple[int, ...]], name: str) -> list[Probe]:
     """What both sides say about the most likely next tokens, after whole prompts and after single tokens."""
-    prompts = list(dict.fromkeys(tuple(row.token_ids[: row.loss_mask.index(1)]) for row in rows))[:NUM_PROBES]
-    tokens = list(dict.fromkeys(token for row in rows for token in row.token_ids))[:NUM_PROBES]
+    tokens = list(dict.fromkeys(token for prompt in prompts for token in prompt))[:NUM_PROBES]
+    prompts = list(dict.fromkeys(prompts))[:NUM_PROBES]
     params = dataclasses.replace(sides.params, max_new_tokens=1, top_logprobs=NUM_CANDIDATES)
     contexts = [*prompts, *((token,) for token in tokens)]
     drawn = await _draw(dataclasses.replace(sides, params=params), contexts, f"{name}/probe")
@@ -255,6 +265,11 @@ def _candidates(completion: Completion) -> Iterator[Completion]:
             yield dataclasses.replace(
                 completion, token_ids=[token], logprobs=[logprob], top_ids=None, top_logprobs=None, entropies=None
             )
+
+
+def _prompt_of(row: Sample) -> tuple[int, ...]:
+    """What stands before the first drawn token."""
+    return tuple(row.token_ids[: row.loss_mask.index(1)])
 
 
 async def _draw(sides: Sides, prompts: Sequence[tuple[int, ...]], name: str) -> list[Completion]:

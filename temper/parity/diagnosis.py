@@ -18,6 +18,8 @@ EXPLAINED = 1 / 3
 gap above one falls at least this far once its only cause is gone."""
 ROUNDING = 1e-4
 """No cause but rounding makes a largest gap below this."""
+SAME_TEMPERATURE = 0.01
+"""Two temperatures that differ by a smaller share are one: the slope through rounding errors is near 1 by itself."""
 GRID = 2.0**-10
 """Differences of bfloat16 or float16 numbers of size 1 and more are multiples of it."""
 
@@ -149,7 +151,7 @@ def _temperature(agreement: Agreement, evidence: Evidence) -> str | None:
     slope = sum(sampled * again for sampled, again in pairs) / squares
     before = sum((again - sampled) ** 2 for sampled, again in pairs)
     after = sum((again - slope * sampled) ** 2 for sampled, again in pairs)
-    if after > EXPLAINED**2 * before or slope <= 0:
+    if after > EXPLAINED**2 * before or slope <= 0 or abs(slope - 1) < SAME_TEMPERATURE:
         return None
     asked = evidence.temperature
     return (
@@ -158,10 +160,11 @@ def _temperature(agreement: Agreement, evidence: Evidence) -> str | None:
     )
 
 
-def _half_precision(agreement: Agreement, evidence: Evidence) -> str | None:
+def rounded_head(probes: Sequence[Probe], temperature: float) -> str | None:
+    """Names the side whose logits are numbers of half precision, if it is one of the two; needs no gap to see it."""
     by_side = {
-        "sampler": _is_on_grid((probe.sampled for probe in evidence.probes), evidence.temperature),
-        "trainer": _is_on_grid((probe.recomputed for probe in evidence.probes), evidence.temperature),
+        "sampler": _is_on_grid((probe.sampled for probe in probes), temperature),
+        "trainer": _is_on_grid((probe.recomputed for probe in probes), temperature),
     }
     rounded = [side for side, is_on_grid in by_side.items() if is_on_grid]
     if len(rounded) != 1:
@@ -170,6 +173,10 @@ def _half_precision(agreement: Agreement, evidence: Evidence) -> str | None:
         f"The head of the {rounded[0]} rounds to half precision: its logits differ by multiples of {GRID:g} only, "
         f"those of the other side do not. Compute its logits in float32"
     )
+
+
+def _half_precision(agreement: Agreement, evidence: Evidence) -> str | None:
+    return rounded_head(evidence.probes, evidence.temperature)
 
 
 def _normaliser(agreement: Agreement, evidence: Evidence) -> str | None:

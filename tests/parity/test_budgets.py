@@ -1,4 +1,4 @@
-"""Budgets are found, most specific first, and the families they name are measured to keep them."""
+"""Budgets follow the size of a model, are found most specific first, and what they name is measured to keep them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,17 @@ from temper.errors import UserError
 from temper.models.load import prepare, shape_of
 from temper.objectives import PRESETS
 from temper.parity import budgets
-from temper.parity.budgets import ANY, EXACT, FAST, MEASURED_FAMILIES, Budget, budget_of
+from temper.parity.budgets import (
+    ANY,
+    EXACT,
+    FAST,
+    MARGIN,
+    MEASURED_FAMILIES,
+    Budget,
+    DepthAndWidth,
+    Rounding,
+    budget_of,
+)
 from temper.parity.check import Canary, Sides
 from temper.trainer.local import LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
@@ -63,7 +73,7 @@ def test_a_family_with_a_budget_of_its_own_keeps_it(family: str) -> None:
         model,
         EngineSettings(seed=1, block_size=4, num_blocks=200, max_running=4, tokens_per_step=16, max_length=128),
     )
-    budget = budget_of(family, "float32", "local", "fast")
+    budget = budget_of(family, "float32", "local", "fast", DepthAndWidth(num_layers=2, width=64))
     sides = Sides(sampler=engine, recompute=trainer.score, params=SamplingParams(max_new_tokens=64), budget=budget)
     draw = random.Random(0)
     prompts = [tuple(draw.randrange(2, 97) for _ in range(size)) for size in (3, 40, 17, 30)]
@@ -72,26 +82,53 @@ def test_a_family_with_a_budget_of_its_own_keeps_it(family: str) -> None:
     assert agreement.mean_gap <= budget.mean_gap / 3, "a budget is a few times what is measured"
 
 
+ONE_LAYER = DepthAndWidth(num_layers=1, width=64)
+
+
 def test_the_most_specific_budget_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {
-        ("llama", "bfloat16", "vllm"): Budget(mean_gap=1.0, max_gap=1.0),
-        ("llama", "bfloat16", ANY): Budget(mean_gap=2.0, max_gap=2.0),
-        (ANY, "bfloat16", "vllm"): Budget(mean_gap=3.0, max_gap=3.0),
-        (ANY, "bfloat16", ANY): Budget(mean_gap=4.0, max_gap=4.0),
+        ("llama", "bfloat16", "vllm"): Rounding(unit=1.0, tail=1),
+        ("llama", "bfloat16", ANY): Rounding(unit=2.0, tail=1),
+        (ANY, "bfloat16", "vllm"): Rounding(unit=3.0, tail=1),
+        (ANY, "bfloat16", ANY): Rounding(unit=4.0, tail=1),
     }
     monkeypatch.setattr(budgets, "FAST", table)
     found = [
-        budget_of(family, "bfloat16", engine, "fast").mean_gap
+        budget_of(family, "bfloat16", engine, "fast", ONE_LAYER).mean_gap / MARGIN
         for family, engine in [("llama", "vllm"), ("llama", "local"), ("new", "vllm"), ("new", "local")]
     ]
     assert found == [1.0, 2.0, 3.0, 4.0]
 
 
+def test_a_budget_grows_with_the_root_of_the_depth_and_with_widths_above_1024() -> None:
+    def mean(num_layers: int, width: int) -> float:
+        return (
+            Rounding(unit=0.5, exponent=1.0, tail=10).budget(DepthAndWidth(num_layers=num_layers, width=width)).mean_gap
+        )
+
+    assert mean(1, 64) == mean(1, 1024) == 0.5 * MARGIN
+    assert mean(9, 1024) == 3 * mean(1, 1024)
+    assert mean(1, 3072) == 3 * mean(1, 1024)
+    assert Rounding(unit=0.5, tail=10).budget(ONE_LAYER).max_gap == 10 * mean(1, 64)
+
+
+SEEN_ON_A_GPU = [(28, 1536, 0.0188), (28, 3584, 0.0436)]
+"""(layers, width, mean gap): shapes of Qwen2.5-1.5B and 7B on an H200, random weights."""
+
+
+@pytest.mark.parametrize(("num_layers", "width", "gap"), SEEN_ON_A_GPU)
+def test_honest_rounding_of_large_models_keeps_its_budget_with_room_and_not_with_much(
+    num_layers: int, width: int, gap: float
+) -> None:
+    budget = budget_of("qwen2", "bfloat16", "local", "fast", DepthAndWidth(num_layers=num_layers, width=width))
+    assert 1.5 * gap <= budget.mean_gap <= 3 * gap
+
+
 def test_exact_mode_allows_nothing() -> None:
     for family, dtype, engine in [*FAST, ("unheard_of", "bfloat16", "sglang")]:
-        assert budget_of(family, dtype, engine, "exact") == EXACT == Budget(mean_gap=0.0, max_gap=0.0)
+        assert budget_of(family, dtype, engine, "exact", ONE_LAYER) == EXACT == Budget(mean_gap=0.0, max_gap=0.0)
 
 
 def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"no budget .* in int8\. Use model\.dtype bfloat16, float32, float64"):
-        budget_of("llama", "int8", "local", "fast")
+    with pytest.raises(UserError, match=r"no budget .* in int8\. Use model\.dtype bfloat16, float16, float32, float64"):
+        budget_of("llama", "int8", "local", "fast", ONE_LAYER)
