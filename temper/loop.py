@@ -63,8 +63,8 @@ class Plan:
     source that runs ahead makes its next batch meanwhile."""
     verify: Callable[[int, TrainResult], None]
     """Refuses to go on when they disagree after a step."""
-    measure_system: Callable[[Batch, Mapping[str, float]], dict[str, float]]
-    """Throughput and memory of a step, from its batch and its seconds."""
+    measure_system: Callable[[Batch, TrainResult, Mapping[str, float]], dict[str, float]]
+    """Throughput and memory of a step, from its batch, what the trainer did with it, and its seconds."""
     watch: Watch | None = None
     runs_ahead: bool = False
     """The sampler draws for later steps as well, and begins with them as soon as it has new weights."""
@@ -192,7 +192,7 @@ def _report(plan: Plan, step: int, batch: Batch, result: TrainResult, seconds: d
         loss=result.loss,
         metrics={**batch.metrics, **result.metrics},
         seconds=seconds,
-        system=plan.measure_system(batch, seconds),
+        system=plan.measure_system(batch, result, seconds),
         groups_trained=len(batch.groups),
         groups_dropped=len(batch.dropped),
         max_staleness=int(batch.metrics.get("stale/max", 0)),

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -26,7 +25,8 @@ from temper.protocols import SharesDevice
 from temper.rewards.composite import CompositeReward
 from temper.rollout.group import Extras
 from temper.runs.alarms.rules import configure
-from temper.runs.time_split import TRAINING, ModelSize, active_parameters, mfu, peak_flops, time_metrics
+from temper.runs.flops import mfu, peak_flops
+from temper.runs.time_split import TRAINING, time_metrics
 from temper.trainer.ranks import rank_and_world
 from temper.trainer.weights import Weights
 from temper.types import Batch, TrainResult
@@ -60,7 +60,7 @@ def make_plan(
         parity=checks.parity,
         canary=checks.look_again,
         verify=checks.verify,
-        measure_system=partial(_measure_system, stage, _model_size(stage)),
+        measure_system=partial(_measure_system, stage),
         watch=watch,
         runs_ahead=config.rollout.max_staleness > 0,
         paused=stage.sampler.paused if isinstance(stage.sampler, SharesDevice) else nullcontext,
@@ -169,7 +169,7 @@ async def _require_ready(stage: Stage) -> None:
     readiness.require_ready(found, is_forced=rule.level in ("note", "warn"))
 
 
-def _measure_system(stage: Stage, size: ModelSize, batch: Batch, seconds: Mapping[str, float]) -> dict[str, float]:
+def _measure_system(stage: Stage, batch: Batch, result: TrainResult, seconds: Mapping[str, float]) -> dict[str, float]:
     lengths = [len(sample.token_ids) for update in batch.updates for sample in update]
     drawn = sum(group.tokens_drawn for group in (*batch.groups, *(group for group, _ in batch.dropped)))
     training_seconds = sum(seconds.get(name, 0.0) for name in TRAINING)
@@ -180,7 +180,7 @@ def _measure_system(stage: Stage, size: ModelSize, batch: Batch, seconds: Mappin
         "sys/peak_memory_bytes": float(stage.trainer.peak_memory_bytes()),
         "sys/peak_memory_since_start": float(stage.trainer.peak_is_since_start),
         **time_metrics(seconds, stage.sampler.stats()),
-        **mfu(size, lengths, training_seconds, _peak(stage)),
+        **mfu(result.model_flops, training_seconds, _peak(stage)),
         **_judge_metrics(stage),
     }
     if (num_queued := stage.source.num_queued) is not None:
@@ -205,21 +205,6 @@ def _judge_metrics(stage: Stage) -> dict[str, float]:
         found |= rubric.metrics(prefix)
     falls = [value for name, value in found.items() if name.startswith("judge/kappa_fall/")]
     return {**found, "judge/kappa_fall": max(falls)} if falls else found
-
-
-def _model_size(stage: Stage) -> ModelSize:
-    config: Any = stage.model.config.get_text_config()  # type: ignore[operator, union-attr]
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    experts = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0) or 0
-    return ModelSize(
-        active_parameters=active_parameters(
-            {name: parameter.numel() for name, parameter in stage.model.named_parameters()},
-            num_experts=experts,
-            experts_per_token=getattr(config, "num_experts_per_tok", 0) or 0,
-        ),
-        num_layers=config.num_hidden_layers,
-        attention_width=config.num_attention_heads * head_size,
-    )
 
 
 def _peak(stage: Stage) -> float | None:

@@ -104,3 +104,13 @@ def _rotations(text: Any) -> Iterator[Mapping[str, Any]]:
 @cache
 def _table() -> dict[str, Any]:
     return json.loads(TABLE.read_text())  # type: ignore[no-any-return]
+
+
+def attention_windows(table: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """By layer, how many tokens a token sees, itself included; None: all before it. `table`: a text configuration."""
+    count = int(table["num_hidden_layers"])
+    window = table.get("sliding_window") or None
+    if kinds := table.get("layer_types"):
+        by_kind = {"sliding_attention": window, "chunked_attention": table.get("attention_chunk_size")}
+        return tuple(by_kind.get(kind) for kind in kinds)[:count]
+    return (window if table.get("model_type") == "mistral" else None,) * count

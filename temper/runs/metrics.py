@@ -265,7 +265,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("sys/prefill_tok_s", "tokens/s", STEP, "over the sampler's time", "Prompt tokens read by the sampler"),
         Metric("sys/decode_tok_s", "tokens/s", STEP, "over the sampler's time", "Tokens drawn by the sampler"),
         Metric("sys/mfu", "share", STEP, "over the training phases",
-               "(6 N + 6 layers width length) per token over the GPU's peak; absent if unknown"),
+               "FLOPs that had to be computed (below) over the GPU's peak; absent if unknown"),
         Metric("sys/rollout_tokens", "tokens", STEP, COUNT, "Drawn tokens, dropped groups included"),
         Metric("sys/train_tokens", "tokens", STEP, COUNT, "Tokens of trained rows, prompt included"),
         Metric("sys/queue_groups", "groups", STEP, ONCE, "Finished groups that waited when the batch was taken"),

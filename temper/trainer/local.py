@@ -30,6 +30,7 @@ from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_a
 from temper.trainer.passes.forward import StepFacts
 from temper.trainer.passes.scoring import ScoringPasses, Share
 from temper.trainer.passes.states import set_ordered
+from temper.trainer.passes.work import FlopCounter
 from temper.trainer.policy_step import PolicyStep
 from temper.trainer.ranks import rank_and_world
 from temper.trainer.references import MovingReference
@@ -102,7 +103,8 @@ class LocalTrainer:
         if others.reference is not None:
             models["reference"] = others.reference.requires_grad_(False)
         self._teachers = {domain: teacher.requires_grad_(False) for domain, teacher in others.teachers.items()}
-        self._passes = ScoringPasses(models, objective, settings.temperature, teachers=self._teachers)
+        self._counter = counter = FlopCounter(model, objective.needs)
+        self._passes = ScoringPasses(models, objective, settings.temperature, teachers=self._teachers, counter=counter)
         self._critic = others.critic
         self._reference: MovingReference | None = None
         if objective.reference is not None and others.reference is not None:
@@ -119,6 +121,7 @@ class LocalTrainer:
             self._optimizer,
             temperature=settings.temperature,
             gradient_checkpointing=settings.gradient_checkpointing,
+            counter=counter,
         )
         self._weights = Weights(model)
         self._one_pass = threading.Lock()
@@ -320,7 +323,8 @@ class LocalTrainer:
             finished["policy/reference_moved"] = float(has_moved)
             if resets_optimizer:
                 self._optimizer.reset()
-        return TrainResult(loss=loss, metrics=finished, seconds=seconds, traces=applied.traces or None)
+        traces, flops = applied.traces or None, self._counter.take()
+        return TrainResult(loss=loss, metrics=finished, seconds=seconds, traces=traces, model_flops=flops)
 
 
 def policy_rate(settings: TrainerSettings, step: int, waiting_steps: int) -> float:

@@ -17,6 +17,7 @@ from temper.objectives import DirectLoss, MetricSums, Objective, PolicyObjective
 from temper.trainer.optim import MasterAdamW
 from temper.trainer.passes.forward import StepFacts, checkpointing, enable_checkpointing, forward_backward, forward_only
 from temper.trainer.passes.scoring import Share
+from temper.trainer.passes.work import FlopCounter
 from temper.trainer.ranks import merge_over_ranks, sum_over_ranks
 from temper.trainer.trust_region import constrained_step
 from temper.types import Microbatch
@@ -34,9 +35,10 @@ class PolicyStep:
         *,
         temperature: float,
         gradient_checkpointing: bool,
+        counter: FlopCounter,
     ) -> None:
         self._model, self._objective, self._optimizer = model, objective, optimizer
-        self._temperature = temperature
+        self._temperature, self._counter = temperature, counter
         self._is_recomputing = gradient_checkpointing
         self._trains_all = isinstance(objective, DirectLoss)
         """Whether rows without credit have a gradient too; found out with the first that has one."""
@@ -81,6 +83,8 @@ class PolicyStep:
     def _constrained(
         self, objective: PolicyObjective, share: Share, facts: StepFacts, measured: Sequence[Mapping[str, Tensor]]
     ) -> MetricSums:
+        for microbatch in share.microbatches:
+            self._counter.count(microbatch, has_backward=True)
         return constrained_step(
             self._model,
             share.microbatches,
@@ -96,10 +100,12 @@ class PolicyStep:
         options: dict[str, Any] = {"temperature": self._temperature, "facts": facts, "measured": measured, "seen": seen}
         if not self._trains_all and not microbatch.has_credit:
             if (found := forward_only(*arguments, **options)) is not None:
+                self._counter.count(microbatch, has_backward=False)
                 return found
             self._trains_all = True
         with checkpointing(self._model) if self._is_recomputing else nullcontext(), self._optimizer.collecting():
             loss, metrics = forward_backward(*arguments, **options)
+        self._counter.count(microbatch, has_backward=True)
         return loss, metrics
 
     def _culprit(self, parts: Sequence[Part], facts: StepFacts) -> str:

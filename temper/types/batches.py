@@ -205,6 +205,8 @@ class TrainResult:
     seconds: Mapping[str, float]
     traces: Traces | None = None
     """None: switched off, or the objective took a step of its own."""
+    model_flops: float = 0.0
+    """FLOPs that the policy had to compute for it, over all ranks (runs/flops.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from temper.runs.flops import PEAK_FLOPS
 from temper.runs.metrics import SECTIONS, Metric
-from temper.runs.time_split import PEAK_FLOPS, PHASES
+from temper.runs.time_split import PHASES
 
 INTRO = """# Metrics
 
@@ -33,10 +34,18 @@ What follows a report (recording, evaluation, checkpoint) is therefore in the se
 step it is in none.
 """
 
-MFU = """`sys/mfu` is `FLOPs / (seconds * peak)` over the training phases, with `6 N + 6 layers width length` FLOPs for
-a token in a row of that length: `N` parameters that work on a token, `width` heads times their size, causal attention.
-N = 7e9, 28 layers, width 3584, length 8192: 4.693e10 FLOPs; 3,000 tokens/s on 989e12 FLOP/s is an MFU of 0.142.
-Peaks are dense, in TFLOP/s; on other devices the metric is absent.
+MFU = """`sys/mfu` is `FLOPs / (seconds * peak)` over the training phases. FLOPs are those that had to be computed:
+- a token: 2 N forward, 2 N for the gradient of the states, 2 N for that of the weights, with N parameters of matrices
+  inside the layers (of experts, those that work on one token). Weights below an adapter have no gradient: 4 N;
+- the head: the same, with its own parameters, for trained tokens alone. Embeddings are looked up;
+- attention: 4 `width` forward and 8 backward in every layer, for every token and each one that it sees (itself and all
+  before it, or its window), with `width` heads times their size;
+- a prompt that rows of a microbatch share counts once; rows without credit have a forward pass alone, and so has a
+  proximal policy; activations that are computed again, padding, other models and constrained steps beyond their
+  gradient are not counted.
+
+N = 7e9, 28 layers, width 3584, a row of 8192 tokens, trained whole, without the head: 4.693e10 FLOPs a token; 3,000
+tokens/s on 989e12 FLOP/s is an MFU of 0.142. Peaks are dense, in TFLOP/s; on other devices the metric is absent.
 """
 
 
@@ -52,7 +61,7 @@ def page_text() -> str:
         parts += [f"## {title}\n", _table(("metric", "unit", "counted", "reduction", "meaning"), map(_row, metrics))]
     phases = ([f"`{name}`", meaning] for name, meaning in PHASES.items())
     parts += ["## Time\n", LEDGER, _table(("phase", "what happens"), phases)]
-    dtypes = ("bfloat16", "float16", "float32")
+    dtypes = ("bfloat16", "float16", "float8", "float32")
     peaks = (
         [name, *(f"{by_dtype[dtype] / 1e12:g}" if dtype in by_dtype else "-" for dtype in dtypes)]
         for name, by_dtype in PEAK_FLOPS.items()

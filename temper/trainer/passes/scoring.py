@@ -24,6 +24,7 @@ from temper.trainer.passes.logprobs import drawn_logprobs, top_tokens
 from temper.trainer.passes.routers import chosen_routes
 from temper.trainer.passes.scores import read_scores
 from temper.trainer.passes.states import drawn_states
+from temper.trainer.passes.work import FlopCounter
 from temper.trainer.ranks import gather_over_ranks
 from temper.types import Microbatch
 
@@ -48,10 +49,13 @@ class ScoringPasses:
         temperature: float,
         *,
         teachers: Mapping[str, nn.Module] | None = None,
+        counter: FlopCounter | None = None,
     ) -> None:
-        """`teachers` read the rows of their domain; that of "" reads all others."""
+        """`teachers` read the rows of their domain; that of "" reads all others. `counter`: of what the proximal policy
+        costs; None: nobody asks."""
         self._models, self._objective, self._temperature = models, objective, temperature
         self._teachers = teachers or {}
+        self._counter = counter
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch, who: Who) -> Tensor:
@@ -136,8 +140,12 @@ class ScoringPasses:
         if "policy_top_k" not in needs and "router" not in needs:
             if not wants_logprobs or microbatch.proximal_logprobs is not None:
                 return microbatch
-            return replace(microbatch, proximal_logprobs=self.score(microbatch, "policy"))
-        return self._with_captured(microbatch, wants_logprobs)
+            microbatch = replace(microbatch, proximal_logprobs=self.score(microbatch, "policy"))
+        else:
+            microbatch = self._with_captured(microbatch, wants_logprobs)
+        if self._counter is not None:
+            self._counter.count(microbatch, has_backward=False)
+        return microbatch
 
     def _with_captured(self, microbatch: Microbatch, wants_logprobs: bool) -> Microbatch:
         """Log-probabilities, most likely tokens and chosen experts of one pass."""

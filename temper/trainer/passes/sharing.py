@@ -58,12 +58,8 @@ class Sharing:
 
 def shared_prompts(microbatch: Microbatch, device: torch.device) -> Sharing | None:
     """Prompts of rows that have all tokens before their first drawn one in common. None: too few to be worth it."""
-    by_count: dict[int, list[NDArray[np.int64]]] = {}
-    for starts_m, length in _prompts(microbatch):
-        by_count.setdefault(len(starts_m), []).append(np.arange(length)[:, None] + starts_m)
-    shared = [np.concatenate(by_count[count]) for count in sorted(by_count)]
-    num_tokens = len(microbatch.token_ids)
-    if sum(places_Nm.size - len(places_Nm) for places_Nm in shared) < LEAST_SAVING * num_tokens:
+    shared, num_tokens = shared_places(microbatch), len(microbatch.token_ids)
+    if not shared:
         return None
     source_T = np.full(num_tokens, -1, dtype=np.int64)
     num_computed = 0
@@ -74,6 +70,16 @@ def shared_prompts(microbatch: Microbatch, device: torch.device) -> Sharing | No
     source_T[others] = num_computed + np.arange(len(others))
     to_device = [torch.from_numpy(array).to(device) for array in (*shared, others, source_T)]
     return Sharing(shared=tuple(to_device[:-2]), others=to_device[-2], source_T=to_device[-1])
+
+
+def shared_places(microbatch: Microbatch) -> list[NDArray[np.int64]]:
+    """Packed places [N, m] of each token of a shared prompt, by how many rows share it; empty: not worth it."""
+    by_count: dict[int, list[NDArray[np.int64]]] = {}
+    for starts_m, length in _prompts(microbatch):
+        by_count.setdefault(len(starts_m), []).append(np.arange(length)[:, None] + starts_m)
+    shared = [np.concatenate(by_count[count]) for count in sorted(by_count)]
+    saved = sum(places_Nm.size - len(places_Nm) for places_Nm in shared)
+    return shared if saved and saved >= LEAST_SAVING * len(microbatch.token_ids) else []
 
 
 def _prompts(microbatch: Microbatch) -> Iterator[tuple[NDArray[np.int64], int]]:
