@@ -5,6 +5,7 @@ Heavy imports happen inside the verb, so --help is instant.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -20,5 +21,6 @@ def pages(folder: Annotated[Path, typer.Argument(help="Where they stand: docs, f
 
     from temper.commands.pages.reference import write_pages
 
-    for path in write_pages(folder, get_command(app)):
+    door = sys.modules[__name__.partition(".")[0]]  # what a user imports; here it is only read
+    for path in write_pages(folder, get_command(app), door):
         out.print(f"wrote {path}", highlight=False)

@@ -1,6 +1,7 @@
 """docs/reference/python.md: every name of `import temper`, with signatures and what stands under them.
 
-Owns: the page, read from the source of what the package exports.
+Owns: the page, read from the source of what the package exports. Refuses: importing it; the door stands above
+everything else, and is handed over.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
-import temper
 from temper.commands.pages.entries import definition, fields_of, plain
 
 INTRO = """# Python
@@ -21,10 +22,10 @@ Written by `temper pages docs`; do not edit. How they are used, and a table for 
 """
 
 
-def python_text() -> str:
-    names = [name for name in temper.__all__ if not name.startswith("_")]
+def python_text(package: ModuleType) -> str:
+    names = [name for name in package.__all__ if not name.startswith("_")]
     ordered = sorted(names, key=lambda name: (name[0].isupper(), name))
-    return "\n".join([INTRO, *(_entry(name, getattr(temper, name)) for name in ordered)])
+    return "\n".join([INTRO, *(_entry(name, getattr(package, name)) for name in ordered)])
 
 
 def _entry(name: str, value: Any) -> str:

@@ -1,12 +1,14 @@
 """Every page of docs/ that is written from the code, by its path below docs/.
 
-Owns: the list. Refuses: the command line's own page needs the application, which stands above: it is handed over.
+Owns: the list. Refuses: importing what two of the pages are about, the command line and the package's door: both stand
+above, and are handed over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from temper.commands.pages import metrics, objectives, recipe
@@ -19,15 +21,19 @@ REFERENCE: dict[str, Callable[[], str]] = {
     "reference/presets.md": presets_text,
     "reference/rewards.md": rewards_text,
     "reference/environments.md": environments_text,
-    "reference/python.md": python_text,
 }
 
 
-def write_pages(folder: Path, command: Any) -> list[Path]:
-    """Writes all of them; `command` is the group of verbs as click has it."""
+def reference_texts(command: Any, package: ModuleType) -> dict[str, str]:
+    """`command`: the group of verbs as click has it; `package`: what a user imports."""
+    texts = {path: text() for path, text in REFERENCE.items()}
+    return texts | {"reference/cli.md": command_line_text(command), "reference/python.md": python_text(package)}
+
+
+def write_pages(folder: Path, command: Any, package: ModuleType) -> list[Path]:
+    """Writes all of them and returns their paths."""
     written = [page.write_page(folder) for page in (metrics, objectives, recipe)]
-    texts = {path: text() for path, text in REFERENCE.items()} | {"reference/cli.md": command_line_text(command)}
-    for path, text in texts.items():
+    for path, text in reference_texts(command, package).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
         written.append(folder / path)
