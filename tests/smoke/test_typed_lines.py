@@ -16,7 +16,7 @@ from typer.main import get_command
 from temper.cli import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "temper/commands/starter/recipe.toml"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "temper/commands/starter/recipe.toml"]
 Refusal = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """What a verb answers arguments with that it does not accept; typer brings a copy of click."""
 ANY_OF = {"best": ("--reward", "--suite"), "label-steps": ("--suite",), "compare": ("--suite", "RESULT", ".json")}

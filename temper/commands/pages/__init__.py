@@ -1,1 +1,1 @@
-"""Pages that are written from the code: objectives and metrics."""
+"""Pages of docs/ that are written from the code; `temper pages docs` writes all of them."""

@@ -5,9 +5,9 @@ Owns: the page. Nothing on it is typed twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from temper.commands.pages.entries import table
 from temper.runs.flops import PEAK_FLOPS
 from temper.runs.metrics import SECTIONS, Metric
 from temper.runs.time_split import PHASES
@@ -58,15 +58,15 @@ def write_page(folder: Path) -> Path:
 def page_text() -> str:
     parts = [INTRO]
     for title, metrics in SECTIONS.items():
-        parts += [f"## {title}\n", _table(("metric", "unit", "counted", "reduction", "meaning"), map(_row, metrics))]
+        parts += [f"## {title}\n", table(("metric", "unit", "counted", "reduction", "meaning"), map(_row, metrics))]
     phases = ([f"`{name}`", meaning] for name, meaning in PHASES.items())
-    parts += ["## Time\n", LEDGER, _table(("phase", "what happens"), phases)]
+    parts += ["## Time\n", LEDGER, table(("phase", "what happens"), phases)]
     dtypes = ("bfloat16", "float16", "float8", "float32")
     peaks = (
         [name, *(f"{by_dtype[dtype] / 1e12:g}" if dtype in by_dtype else "-" for dtype in dtypes)]
         for name, by_dtype in PEAK_FLOPS.items()
     )
-    parts += ["## Utilisation\n", MFU, _table(("GPU", *dtypes), peaks)]
+    parts += ["## Utilisation\n", MFU, table(("GPU", *dtypes), peaks)]
     return "\n".join(parts)
 
 
@@ -78,8 +78,3 @@ def explain(metric: Metric) -> str:
 
 def _row(metric: Metric) -> list[str]:
     return [f"`{metric.name}`", metric.unit, metric.mask, metric.reduction, metric.meaning]
-
-
-def _table(columns: Sequence[str], rows: Iterator[list[str]]) -> str:
-    lines = [list(columns), ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"

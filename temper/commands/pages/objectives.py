@@ -51,7 +51,7 @@ Any factor of a preset can be replaced in a recipe: `objective.gate = "sapo"`, o
 `objective.gate = {name = "clip", high = 0.28}`; lists compose: `objective.corrections = ["token_tis", "veto"]`.
 
 A **direct loss** stands in place of all these: of given texts, of pairs, of scores, of the distance from a
-teacher. `objective.loss = {beta = 0.3}` changes a preset's; each kind of stage takes [its own](#losses).
+teacher. `objective.loss = {beta = 0.3}` changes a preset's; each kind of stage takes [its own](#direct-losses).
 """
 
 
