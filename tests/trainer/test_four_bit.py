@@ -29,7 +29,7 @@ from temper.models.lora.wrapping import (
 from temper.models.save import save_model, saved_tensors
 from temper.models.tiny import character_tokenizer
 from temper.objectives import PRESETS, Objective, resolve
-from temper.parity.budgets import budget_of
+from temper.parity.budgets import DepthAndWidth, budget_of
 from temper.parity.check import Canary, Sides
 from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
@@ -154,7 +154,7 @@ def sides(trainer: LocalTrainer, engine: LocalEngine, dtype: str, numerics: Any 
         sampler=engine,
         recompute=trainer.score,
         params=SamplingParams(temperature=1.0, max_new_tokens=64, stop_ids=()),
-        budget=budget_of("qwen2", dtype, "local", numerics),
+        budget=budget_of("qwen2", dtype, "local", numerics, DepthAndWidth(num_layers=2, width=32)),
         find_stale=None,
         bos_id=None,
         seconds=60.0,
