@@ -3,6 +3,8 @@
     python benchmarks/step.py                        # tiny model, CPU
     python benchmarks/step.py --shape smollm2-135m   # a GPU
     python benchmarks/step.py --only temper --shape qwen2.5-7b --states 8bit --checkpointing --prompts 32 --new 512
+    python benchmarks/step.py --only temper --shape qwen2.5-7b --lora 32 --base 4bit --checkpointing --new 2000
+    python benchmarks/step.py --only temper --shape qwen2.5-1.5b --prompts 2 --group 2 --new 32000 --checkpointing
 Needs `pip install "temper-rl[bench]"` for the TRL column; --only temper leaves it out.
 """
 
@@ -38,12 +40,20 @@ from temper.types import Batch, EvaluationResult, StepReport
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ?.,"
 
 
-def make_model(folder: Path, shape: str, dtype: str) -> None:
+PROMPT_ROOM = 256
+"""Tokens of a row beside its answer."""
+
+
+def make_model(folder: Path, shape: str, dtype: str, new: int) -> None:
     """Random weights: shapes matter, not quality. The end token is one of thousands, so almost nothing stops early."""
     tokenizer = character_tokenizer(ALPHABET)
     torch.manual_seed(0)
     config = configuration(
-        shape, eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=tokenizer.pad_token_id
+        shape,
+        context=max(2048, new + PROMPT_ROOM),
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
     )
     # A CPU would draw seven billion numbers for minutes.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -76,10 +86,11 @@ def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dic
     rows = folder / "prompts.jsonl"
     rows.write_text("".join(json.dumps({"prompt": p, "answer": ALPHABET}) + "\n" for p in prompts(512)))
     completions = options.prompts * options.group
+    lora = {"lora": {"rank": options.lora, "base": options.base}} if options.lora else {}
     # The reward grows with the letters of an answer, as in TRL's column: nearly every group has a signal to train on.
     recipe = {
         "steps": options.steps,
-        "model": {"path": str(folder), "dtype": dtype, "gradient_checkpointing": options.checkpointing},
+        "model": {"path": str(folder), "dtype": dtype, "gradient_checkpointing": options.checkpointing, **lora},
         "optim": {"states": options.states, "offload": options.offload},
         "train": [{"path": str(rows)}],
         "reward": [{"kind": "edit"}],
@@ -182,18 +193,25 @@ def main() -> None:
     parser.add_argument("--states", choices=["float32", "bfloat16", "8bit"], default="float32", help="Temper: moments")
     parser.add_argument("--offload", action="store_true", help="Temper: moments and masters in the host's memory")
     parser.add_argument("--max-gap", type=float, help="Temper: engine.max_logprob_gap, for shapes above its budget")
-    parser.add_argument("--checkpointing", action="store_true", help="Temper: recompute activations")
+    parser.add_argument(
+        "--checkpointing", nargs="?", const=True, default=False, choices=["offload"],
+        help="Temper: recompute activations; offload: from inputs that wait in the host's memory",
+    )  # fmt: skip
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="Temper: train adapters of this rank")
+    parser.add_argument("--base", choices=["full", "4bit"], default="full", help="Temper: the model under adapters")
     parser.add_argument("--trl-batch", type=int, default=64, help="TRL: sequences per forward pass")
     parser.add_argument("--trl-steps", type=int, help="TRL: as many as --steps unless given; its steps vary little")
     parser.add_argument("--only", choices=["temper", "trl"])
     options = parser.parse_args()
+    if options.base != "full" and not options.lora:
+        parser.error("--base is about the model under adapters: give --lora too")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     columns: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder, options.shape, dtype)
+        make_model(folder, options.shape, dtype, options.new)
         if options.only != "trl":
             columns["temper"] = measure_temper(folder, options, dtype)
         if options.only != "temper":

@@ -80,8 +80,9 @@ class ModelConfig(Section):
     """Train adapters instead of the weights, e.g. {rank = 16}."""
     offload: bool = False
     """Reference and teacher wait on the CPU between their passes: less memory on the GPU, more time."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | Literal["offload"] = False
+    """Recompute activations in the backward pass: less memory, about a third more time. "offload": on a GPU, what they
+    are recomputed from waits in the memory of the host, for rows of tens of thousands of tokens."""
 
     @property
     def taught_by(self) -> dict[str, str]:

@@ -10,12 +10,13 @@ Shapes: _T packed tokens, _D width, H heads, K kv-heads, _F width of the feed-fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from temper.models.long_rows import feed_forward
 from temper.models.lora.low_rank import is_adapted, low_rank_linear
 from temper.models.nf4.products import four_bit_linear, is_four_bit
 from temper.models.ops import Ops, ops_of, product
@@ -50,8 +51,8 @@ def walk(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Any) -> T
     hidden_TD: Tensor | None = None
     for layer in decoder.layers:
         if layer.training and getattr(layer, "gradient_checkpointing", False) and torch.is_grad_enabled():
-            hidden_TD, residual_TD = checkpoint(
-                _layer, layer, ops, hidden_TD, residual_TD, rotation, attend, use_reentrant=False
+            hidden_TD, residual_TD = layer._gradient_checkpointing_func(
+                _layer, layer, ops, hidden_TD, residual_TD, rotation, attend
             )
         else:
             hidden_TD, residual_TD = _layer(layer, ops, hidden_TD, residual_TD, rotation, attend)
@@ -71,9 +72,16 @@ def _layer(
     attended_TD = _attention(layer.self_attn, ops, normed_TD, rotation, attend)
     norm = layer.post_attention_layernorm
     normed_TD, residual_TD = ops.add_rms_norm(attended_TD, residual_TD, norm.weight, norm.variance_epsilon)
-    mlp = layer.mlp
+    compute = partial(_feed_forward, layer.mlp, ops)
+    # In every pass of such a layer, so that a pass without gradient has the same bits.
+    if len(normed_TD) > feed_forward.CHUNK_TOKENS and getattr(layer, "gradient_checkpointing", False):
+        return feed_forward.in_chunks(compute, normed_TD, list(layer.mlp.parameters())), residual_TD
+    return compute(normed_TD), residual_TD
+
+
+def _feed_forward(mlp: Any, ops: Ops, normed_TD: Tensor) -> Tensor:
     gated_TF = ops.silu_mul(_project(ops, normed_TD, (mlp.gate_proj, mlp.up_proj)))
-    return _project(ops, gated_TF, (mlp.down_proj,)), residual_TD
+    return _project(ops, gated_TF, (mlp.down_proj,))
 
 
 def _attention(module: Any, ops: Ops, normed_TD: Tensor, rotation: tuple[Tensor, Tensor], attend: Any) -> Tensor:

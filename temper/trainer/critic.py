@@ -23,7 +23,7 @@ from temper.objectives.advantage.critics import explained_variance, value_loss, 
 from temper.objectives.metrics import mean_sums
 from temper.trainer.adamw.files import read_tensors, write_tensors
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
-from temper.trainer.passes.forward import checkpointing, enable_checkpointing
+from temper.trainer.passes.forward import Checkpointing, checkpointing, enable_checkpointing
 from temper.trainer.passes.states import drawn_states
 from temper.trainer.ranks import merge_over_ranks, sum_over_ranks
 from temper.trainer.weights import publish
@@ -40,15 +40,20 @@ class Critic:
     """Has no randomness: equal state and microbatches give equal bits."""
 
     def __init__(
-        self, model: nn.Module, settings: OptimizerSettings, *, total_steps: int, gradient_checkpointing: bool = False
+        self,
+        model: nn.Module,
+        settings: OptimizerSettings,
+        *,
+        total_steps: int,
+        gradient_checkpointing: Checkpointing = False,
     ) -> None:
         """Takes the decoder of `model` for itself: give it a copy of the policy. total_steps are those of the stage."""
         self._module = ValueModel(model)
         self._settings, self._total_steps = settings, total_steps
-        self._is_recomputing = gradient_checkpointing
+        self._is_recomputing = bool(gradient_checkpointing)
         self._optimizer = MasterAdamW(self._module, settings)
         if gradient_checkpointing:
-            enable_checkpointing(self._module.decoder)
+            enable_checkpointing(self._module.decoder, gradient_checkpointing)
 
     @property
     def module(self) -> nn.Module:

@@ -27,7 +27,7 @@ from temper.trainer.adamw.files import read_tensors, write_tensors
 from temper.trainer.critic import Critic, explained
 from temper.trainer.memory import PeakMemory
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
-from temper.trainer.passes.forward import StepFacts
+from temper.trainer.passes.forward import Checkpointing, StepFacts
 from temper.trainer.passes.scoring import ScoringPasses, Share
 from temper.trainer.passes.states import set_ordered
 from temper.trainer.passes.work import FlopCounter
@@ -54,7 +54,7 @@ class TrainerSettings:
     """What the sampler divides logits by; every log-probability here does the same."""
     total_steps: int
     """Steps of the stage; the learning-rate schedule ends there."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Checkpointing = False
     seed: int = 0
     """Seed of the run, for factors that choose tokens at random."""
     traces: bool = True

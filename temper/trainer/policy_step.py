@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from temper.errors import BackendError
 from temper.objectives import DirectLoss, MetricSums, Objective, PolicyObjective
 from temper.trainer.optim import MasterAdamW
-from temper.trainer.passes.forward import StepFacts, checkpointing, enable_checkpointing, forward_backward, forward_only
+from temper.trainer.passes.forward import (
+    Checkpointing,
+    StepFacts,
+    checkpointing,
+    enable_checkpointing,
+    forward_backward,
+    forward_only,
+)
 from temper.trainer.passes.scoring import Share
 from temper.trainer.passes.work import FlopCounter
 from temper.trainer.ranks import merge_over_ranks, sum_over_ranks
@@ -34,16 +41,16 @@ class PolicyStep:
         optimizer: MasterAdamW,
         *,
         temperature: float,
-        gradient_checkpointing: bool,
+        gradient_checkpointing: Checkpointing,
         counter: FlopCounter,
     ) -> None:
         self._model, self._objective, self._optimizer = model, objective, optimizer
         self._temperature, self._counter = temperature, counter
-        self._is_recomputing = gradient_checkpointing
+        self._is_recomputing = bool(gradient_checkpointing)
         self._trains_all = isinstance(objective, DirectLoss)
         """Whether rows without credit have a gradient too; found out with the first that has one."""
         if gradient_checkpointing:
-            enable_checkpointing(model)
+            enable_checkpointing(model, gradient_checkpointing)
 
     def gradient(
         self,

@@ -7,10 +7,10 @@ Shapes: _T packed tokens, _A drawn tokens, _D width, _K top tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from temper.errors import UserError
+from temper.models.long_rows.host import CudaMover, HostInputs
 from temper.models.states import Head
 from temper.objectives import DirectLoss, Loss, MetricSums, Objective, Scored, Tokens, objective_loss
 from temper.objectives.policy.ratios import router_deviation
@@ -201,11 +202,25 @@ def _router_shift(states: DrawnStates, microbatch: Microbatch) -> Tensor:
     return router_deviation(old, route_logprobs(logits, ids).to(old.dtype))
 
 
-def enable_checkpointing(model: Any) -> None:
+Checkpointing = bool | Literal["offload"]
+"""Whether layers recompute their activations; offload: from inputs that, on a GPU, wait in the memory of the host."""
+
+
+def enable_checkpointing(model: Any, kind: Checkpointing = True) -> None:
     """Makes layers able to recompute their activations in the backward pass; `checkpointing` says when they do."""
     if not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
         raise UserError(f"gradient_checkpointing=true: {type(model).__name__} has no layers that support it")
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    device = next(model.parameters()).device
+    if kind == "offload" and device.type == "cuda":
+        set_recompute(model, HostInputs(CudaMover(device)).recompute)
+
+
+def set_recompute(model: nn.Module, recompute: Callable[..., Any]) -> None:
+    """How layers of this model that recompute do so, in place of torch's way."""
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = recompute  # type: ignore[assignment]
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """The trainer's attention: packed rows that cannot see each other.
 
-Rows lie end to end everywhere else; only here they are padded, on the right, so that plain causal attention keeps rows
-apart without a mask and the fast kernels apply. Rows of like length are padded together, so padding at most doubles T.
+Where there is a kernel for rows of any lengths (varlen.py), nothing is padded. Elsewhere rows are padded, on the right,
+so that plain causal attention keeps rows apart without a mask. Rows of like length are padded together, so padding at
+most doubles T.
 Owns: row layout, sliding windows, the exact form of the same. Refuses: caches (the engine has its own attend).
 Shapes: _T packed tokens, _P padded slots, _S rows, H heads, D head size.
 """
@@ -19,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from temper.models.exact import exact_attention
 from temper.models.ops import lacks_products
+from temper.trainer.passes import varlen
 from temper.trainer.passes.gathering import place_rows, take_rows
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -38,10 +40,30 @@ class PackedAttention:
         is_dense = torch.equal(slots, torch.arange(self._num_slots))
         self._slots_T = None if is_dense else slots.to(device)
         self._masks: dict[tuple[int, int], Tensor] = {}
+        self._longest = max(lengths)
+        self._starts_S1 = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+    def computed_tokens(self, query: Tensor) -> int:
+        """Slots that attention of such queries goes over, padding included."""
+        return len(query) if self._is_varlen(query, None) else self._num_slots
+
+    def _is_varlen(self, query: Tensor, window: int | None) -> bool:
+        """Rows of one length need no padding, and plain attention no starts; but it would hold a mask for a window."""
+        is_padded = self._slots_T is not None
+        has_mask = window is not None and window < self._longest
+        return (is_padded or has_mask) and varlen.has_kernel(query)
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
     ) -> Tensor:
+        if self._is_varlen(query, sliding_window):
+            output = varlen.varlen_attention(
+                query, key, value, self._starts_S1, longest=self._longest, scaling=scaling, window=sliding_window
+            )
+            if self._is_ordered:
+                order_gradients(output)
+            return output
+
         def attend(*padded: Tensor) -> Tensor:
             mask = self._window_mask(padded[0].shape[1], sliding_window, query.device)
             q, k, v = (tensor.transpose(1, 2) for tensor in padded)  # views: the kernels take any stride
