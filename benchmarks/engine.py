@@ -2,6 +2,7 @@
 
     python benchmarks/engine.py models/smollm2-135m                      # 64 together, fast and exact
     python benchmarks/engine.py models/smollm2-135m --random --together 64 1024 --with bare generate   # a GPU
+    python benchmarks/engine.py models/smollm2-135m --random --together 64 256 --with --weights model fp8
     python benchmarks/engine.py models/smollm2-135m --grow docs/engine.svg   # cost against length, batch and groups
 Every request draws exactly --new tokens at temperature 1 with log-probabilities, through the public engine.
 `bare` is a hand-written decode step, compiled, replayed without scheduler, sampling parameters or host: the limit.
@@ -31,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.models.decoder import lay_end_to_end, set_numerics
+from temper.models.float8.layers import float8_copy
 from temper.models.load import prepare
 from temper.runs.report.plot import Line, Panel, chart
 from temper.types import Completion, Request, SamplingParams
@@ -95,12 +97,15 @@ def time_engine(engine: LocalEngine, prompts: list[tuple[int, ...]], new: int, n
     return seconds
 
 
-def measure_engine(model: Any, options: argparse.Namespace, numerics: str, together: int) -> float:
+def measure_engine(
+    model: Any, options: argparse.Namespace, numerics: str, together: int, weights: str = "model"
+) -> float:
+    model = float8_copy(prepare(model)) if weights == "fp8" else model
     engine = make_engine(model, numerics, together, options.prompt + options.new + 8)
     vocabulary = model.config.get_text_config().vocab_size
     for repeat in range(2):  # the first records graphs and compiles kernels
         prompts = make_prompts(together, options.prompt, vocabulary, repeat)
-        seconds = time_engine(engine, prompts, options.new, f"{numerics} {together} {repeat}")
+        seconds = time_engine(engine, prompts, options.new, f"{numerics} {weights} {together} {repeat}")
     return together * options.new / seconds
 
 
@@ -257,6 +262,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--together", type=int, nargs="+", default=[64])
     parser.add_argument("--with", dest="others", nargs="*", choices=["bare", "generate"], default=["generate"])
+    parser.add_argument("--weights", nargs="+", choices=["model", "fp8"], default=["model"], help="fp8: beside bf16")
     parser.add_argument("--grow", help="write a chart of how cost grows to this file, instead of the table")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2000])
     options = parser.parse_args()
@@ -268,6 +274,11 @@ def main() -> None:
         "temper": lambda together: measure_engine(model, options, "fast", together),
         "temper exact": lambda together: measure_engine(model, options, "exact", together),
     }
+    if "fp8" in options.weights:
+        columns = {
+            "temper": columns["temper"],
+            "temper fp8": lambda together: measure_engine(model, options, "fast", together, "fp8"),
+        }
     if "bare" in options.others:
         columns["bare step"] = lambda together: measure_bare(model, options, together)
     if "generate" in options.others:

@@ -4,6 +4,7 @@
     python benchmarks/parity.py --dtype bfloat16 --faults                # ... and faults planted at each of them
     python benchmarks/parity.py --shapes tiny 12x256 smollm2-135m qwen2.5-1.5b qwen2.5-7b 40x1024 --faults   # a GPU
     python benchmarks/parity.py --shapes models/smollm2-135m --dtype float16          # trained weights
+    python benchmarks/parity.py --weights fp8                            # a sampler whose matrices are float8
 A shape is a name of shapes.py, LAYERSxWIDTH, or a checkpoint directory; the first two get random weights. Below the
 table: the constants of temper/parity/budgets.py as these shapes would have them.
 """
@@ -38,6 +39,7 @@ from temper.batching.pack import pack
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.errors import BackendError
 from temper.models.decoder import lay_end_to_end
+from temper.models.float8.layers import float8_copy
 from temper.models.load import load_model, load_tokenizer, prepare, shape_of
 from temper.objectives import PRESETS
 from temper.parity.budgets import Budget, DepthAndWidth, budget_of
@@ -90,7 +92,7 @@ def _configuration(shape: str) -> Any:
     )  # fmt: skip
 
 
-def make_pair(model: Any, budget: Budget) -> Pair:
+def make_pair(model: Any, budget: Budget, weights: str = "model") -> Pair:
     settings = EngineSettings(
         seed=0, block_size=16, num_blocks=4096, max_running=64, tokens_per_step=4096, max_length=LONGEST,
         steps_per_sync=8, prefix_cache=False,
@@ -104,7 +106,7 @@ def make_pair(model: Any, budget: Budget) -> Pair:
     )
 
     def make_engine(other: Any) -> LocalEngine:
-        return LocalEngine(other, settings)
+        return LocalEngine(float8_copy(other) if weights == "fp8" else other, settings)
 
     sides = Sides(sampler=make_engine(model), recompute=trainer.score, params=SamplingParams(), budget=budget, bos_id=0)
     return Pair(model=model, make_engine=make_engine, sides=sides)
@@ -164,7 +166,7 @@ def show(found: Sequence[Found], options: argparse.Namespace) -> None:
     where = torch.cuda.get_device_name(0) if DEVICE.type == "cuda" else "CPU"
     table = Table(
         "shape", "layers", "width", "vocabulary", "tokens", "mean gap", "budget", "largest", "budget", "mean / budget",
-        title=f"|sampled - recomputed| in nats, {options.dtype}, {where}",
+        title=f"|sampled - recomputed| in nats, {options.dtype}, sampler's matrices {options.weights}, {where}",
     )  # fmt: skip
     for one in found:
         agreement, budget = one.agreement, one.budget
@@ -187,9 +189,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=SMALL)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--weights", default="model", choices=["model", "fp8"], help="engine.weights")
     parser.add_argument("--prompts", type=int, default=64, help="prompts of a measurement, 8 tokens after each")
     parser.add_argument("--faults", action="store_true", help="plant every fault at every shape")
     options = parser.parse_args()
+    coarser = "fp8" if options.weights == "fp8" else options.dtype
     found: list[Found] = []
     caught: dict[str, dict[str, str | None]] = {}
     for shape in options.shapes:
@@ -197,8 +201,8 @@ def main() -> None:
         model = make_model(shape, getattr(torch, options.dtype))
         facts = shape_of(model.config)
         size = DepthAndWidth(num_layers=facts.num_layers, width=facts.width)
-        budget = budget_of(facts.family, options.dtype, "local", "fast", size)
-        pair = make_pair(model, budget)
+        budget = budget_of(facts.family, coarser, "local", "fast", size)
+        pair = make_pair(model, budget, options.weights)
         agreement = measure(shape, pair, options.prompts)
         found.append(Found(shape=shape, size=size, vocabulary=facts.vocab_size, agreement=agreement, budget=budget))
         if options.faults:
@@ -209,7 +213,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     show(found, options)
     if len(found) > 2:
-        print(fit(found, options.dtype))
+        print(fit(found, coarser))
     if caught:
         show_faults(caught)
 

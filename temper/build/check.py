@@ -51,6 +51,8 @@ def _check_four_bits(config: RunConfig, objective: Objective) -> None:
     problem = None
     if config.engine.kind != "local":
         problem = f'engine.kind="{config.engine.kind}" reads merged weights in full. Use engine.kind="local"'
+    elif config.engine.weights == "fp8":
+        problem = 'sampler and trainer share the base as it is held. Leave out engine.weights = "fp8"'
     elif objective.reference is not None:
         problem = "a reference that moves needs weights of its own. Leave out objective.reference"
     elif "scores" in objective.needs:

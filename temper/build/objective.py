@@ -6,6 +6,8 @@ Refuses: the objectives themselves (objectives/).
 
 from __future__ import annotations
 
+from typing import Any
+
 from temper.config import RunConfig
 from temper.errors import UserError
 from temper.objectives import DirectLoss, Objective, PolicyObjective, check_objective, resolve
@@ -17,9 +19,8 @@ from temper.stages.kinds import kind_of
 
 def resolve_objective(config: RunConfig) -> Objective:
     """The objective of a stage, with the rules that need no data."""
-    wanted = config.objective
-    overrides = {kind: getattr(wanted, kind) for kind in REGISTRY}
-    objective = resolve(wanted.preset or kind_of(config).preset, overrides)
+    config = with_sampler_correction(config)
+    objective = _resolve_alone(config)
     _require_fit(config, objective)
     check_objective(objective, group_size=config.rollout.group_size)
     if objective.needs & {"teacher", "teacher_top_k", "divergence"} and not config.model.taught_by:
@@ -42,13 +43,38 @@ def resolve_objective(config: RunConfig) -> Objective:
     return objective
 
 
+def _resolve_alone(config: RunConfig) -> Objective:
+    wanted = config.objective
+    overrides = {kind: getattr(wanted, kind) for kind in REGISTRY}
+    return resolve(wanted.preset or kind_of(config).preset, overrides)
+
+
+def with_sampler_correction(config: RunConfig) -> RunConfig:
+    """The recipe with truncated importance weights written into it, where matrices in fp8 draw for a policy gradient
+    that has nothing against it. A recipe that says what corrects, or that nothing does, keeps that."""
+    if config.engine.weights != "fp8" or config.objective.corrections is not None:
+        return config
+    objective = _resolve_alone(config)
+    if not isinstance(objective, PolicyObjective) or corrects_staleness(objective):
+        return config
+    own: list[Any] = [{"name": factor.name, **dict(factor.arguments)} for factor in objective.corrections]
+    written = config.objective.model_copy(update={"corrections": [*own, "token_tis"]})
+    return config.model_copy(update={"objective": written})
+
+
 def doubts_about(config: RunConfig, objective: Objective) -> list[str]:
     """What a user should know before a stage trains, in sentences; it may be what they want."""
-    if not config.rollout.max_staleness or not kind_of(config).trains:
+    is_quantized = config.engine.weights == "fp8"
+    if not (config.rollout.max_staleness or is_quantized) or not kind_of(config).trains:
         return []
     if not isinstance(objective, PolicyObjective) or corrects_staleness(objective):
         return []
     known = ", ".join(sorted(SAMPLER_WEIGHTS | {"opsm"}))
+    if is_quantized:
+        return [
+            f'engine.weights="fp8" draws from other weights than are trained, and objective {objective.name} has '
+            f"nothing against it. Leave objective.corrections out, or name one of {known}"
+        ]
     return [
         f"rollout.max_staleness={config.rollout.max_staleness} trains on samples of older weights, and objective "
         f"{objective.name} compares with the trainer's own policy alone: nothing corrects for their age. Add "

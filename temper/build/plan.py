@@ -17,11 +17,20 @@ from temper import loop
 from temper.build.objective import doubts_about
 from temper.build.stage import Stage
 from temper.evals import contamination, readiness
+from temper.models.float8.layers import float8_layers, held_bits, published_bits
 from temper.parity.budgets import Budget, DepthAndWidth, budget_of
-from temper.parity.check import Canary, Sides, canary_prompts, prove_parity, require_agreement, stale_tensors
+from temper.parity.check import (
+    Canary,
+    FindStale,
+    Sides,
+    canary_prompts,
+    prove_parity,
+    require_agreement,
+    stale_tensors,
+)
 from temper.parity.diagnosis import Agreement
 from temper.parity.isolation import check_isolation
-from temper.protocols import SharesDevice
+from temper.protocols import SharesDevice, Trainer
 from temper.rewards.composite import CompositeReward
 from temper.rollout.group import Extras
 from temper.runs.alarms.rules import configure
@@ -72,24 +81,34 @@ def _budget(stage: Stage) -> Budget:
     if engine.max_logprob_gap is not None:
         return Budget(mean_gap=engine.max_logprob_gap, max_gap=math.inf)
     dtype = str(next(stage.model.parameters()).dtype).removeprefix("torch.")
+    dtype = "fp8" if engine.weights == "fp8" else dtype
     shape = stage.data.shape
     size = DepthAndWidth(num_layers=shape.num_layers, width=shape.width)
     return budget_of(shape.family, dtype, engine.kind, engine.numerics, size)
 
 
 def _sides(stage: Stage) -> Sides:
-    drawing = None if stage.sampler_model is None else Weights(stage.sampler_model)
     return Sides(
         sampler=stage.sampler,
         recompute=stage.trainer.score,
         params=stage.setup.params,
         budget=_budget(stage),
-        find_stale=None
-        if drawing is None
-        else lambda: stale_tensors(stage.trainer.publish().tensors, drawing.publication(0).tensors),
+        find_stale=None if stage.sampler_model is None else _stale_finder(stage.trainer, stage.sampler_model),
         bos_id=stage.data.tokenizer.bos_token_id,
         seconds=stage.config.rollout.step_seconds,
     )
+
+
+def _stale_finder(trainer: Trainer, sampler_model: torch.nn.Module) -> FindStale:
+    drawing = Weights(sampler_model)
+
+    def find() -> list[str]:
+        published, held = trainer.publish().tensors, drawing.publication(0).tensors
+        if float8_layers(sampler_model):
+            published, held = published_bits(published, sampler_model), held_bits(sampler_model, held)
+        return stale_tensors(published, held)
+
+    return find
 
 
 class Checks:

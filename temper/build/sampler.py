@@ -19,9 +19,10 @@ from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.mixture import Opponent
 from temper.engine.none import NoSampler
 from temper.errors import UserError
-from temper.models.decoder import lay_end_to_end
+from temper.models.decoder import FAMILIES, can_walk, lay_end_to_end
+from temper.models.float8.layers import float8_copy
 from temper.models.lora.materialize import whole
-from temper.models.lora.wrapping import has_adapter, with_own_factors, with_own_weights
+from temper.models.lora.wrapping import has_adapter, with_own_factors, with_own_weights, without_adapter
 from temper.models.nf4.layers import holds_four_bits
 from temper.objectives import DirectLoss, Objective
 from temper.protocols import Sampler
@@ -63,6 +64,10 @@ def make_opponent(
     if share is None or not data.is_rolling:
         return None
     assert reference is not None, "an objective with opponents needs a reference"
+    if config.engine.weights == "fp8":
+        raise UserError(
+            'engine.weights="fp8" cannot draw for an objective with opponents. Use engine.weights = "model"'
+        )
     # Used while the trainer uses it, or on the CPU between passes: then the opponent needs one of its own.
     is_shared = config.rollout.max_staleness == 0 and not config.model.offload
     own = reference
@@ -86,6 +91,14 @@ def _sampler_model(config: RunConfig, model: torch.nn.Module, *, is_rolling: boo
     runs_ahead = config.rollout.max_staleness > 0 and is_rolling
     if holds_four_bits(model):
         return with_own_factors(model) if runs_ahead else model
+    if config.engine.weights == "fp8" and is_rolling:
+        if not can_walk(model):
+            raise UserError(
+                f'engine.weights="fp8" is made for the families {", ".join(FAMILIES)}, and this model is a '
+                f'{model.config.get_text_config().model_type}. Use engine.weights = "model"'  # type: ignore[operator, union-attr]
+            )
+        quantized = float8_copy(without_adapter(model) if has_adapter(model) else model)
+        return copy.deepcopy(quantized) if runs_ahead else quantized
     if has_adapter(model):
         return with_own_weights(model)
     return copy.deepcopy(model) if runs_ahead else model

@@ -175,6 +175,9 @@ class EngineConfig(Section):
     """Where the SGLang server listens, e.g. "http://127.0.0.1:30000"."""
     numerics: Literal["fast", "exact"] = "fast"
     """exact: local engine and trainer compute log-probabilities that are equal to the bit, whatever is batched."""
+    weights: Literal["model", "fp8"] = "model"
+    """How the local engine holds the matrices of decoder layers: as the model, or quantised to float8 when they are
+    published, half the bytes of a decode step. Unless objective.corrections says otherwise, fp8 brings "token_tis"."""
     kv_tokens: int = Field(0, ge=0)
     """Tokens the KV cache can hold; 0: enough for max_running sequences of the longest prompt and completion."""
     kv_after_load: Literal["keep", "recompute"] = "keep"
@@ -215,6 +218,14 @@ class EngineConfig(Section):
             )
         if self.address and not self.address.startswith(("http://", "https://")):
             raise ValueError(f'address "{self.address}" must begin with http:// or https://')
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_fp8(self) -> EngineConfig:
+        if self.weights == "fp8" and self.kind != "local":
+            raise ValueError(f'weights = "fp8" needs kind = "local": Temper does not quantise for "{self.kind}"')
+        if self.weights == "fp8" and self.numerics == "exact":
+            raise ValueError('weights = "fp8" and numerics = "exact" exclude each other: fp8 rounds on one side alone')
         return self
 
 

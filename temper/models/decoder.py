@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from temper.models.float8.arithmetic import float8_linear
+from temper.models.float8.layers import Float8Linear
 from temper.models.long_rows import feed_forward
 from temper.models.lora.low_rank import is_adapted, low_rank_linear
 from temper.models.nf4.products import four_bit_linear, is_four_bit
@@ -115,6 +117,10 @@ def _project(ops: Ops, hidden_TD: Tensor, linears: Sequence[Any]) -> Tensor:
         return four_bit_linear(ops.linear, hidden_TD, linears)
     if any(is_adapted(linear) for linear in linears):
         return low_rank_linear(ops.linear, hidden_TD, linears)
+    if all(isinstance(linear, Float8Linear) for linear in linears):
+        weight, scale = (joined([getattr(linear, name) for linear in linears]) for name in ("weight", "scale"))
+        own_biases = [linear.bias for linear in linears if linear.bias is not None]
+        return float8_linear(hidden_TD, weight, scale, joined(own_biases) if own_biases else None)
     if any(type(linear) is not nn.Linear for linear in linears):
         return torch.cat([linear(hidden_TD) for linear in linears], dim=-1)
     weights = [linear.weight for linear in linears]

@@ -47,4 +47,5 @@ def _first_layer(model: Any, token_ids: Sequence[int]) -> str | None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(tensor.isfinite().all())
+    wide = tensor.float() if tensor.element_size() == 1 else tensor  # float8 knows no such question
+    return bool(wide.isfinite().all())

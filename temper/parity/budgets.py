@@ -71,6 +71,8 @@ FAST: Mapping[tuple[str, str, str], Rounding] = {
     **{(family, "float32", "local"): Rounding(unit=1.5e-6, tail=100) for family in MEASURED_FAMILIES},
     (ANY, "bfloat16", "local"): Rounding(unit=2.4e-3, tail=60),
     (ANY, "float16", "local"): Rounding(unit=3e-4, tail=60),
+    # Rollouts of float8 matrices: 4 significant bits, whatever the trainer's precision is.
+    (ANY, "fp8", "local"): Rounding(unit=3e-2, exponent=0.5, tail=15),
     # Families and engines that nobody has measured. Engines of others round in more places than ours and the trainer.
     (ANY, "float64", ANY): Rounding(unit=2e-9, tail=100),
     (ANY, "float32", ANY): Rounding(unit=2.5e-5, tail=100),
@@ -81,13 +83,16 @@ FAST: Mapping[tuple[str, str, str], Rounding] = {
 
 
 def budget_of(family: str, dtype: str, engine: str, numerics: Literal["fast", "exact"], size: DepthAndWidth) -> Budget:
-    """The budget of a model family (model_type of its configuration) and a dtype (without "torch.") on an engine."""
+    """The budget of a model family (model_type of its configuration) and a dtype (without "torch.") on an engine.
+
+    dtype: that of the coarser side, "fp8" where the sampler's matrices are held in it.
+    """
     if numerics == "exact":
         return EXACT
     for key in ((family, dtype, engine), (family, dtype, ANY), (ANY, dtype, engine), (ANY, dtype, ANY)):
         if key in FAST:
             return FAST[key].budget(size)
-    known = ", ".join(sorted({dtype for _, dtype, _ in FAST}))
+    known = ", ".join(sorted({dtype for _, dtype, _ in FAST} - {"fp8"}))
     raise UserError(
         f"no budget for log-probability gaps in {dtype}. Use model.dtype {known}; or engine.max_logprob_gap"
     )

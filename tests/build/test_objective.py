@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from temper.build import check_stage, doubts_about, resolve_objective
+from temper.build import check_stage, doubts_about, resolve_objective, with_sampler_correction
 from temper.config import RunConfig, load_recipe, resolve
 from temper.errors import UserError
 from temper.objectives import PRESETS
@@ -95,3 +95,47 @@ def test_presets_made_for_asynchronous_training_carry_a_correction() -> None:
 def test_no_recipe_of_ours_is_in_doubt(path: Path) -> None:
     for config in load_recipe(path):
         assert doubts_about(config, resolve_objective(config)) == []
+
+
+FP8 = {"engine": {"weights": "fp8"}}
+
+
+def test_matrices_in_fp8_bring_truncated_importance_weights_unless_the_recipe_says_otherwise() -> None:
+    def corrections(objective: dict[str, Any], **changes: Any) -> list[str]:
+        return [factor.name for factor in resolve_objective(config_of(objective, **changes)).corrections]  # type: ignore[union-attr]
+
+    assert corrections({"preset": "grpo"}) == []
+    assert corrections({"preset": "grpo"}, **FP8) == ["token_tis"]
+    assert corrections({"preset": "top_entropy"}, **FP8) == ["top_entropy", "token_tis"]
+    assert corrections({"preset": "mis"}, **FP8) == ["token_mis"]
+    assert corrections({"preset": "grpo", "corrections": []}, **FP8) == []
+    assert corrections({"preset": "grpo", "corrections": ["sequence_mis"]}, **FP8) == ["sequence_mis"]
+
+
+def test_the_resolved_recipe_says_what_fp8_brought() -> None:
+    written = with_sampler_correction(config_of({"preset": "grpo"}, **FP8))
+    assert written.objective.corrections == ["token_tis"]
+    assert with_sampler_correction(written) == written
+    plain = config_of({"preset": "grpo"})
+    assert with_sampler_correction(plain) is plain
+
+
+def test_fp8_without_a_correction_is_doubted() -> None:
+    config = config_of({"preset": "grpo", "corrections": []}, **FP8)
+    (doubt,) = doubts_about(config, resolve_objective(config))
+    assert "draws from other weights than are trained" in doubt
+    config = config_of({"preset": "grpo"}, **FP8)
+    assert doubts_about(config, resolve_objective(config)) == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"kind": "vllm"}, 'does not quantise for "vllm"'),
+        ({"kind": "sglang", "address": "http://127.0.0.1:1"}, 'does not quantise for "sglang"'),
+        ({"numerics": "exact"}, "exclude each other"),
+    ],
+)
+def test_fp8_is_refused_where_it_would_do_nothing_or_break_a_promise(engine: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        config_of({"preset": "grpo"}, engine={"weights": "fp8", **engine})

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from temper import calls, loop
-from temper.build import Listeners, Stage, build_stage, check_stages, first_model, make_plan
+from temper.build import Listeners, Stage, build_stage, check_stages, first_model, make_plan, with_sampler_correction
 from temper.commands.training.stopping import Stopped, run_until_stopped
 from temper.config import FIRST, RunConfig, load_recipe, refer, to_toml
 from temper.errors import BackendError, TemperError, UserError
@@ -43,6 +43,7 @@ def train(recipe: Path, *, overrides: Sequence[str] = (), run: Path | None = Non
 def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume: bool = False) -> Path:
     """Trains resolved stages and returns the run directory."""
     check_stages(stages)
+    stages = [with_sampler_correction(config) for config in stages]  # the run's recipe says what is trained
     folder = run or choose_folder(stages[0].name, resume=resume)
     limit = max(config.rollout.transcripts_gb for config in stages) * 1e9
     store = open_run(folder, config=to_toml(stages), resume=resume, transcript_bytes=limit)

@@ -22,6 +22,7 @@ from temper.engine.local.scheduler import Scheduler
 from temper.engine.local.sequence import Sequence, StopTexts, Watch, random_key
 from temper.engine.local.step import Stepper
 from temper.errors import BackendError, ContextFull, TaskError
+from temper.models.float8.layers import float8_layers
 from temper.models.load import shape_of
 from temper.models.save import saved_tensors
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
@@ -125,21 +126,24 @@ class LocalEngine:
         self._scheduler.stop(request_id, Finish.INTERRUPT)
 
     async def load(self, publication: Publication) -> None:
-        """Copies what is not shared already. Running sequences go on with the new weights; their versions tell."""
-        own = saved_tensors(self._model)
+        """Copies what is not shared already, and quantises what is held in float8, one tensor after the other. Running
+        sequences go on with the new weights; their versions tell."""
+        own, quantized = saved_tensors(self._model), float8_layers(self._model)
         if missing := sorted(own.keys() ^ publication.tensors.keys()):
             raise BackendError(
                 f"publication {publication.version} and the engine's model differ in {missing[:3]}; nothing was loaded"
             )
         for name, tensor in (publication.alike or publication.tensors).items():
-            if tensor.shape != own[name].shape or tensor.dtype != own[name].dtype:
+            if tensor.shape != own[name].shape or (tensor.dtype != own[name].dtype and name not in quantized):
                 raise BackendError(
                     f"publication {publication.version}: {name} is {tuple(tensor.shape)} {tensor.dtype}, "
                     f"the engine has {tuple(own[name].shape)} {own[name].dtype}; nothing was loaded"
                 )
         with torch.no_grad():
             for name, tensor in publication.tensors.items():
-                if tensor.data_ptr() != own[name].data_ptr():
+                if name in quantized:
+                    quantized[name].take(tensor)
+                elif tensor.data_ptr() != own[name].data_ptr():
                     own[name].copy_(tensor)
         self._runner.refresh_head()
         self._scheduler.change_weights(recompute=self._settings.kv_after_load == "recompute")

@@ -1,0 +1,1 @@
+"""Matrices of a sampler in 8-bit floating point."""
