@@ -59,7 +59,7 @@ def type_in(folder: Path, *arguments: str) -> tuple[int, str]:
         (["recipe", "optim.learnin_rate"], 'Did you mean "optim.learning_rate"?'),
         (["metrics", "no/such"], "is unknown"),
         (["presets", "drgrpo"], 'Did you mean "dr_grpo"?'),
-        (["presets", "--compare", "dapo", "gpso"], 'Did you mean "gspo"?'),
+        (["presets", "--compare", "dapo", "gpso"], 'objective "gpso" is unknown. Did you mean'),
         (["train", "good.toml", "--set", "objective.preset=drgrpo"], 'Did you mean "dr_grpo"?'),
         (["--nonsense"], "No such option"),
     ],
