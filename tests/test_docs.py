@@ -31,11 +31,11 @@ def test_links_lead_to_files_and_names_that_exist(page: Path) -> None:
             assert name in names, f"{page.name}: {target} has no {name}"
 
 
-def test_the_tree_in_the_readme_names_every_package() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_the_tree_in_the_walk_names_every_package() -> None:
+    tree = (ROOT / "docs/walk.md").read_text().partition("## The tree")[2]
     for folder in sorted((ROOT / "temper").iterdir()):
         if folder.is_dir() and folder.name != "__pycache__":
-            assert f"{folder.name}/" in readme, f"README's tree lacks temper/{folder.name}/"
+            assert f"{folder.name}/" in tree, f"the tree lacks temper/{folder.name}/"
 
 
 def test_headers_and_comments_name_files_that_exist() -> None:
@@ -46,3 +46,7 @@ def test_headers_and_comments_name_files_that_exist() -> None:
     own = [(file, name) for file, name in named if name.split("/")[0] in packages]
     assert len(own) > 20
     assert [one for one in own if not any(f"/{file}".endswith(f"/{one[1]}") for file in files)] == []
+
+
+def test_the_readme_stays_short_and_everything_else_is_on_the_site() -> None:
+    assert (ROOT / "README.md").read_text().count("\n") <= 130

@@ -22,6 +22,12 @@ def presets(
     page: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write objectives.md and its pictures")] = None,
 ) -> None:
     """List the objectives, explain one, compare two, or write the page that explains all."""
+    from temper.config.preset_names import why_unknown
+    from temper.errors import UserError
+
+    for asked in [*([name] if name else []), *(compare or ())]:
+        if why := why_unknown(asked):  # before torch is imported
+            raise UserError(why)
     from temper.objectives import FAMILIES, describe
     from temper.objectives import compare as differences
 

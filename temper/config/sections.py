@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, field_validator, model_validator
 
 from temper.config.model import ModelConfig
+from temper.config.preset_names import why_unknown
 from temper.config.section import Factor, Section
 from temper.config.sources import PromptConfig, RewardConfig, SourceConfig, StageSource, part_names
 from temper.errors import did_you_mean
@@ -119,6 +120,13 @@ class ObjectiveConfig(Section):
     distance from a teacher."""
     train_truncated: bool | None = None
     """Train on completions that were cut at the length limit. Unset: yes, unless the preset filters them."""
+
+    @field_validator("preset")
+    @classmethod
+    def _is_known(cls, preset: str) -> str:
+        if preset and (why := why_unknown(preset)):
+            raise ValueError(why)
+        return preset
 
 
 class OptimConfig(Section):

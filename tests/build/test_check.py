@@ -98,8 +98,8 @@ def test_other_words_for_kinds_are_no_kinds_and_lead_to_one() -> None:
 
 
 def test_of_several_stages_the_wrong_one_is_named() -> None:
-    with pytest.raises(UserError, match=r"stage 2 \(rl\): objective \"grpoo\" is unknown"):
-        check_stages(stages_of({"kind": "sft"}, {"kind": "rl", "objective": {"preset": "grpoo"}}))
+    with pytest.raises(UserError, match=r"stage 2 \(rl\): objective\.gate \"clp\" is unknown"):
+        check_stages(stages_of({"kind": "sft"}, {"kind": "rl", "objective": {"gate": "clp"}}))
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,13 @@ from temper.commands.pages.catalogue import environments_text, rewards_text
 from temper.commands.pages.command_line import command_line_text
 from temper.commands.pages.presets import presets_text
 from temper.commands.pages.python import python_text
+from temper.commands.pages.troubleshooting import troubleshooting_text
 
 REFERENCE: dict[str, Callable[[], str]] = {
     "reference/presets.md": presets_text,
     "reference/rewards.md": rewards_text,
     "reference/environments.md": environments_text,
+    "troubleshooting.md": troubleshooting_text,
 }
 
 

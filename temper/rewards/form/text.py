@@ -60,6 +60,9 @@ COMPARISONS: dict[str, Callable[[str, str], float]] = {
     "rearranged": same_letters,
 }
 
+WHOLE = ("contains", "exact")
+"""Comparisons that pay nothing unless the whole answer is there."""
+
 
 class TextReward(Reward):
     """Compares the response with the gold answer; space around either does not count."""
@@ -78,8 +81,15 @@ class TextReward(Reward):
         return Score.of(self._compare(text, answer))
 
     def check(self, task: Task) -> str | None:
-        # An empty answer is contained in every response.
-        return None if task.answer and task.answer.strip() else "it has no gold answer"
+        if not task.answer or not task.answer.strip():  # an empty answer is contained in every response
+            return "it has no gold answer"
+        worked, mark, result = task.answer.rpartition("####")
+        if mark and worked.strip() and self.name in WHOLE:
+            return (
+                f'its answer is a worked solution with "####" before the result, and a response would have to repeat '
+                f'all of it. To ask for {result.strip()!r} alone, set answer_pattern = "#### (.+)"'
+            )
+        return None
 
 
 def edit_distance(left: str, right: str) -> int:

@@ -71,3 +71,13 @@ def test_a_task_without_an_answer_is_refused_when_data_is_loaded(answer: str | N
 def test_listing_every_answer_pays_with_precision(say: Say) -> None:
     spam = " ".join(f"answer{number}" for number in range(100))
     assert asyncio.run(TextReward("f1").score(task("answer7"), say(spam))).value == pytest.approx(2 / 101)
+
+
+@pytest.mark.parametrize("kind", ["exact", "contains"])
+def test_a_worked_solution_as_gold_answer_is_refused_by_the_key_that_takes_its_result(kind: str) -> None:
+    said = TextReward(kind).check(task("3 + 4 = 7\n7 * 6 = 42\n#### 42"))
+    assert said is not None
+    assert "'42' alone, set answer_pattern = \"#### (.+)\"" in said
+    assert TextReward(kind).check(task("42")) is None
+    assert TextReward(kind).check(task("#### 42")) is None  # nothing before it: that is the whole answer
+    assert TextReward("edit").check(task("7 * 6 = 42\n#### 42")) is None  # pays for a part
