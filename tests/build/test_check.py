@@ -53,6 +53,7 @@ SGLANG = {"kind": "sglang", "address": "http://127.0.0.1:30000"}
     [
         ({}, {"engine": {"kind": "vllm"}}, 'engine.kind="vllm" reads merged weights'),
         ({}, {"engine": SGLANG}, 'engine.kind="sglang" reads merged weights'),
+        ({}, {"engine": {"weights": "fp8"}}, "sampler and trainer share the base"),
         ({}, MOVING, "a reference that moves"),
         ({"kind": "reward_model"}, {}, "a reward model is read in full"),
     ],
