@@ -18,6 +18,7 @@ from temper import loop
 from temper.build.objective import doubts_about
 from temper.build.stage import Stage
 from temper.evals import contamination, readiness
+from temper.models.nf4.layers import parameter_counts
 from temper.parity.budgets import Budget, budget_of
 from temper.parity.check import Canary, Sides, canary_prompts, prove_parity, require_agreement, stale_tensors
 from temper.parity.diagnosis import Agreement
@@ -211,7 +212,7 @@ def _model_size(stage: Stage) -> ModelSize:
     experts = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0) or 0
     return ModelSize(
         active_parameters=active_parameters(
-            {name: parameter.numel() for name, parameter in stage.model.named_parameters()},
+            parameter_counts(stage.model),
             num_experts=experts,
             experts_per_token=getattr(config, "num_experts_per_tok", 0) or 0,
         ),

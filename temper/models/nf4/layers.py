@@ -47,5 +47,15 @@ def joined_weight(layers: Sequence[FourBitLinear]) -> Tensor:
     return joined
 
 
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """Numbers of parameters by name; weights in 4 bits count as what they stand for."""
+    held = {
+        f"{name}.weight": module.in_features * module.out_features
+        for name, module in model.named_modules()
+        if isinstance(module, FourBitLinear)
+    }
+    return {name: parameter.numel() for name, parameter in model.named_parameters()} | held
+
+
 def holds_four_bits(model: nn.Module) -> bool:
     return any(isinstance(module, FourBitLinear) for module in model.modules())
