@@ -47,5 +47,14 @@ def joined_weight(layers: Sequence[FourBitLinear]) -> Tensor:
     return joined
 
 
+def four_bit_sizes(model: nn.Module) -> dict[str, int]:
+    """How many parameters the weights in 4 bits stand for, by name: no list of a model's parameters has them."""
+    return {
+        f"{name}.weight": module.in_features * module.out_features
+        for name, module in model.named_modules()
+        if isinstance(module, FourBitLinear)
+    }
+
+
 def holds_four_bits(model: nn.Module) -> bool:
     return any(isinstance(module, FourBitLinear) for module in model.modules())

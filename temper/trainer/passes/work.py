@@ -14,6 +14,7 @@ from torch import nn
 
 from temper.models.families import attention_windows
 from temper.models.load import shape_of
+from temper.models.nf4.layers import four_bit_sizes
 from temper.runs.flops import ModelSize, PassWork, active_parameters
 from temper.trainer.passes.sharing import shared_places
 from temper.trainer.ranks import sum_over_ranks
@@ -31,12 +32,12 @@ def size_of(model: Any, *, has_head: bool = True) -> ModelSize:
         "experts_per_token": getattr(config, "num_experts_per_tok", 0) or 0,
     }
     trained, frozen = (
-        active_parameters({n: p.numel() for n, p in inside.items() if p.requires_grad is is_trained}, **experts)
-        for is_trained in (True, False)
+        {name: p.numel() for name, p in inside.items() if p.requires_grad is is_trained} for is_trained in (True, False)
     )
+    frozen |= four_bit_sizes(model)
     return ModelSize(
-        trained=trained,
-        frozen=frozen,
+        trained=active_parameters(trained, **experts),
+        frozen=active_parameters(frozen, **experts),
         head=0 if head is None else head.weight.numel(),
         is_head_trained=head is not None and head.weight.requires_grad,
         attention_width=config.num_attention_heads * shape_of(model.config).head_dim,

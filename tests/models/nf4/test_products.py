@@ -17,6 +17,7 @@ from temper.models.load import load_model
 from temper.models.lora.materialize import materialize
 from temper.models.lora.wrapping import (
     AdapterSettings,
+    Base,
     adapter_tensors,
     add_adapter,
     fold,
@@ -28,11 +29,12 @@ from temper.models.lora.wrapping import (
 )
 from temper.models.nf4 import products
 from temper.models.nf4.holding import hold_in_four_bits, hold_in_full, require_family
-from temper.models.nf4.layers import FourBitLinear
+from temper.models.nf4.layers import FourBitLinear, four_bit_sizes
 from temper.models.save import save_model, saved_tensors
 from temper.models.states import Head, hidden_states
 from temper.models.tiny import character_tokenizer
 from temper.trainer.passes.packed_attention import ExactPackedAttention, PackedAttention
+from temper.trainer.passes.work import size_of
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
@@ -44,6 +46,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: Qwen2Config(**SHAPE),
     "olmo2": lambda: Olmo2Config(**SHAPE),
 }
+BASES: tuple[Base, ...] = ("4bit", "full")
 WALKED = ("llama", "qwen2")
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
 
@@ -146,6 +149,14 @@ def test_the_base_takes_at_most_six_tenths_of_a_byte_a_parameter(tmp_path: Path)
     layers = [module for module in model.modules() if isinstance(module, FourBitLinear)]
     assert held <= 0.6 * sum(layer.in_features * layer.out_features for layer in layers)
     assert {tensor.dtype for name, tensor in tensors.items() if "norm" in name} == {torch.bfloat16}
+
+
+def test_weights_in_four_bits_are_counted_as_parameters(folders: dict[str, Path]) -> None:
+    held, full = (load_base(folders["qwen2"], torch.float32, CPU, load=load_model, base=base) for base in BASES)
+    sizes = {name: parameter.numel() for name, parameter in held.named_parameters()} | four_bit_sizes(held)
+    assert sizes == {name: parameter.numel() for name, parameter in full.named_parameters()}
+    held, full = (model.requires_grad_(False) for model in (held, full))
+    assert size_of(held) == size_of(full)
 
 
 def test_reference_and_engine_share_the_base(folders: dict[str, Path]) -> None:
