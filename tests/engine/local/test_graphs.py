@@ -19,8 +19,10 @@ from temper.engine.local.graphs import GraphLimits, bucket
 from temper.engine.local.runner import Runner
 from temper.errors import BackendError
 from temper.models.decoder import set_numerics
+from temper.models.float8.layers import float8_copy
 from temper.models.load import prepare
-from temper.types import Completion, Request, SamplingParams
+from temper.models.save import saved_tensors
+from temper.types import Completion, Publication, Request, SamplingParams
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 pytestmark = [
@@ -51,7 +53,7 @@ def run_again(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], tor
     return replay, output
 
 
-def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1) -> LocalEngine:
+def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1, is_float8: bool = False) -> LocalEngine:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=61, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -61,6 +63,7 @@ def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1) -> Loca
     device = torch.device("cuda" if on_gpu else "cpu")
     model = prepare(LlamaForCausalLM(config).eval()).to(device)
     set_numerics(model, numerics)
+    model = float8_copy(model) if is_float8 else model
     settings = EngineSettings(
         seed=3, block_size=4, num_blocks=60, max_running=4, tokens_per_step=32, max_length=48, steps_per_sync=steps
     )
@@ -106,6 +109,25 @@ def test_recorded_steps_draw_what_single_steps_on_a_cpu_draw(temperature: float,
         assert one.token_ids == other.token_ids
         assert one.finish == other.finish
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-4, atol=1e-4)
+
+
+def test_recorded_steps_of_float8_matrices_follow_a_publication() -> None:
+    single, recorded = (make_engine(as_gpu=as_gpu, steps=4, is_float8=True) for as_gpu in (False, True))
+    before = generate(recorded, requests(1.0))
+    torch.manual_seed(1)
+    tensors = {
+        name: (torch.randn(tensor.shape) * 0.3).to(tensor.device) if tensor.element_size() == 1 else tensor.detach()
+        for name, tensor in saved_tensors(recorded._model).items()
+    }
+    for engine in (single, recorded):
+        asyncio.run(engine.load(Publication(version=1, tensors=tensors)))
+    expected, actual = generate(single, requests(1.0)), generate(recorded, requests(1.0))
+    assert [one.token_ids for one in actual] != [one.token_ids for one in before]
+    for one, other in zip(expected, actual, strict=True):
+        assert one.token_ids[0] == other.token_ids[0]
+        torch.testing.assert_close(
+            torch.tensor(one.logprobs[:1]), torch.tensor(other.logprobs[:1]), rtol=0.02, atol=0.02
+        )
 
 
 def test_rows_that_want_more_than_tokens_are_drawn_from_the_recorded_states() -> None:
