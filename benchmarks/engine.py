@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py models/smollm2-135m                      # 64 together, fast and exact
     python benchmarks/engine.py models/smollm2-135m --random --together 64 1024 --with bare generate   # a GPU
-    python benchmarks/engine.py models/smollm2-135m --random --together 64 256 --with --weights model fp8
+    python benchmarks/engine.py qwen2.5-7b --together 64 256 --with --weights model fp8   # random weights of a shape
     python benchmarks/engine.py models/smollm2-135m --grow docs/engine.svg   # cost against length, batch and groups
 Every request draws exactly --new tokens at temperature 1 with log-probabilities, through the public engine.
 `bare` is a hand-written decode step, compiled, replayed without scheduler, sampling parameters or host: the limit.
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from shapes import SHAPES, configuration
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -42,12 +43,15 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def load(options: argparse.Namespace) -> Any:
     dtype = getattr(torch, options.dtype)
-    if not options.random:
+    if not options.random and options.model not in SHAPES:
         return (
             AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, trust_remote_code=False).to(DEVICE).eval()
         )
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(options.model, trust_remote_code=False)
+    if options.model in SHAPES:
+        config = configuration(options.model)
+    else:
+        config = AutoConfig.from_pretrained(options.model, trust_remote_code=False)
     with DEVICE:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
 
@@ -255,7 +259,7 @@ def show_growth(rows: dict[str, list[tuple[float, float]]], apart: float, length
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="checkpoint directory")
+    parser.add_argument("model", help=f"checkpoint directory, or a shape with random weights: {', '.join(SHAPES)}")
     parser.add_argument("--random", action="store_true", help="weights by chance: for the shape only")
     parser.add_argument("--dtype", default="bfloat16" if DEVICE.type == "cuda" else "float32")
     parser.add_argument("--prompt", type=int, default=64)

@@ -130,7 +130,19 @@ def _check_kl_cov(config: RunConfig, objective: Objective) -> str | None:
     )
 
 
-_CHECKS = (_check_critic_steps, _check_reference_rule, _check_kl_cov)
+def _check_float16(config: RunConfig, objective: Objective) -> str | None:
+    if config.model.dtype != "float16" or not isinstance(objective, PolicyObjective):
+        return None
+    if objective.critic is None and objective.step is None:
+        return None
+    what = "a critic" if objective.critic is not None else "a step of its own"
+    return (
+        f"objective {objective.name} has {what}, whose loss is not scaled for float16. Use model.dtype = "
+        f'"{"bfloat16" if objective.step is None else "float32"}", or an objective without it, such as grpo'
+    )
+
+
+_CHECKS = (_check_float16, _check_critic_steps, _check_reference_rule, _check_kl_cov)
 
 
 def _require_fit(config: RunConfig, objective: Objective) -> None:

@@ -67,9 +67,10 @@ class ModelConfig(Section):
     last stage of that kind left."""
     new: NewModelConfig | None = None
     """Make a small model instead of reading `path`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and forward pass; auto: bfloat16 on a GPU, float32 on a CPU. Master weights, head and
-    log-probabilities are always float32; moments as optim.states says."""
+    log-probabilities are always float32; moments as optim.states says. float16 has three bits more than bfloat16 and a
+    small range: the loss is scaled, and an update that overflows all the same is skipped."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model is trained and drawn from; auto: a GPU if there is one."""
     teacher: str = ""

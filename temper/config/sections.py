@@ -324,6 +324,10 @@ class RunConfig(Section):
         self._require_judges()
         if bool(self.model.path) == bool(self.model.new):
             raise ValueError("give exactly one of model.path and [model.new]")
+        if self.model.dtype == "float16" and self.engine.numerics == "exact":
+            raise ValueError(
+                'engine.numerics = "exact" is made for float32 and bfloat16, not for model.dtype = "float16"'
+            )
         if self.optim.warmup_steps > self.steps:
             raise ValueError(f"optim.warmup_steps={self.optim.warmup_steps} is more than steps={self.steps}")
         return self

@@ -84,14 +84,23 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def lacks_products(tensor: Tensor) -> bool:
-    """Without the instructions torch multiplies bfloat16 in loops that are hundreds of times slower than float32."""
-    return tensor.dtype is torch.bfloat16 and not tensor.is_cuda and not has_bfloat16_products()
+    """Without the instructions torch multiplies in half precision in loops that are hundreds of times slower than
+    float32."""
+    if tensor.is_cuda or tensor.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return not (has_bfloat16_products() if tensor.dtype is torch.bfloat16 else has_float16_products())
 
 
 @cache
 def has_bfloat16_products() -> bool:
     """Whether this CPU multiplies bfloat16 matrices in hardware."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@cache
+def has_float16_products() -> bool:
+    """The same of float16."""
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from temper.objectives.advantage.critics import pretraining_steps
 from temper.objectives.finish import finished as with_derived
 from temper.trainer.adamw.files import read_tensors, write_tensors
 from temper.trainer.critic import Critic, explained
+from temper.trainer.loss_scale import LossScale
 from temper.trainer.memory import PeakMemory
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
 from temper.trainer.passes.forward import Checkpointing, StepFacts
@@ -213,6 +214,7 @@ class LocalTrainer:
             "optimizer_steps": self._optimizer.num_steps,
             "dtype": str(self._dtype),
             "scales": self._scales,
+            "loss_scale": None if self._policy_step.loss_scale is None else asdict(self._policy_step.loss_scale),
         }
         (own / "state.json").write_text(json.dumps(state, sort_keys=True))
         for part in (self._critic, self._reference):
@@ -240,6 +242,8 @@ class LocalTrainer:
         for name, tensor in current.items():
             tensor.copy_(stored[name])  # in place: samplers may share the storage
         self._version, self._scales = state["version"], state["scales"]
+        if (loss_scale := state.get("loss_scale")) is not None:
+            self._policy_step.loss_scale = LossScale(**loss_scale)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -1,12 +1,14 @@
 """One optimiser step of the policy: gradients of all microbatches and ranks, or a constrained step of its own.
 
-Owns: adding gradients up, refusing those that are not finite and naming their place. Refuses: applying them.
+Owns: adding gradients up, the scale of the loss in float16, refusing gradients that are not finite and naming their
+place. Refuses: applying them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from temper.errors import BackendError
 from temper.objectives import DirectLoss, MetricSums, Objective, PolicyObjective
+from temper.trainer.loss_scale import LossScale
 from temper.trainer.optim import MasterAdamW
 from temper.trainer.passes.forward import (
     Checkpointing,
@@ -49,6 +52,9 @@ class PolicyStep:
         self._is_recomputing = bool(gradient_checkpointing)
         self._trains_all = isinstance(objective, DirectLoss)
         """Whether rows without credit have a gradient too; found out with the first that has one."""
+        is_float16 = next(model.parameters()).dtype == torch.float16
+        self.loss_scale: LossScale | None = LossScale() if is_float16 else None
+        """None: the loss needs none."""
         if gradient_checkpointing:
             enable_checkpointing(model, gradient_checkpointing)
 
@@ -62,8 +68,9 @@ class PolicyStep:
     ) -> tuple[MetricSums, Tensor | None]:
         """Leaves the summed gradient in the optimiser; returns metrics and its norm.
 
-        None as norm: the objective takes a step of its own, and has taken it. To `seen`, if given, every microbatch
-        adds what traces are made of (traces.seen_of); a step of the objective's own adds nothing.
+        None as norm: there is nothing to apply. The objective took a step of its own, or in float16 the gradient
+        overflowed: then this update is left out, and the loss is scaled less from now on. To `seen`, if given, every
+        microbatch adds what traces are made of (traces.seen_of); a step of the objective's own adds nothing.
         """
         if isinstance(self._objective, PolicyObjective) and self._objective.step is not None:
             return self._constrained(self._objective, share, facts, measured), None
@@ -76,8 +83,14 @@ class PolicyStep:
         gradients = self._optimizer.gradients()
         sum_over_ranks(gradients.values())
         metrics = merge_over_ranks(metrics)
+        if self.loss_scale is not None:
+            torch._foreach_mul_(list(gradients.values()), 1 / self.loss_scale.factor)
         norm = nn.utils.get_total_norm(list(gradients.values()))
         total = metrics.totals.get("loss/total", norm.new_zeros(()))
+        if self.loss_scale is not None:
+            metrics, is_skipped = self._rescale(self.loss_scale, metrics, norm, total)
+            if is_skipped:
+                return metrics, None
         if not (torch.isfinite(norm) & torch.isfinite(total).to(norm.device)):
             culprit = self._culprit(parts, facts)
             raise BackendError(
@@ -86,6 +99,18 @@ class PolicyStep:
                 f"and log-probabilities of this step's groups"
             )
         return metrics, norm
+
+    def _rescale(self, scale: LossScale, metrics: MetricSums, norm: Tensor, total: Tensor) -> tuple[MetricSums, bool]:
+        """Moves the scale of the loss; returns metrics with it, and whether this update is skipped. One that cannot be
+        mended by a smaller scale is not skipped, and refused as in any precision."""
+        is_overflow = bool(torch.isfinite(total)) and not bool(torch.isfinite(norm))
+        is_skipped = is_overflow and not scale.is_at_its_end
+        self.loss_scale = scale.after_overflow() if is_skipped else scale.after_update()
+        if is_skipped:
+            self._optimizer.discard_gradients()
+        seen = {"policy/loss_scale": scale.factor, "policy/skipped_updates": float(is_skipped)}
+        totals = {name: norm.new_tensor(value, dtype=torch.float64) for name, value in seen.items()}
+        return metrics.merge(MetricSums(totals=totals)), is_skipped
 
     def _constrained(
         self, objective: PolicyObjective, share: Share, facts: StepFacts, measured: Sequence[Mapping[str, Tensor]]
@@ -103,6 +128,8 @@ class PolicyStep:
 
     def _backward(self, part: Part, facts: StepFacts, seen: list[Tensor] | None = None) -> tuple[Tensor, MetricSums]:
         microbatch, measured = part
+        if self.loss_scale is not None:
+            facts = replace(facts, loss_scale=self.loss_scale.factor)
         arguments = (self._model, microbatch, self._objective)
         options: dict[str, Any] = {"temperature": self._temperature, "facts": facts, "measured": measured, "seen": seen}
         if not self._trains_all and not microbatch.has_credit:

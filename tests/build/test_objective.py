@@ -139,3 +139,16 @@ def test_fp8_without_a_correction_is_doubted() -> None:
 def test_fp8_is_refused_where_it_would_do_nothing_or_break_a_promise(engine: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         config_of({"preset": "grpo"}, engine={"weights": "fp8", **engine})
+
+
+@pytest.mark.parametrize(("preset", "words"), [("ppo", "has a critic"), ("trpo", "has a (critic|step of its own)")])
+def test_what_scales_no_loss_is_refused_in_float16(preset: str, words: str) -> None:
+    model = {"new": {}, "dtype": "float16"}
+    with pytest.raises(UserError, match=words):
+        resolve_objective(config_of({"preset": preset}, model=model))
+    resolve_objective(config_of({"preset": "grpo"}, model=model))
+
+
+def test_exact_mode_is_refused_in_float16() -> None:
+    with pytest.raises(UserError, match="is made for float32 and bfloat16"):
+        config_of({"preset": "grpo"}, model={"new": {}, "dtype": "float16"}, engine={"numerics": "exact"})

@@ -11,8 +11,8 @@ import torch
 
 from temper.trainer.adamw.moments import SMALL_TENSOR, States, formats_for
 
-REMAINDER_BYTES = 2
-"""Of a float32 master, what its bfloat16 weight leaves out (masters.py)."""
+REMAINDER_BYTES = {torch.bfloat16: 2, torch.float16: 4}
+"""Of a float32 master, what its weight leaves out (masters.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +40,13 @@ class BytesPerParameter:
 def bytes_per_parameter(
     states: States, *, offload: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> BytesPerParameter:
-    """For weights in `dtype`: bfloat16 has masters, float32 and float64 are their own."""
+    """For weights in `dtype`: bfloat16 and float16 have masters, float32 and float64 are their own."""
     master = torch.promote_types(dtype, torch.float32)
     formats = formats_for(states, torch.Size([1, SMALL_TENSOR]), master)
     return BytesPerParameter(
         weights=dtype.itemsize,
         gradients=master.itemsize,
-        masters=0 if dtype == master else REMAINDER_BYTES,
+        masters=REMAINDER_BYTES.get(dtype, 0),
         moments=sum(each.bytes_per_value for each in formats),
         offload=offload,
     )

@@ -3,6 +3,8 @@
 Owns: taking a float32 apart into the bfloat16 that it rounds to and a remainder of 16 bits, and putting it together
 again, exactly. Refuses: which tensors have masters (optim.py).
 A float32 master beside a bfloat16 weight would hold the weight's 16 bits a second time: 6 bytes instead of 4.
+float16 is no half of a float32. There the remainder is what rounding took away, a float32 of its own: the difference
+of a number and its rounding is exact, and so is their sum.
 """
 
 from __future__ import annotations
@@ -44,6 +46,16 @@ def join(weight: Tensor, remainder: Tensor, exceptions: Exceptions | None) -> Te
     if exceptions is not None and len(exceptions.places):
         bits[exceptions.places] = exceptions.bits
     return bits.view(torch.float32)
+
+
+def split_float16(master: Tensor) -> tuple[Tensor, Tensor]:
+    """(float16 weight, float32 remainder) of a flat float32 tensor."""
+    weight = master.to(torch.float16)
+    return weight, master - weight.float()
+
+
+def join_float16(weight: Tensor, remainder: Tensor) -> Tensor:
+    return weight.float() + remainder
 
 
 def _joined(weight: Tensor, remainder: Tensor) -> Tensor:

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 from temper.errors import UserError
 from temper.trainer.adamw.layout import BUCKET_VALUES, Bucket, Slice, make_buckets
-from temper.trainer.adamw.masters import Exceptions, join, split
+from temper.trainer.adamw.masters import Exceptions, join, join_float16, split, split_float16
 from temper.trainer.adamw.moments import Held, HeldPart, MomentFormat, States, formats_for
 from temper.trainer.adamw.noise import high_half, key_of, low_half, random_bits
 from temper.trainer.adamw.residence import Residence
 
 _REMAINDER = "remainder"
-"""Part of a bucket with masters: what its bfloat16 weights leave out of them."""
+"""Part of a bucket with masters: what its weights leave out of them."""
+REMAINDERS = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+"""Types of weights that have masters, and of what they leave out of them. Zeros mean that weights are their masters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class BucketKind:
 
     @property
     def has_masters(self) -> bool:
-        return self.dtype == torch.bfloat16
+        return self.dtype in REMAINDERS
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -48,7 +50,7 @@ class BucketKind:
 
     @property
     def parts(self) -> dict[str, HeldPart]:
-        return ({_REMAINDER: HeldPart(torch.int16)} if self.has_masters else {}) | self.moments
+        return ({_REMAINDER: HeldPart(REMAINDERS[self.dtype])} if self.has_masters else {}) | self.moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +169,17 @@ class AdamState:
 
     def _masters(self, bucket: Bucket, held: Held) -> Tensor:
         weights = self._weights(bucket)
-        flat = torch.zeros(bucket.size, dtype=torch.bfloat16, device=weights[0].device)
+        flat = torch.zeros(bucket.size, dtype=self._kind(bucket).dtype, device=weights[0].device)
         torch._foreach_copy_(_views(flat, bucket), weights)
+        if flat.dtype == torch.float16:
+            return join_float16(flat, held[_REMAINDER])
         return join(flat, held[_REMAINDER], self._exceptions.get(bucket.number))
 
     def _keep_masters(self, bucket: Bucket, held: Held, masters: Tensor) -> None:
-        rounded, remainder, self._exceptions[bucket.number] = split(masters)
+        if self._kind(bucket).dtype == torch.float16:
+            rounded, remainder = split_float16(masters)
+        else:
+            rounded, remainder, self._exceptions[bucket.number] = split(masters)
         held[_REMAINDER].copy_(remainder)
         torch._foreach_copy_(self._weights(bucket), _views(rounded, bucket))
 
@@ -226,8 +233,10 @@ class _Made(Mapping[str, Tensor]):
 
 
 def _kind_of(name: str, parameter: nn.Parameter, states: States) -> BucketKind:
-    if parameter.dtype not in (torch.bfloat16, torch.float32, torch.float64):
-        raise UserError(f'parameter "{name}" is {parameter.dtype}. Train in bfloat16 or float32: set model.dtype')
+    if parameter.dtype not in (*REMAINDERS, torch.float32, torch.float64):
+        raise UserError(
+            f'parameter "{name}" is {parameter.dtype}. Train in bfloat16, float16 or float32: set model.dtype'
+        )
     assert parameter.is_contiguous(), f"{name} cannot be cut into buckets"
     formats = formats_for(states, parameter.shape, torch.promote_types(parameter.dtype, torch.float32))
     return BucketKind(parameter.ndim >= 2, parameter.dtype, *formats)

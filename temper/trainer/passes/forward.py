@@ -44,6 +44,8 @@ class StepFacts:
     scales: Mapping[str, float] = field(default_factory=dict)
     teachers: Mapping[str, nn.Module] = field(default_factory=dict)
     """By domain; for losses that compare whole distributions."""
+    loss_scale: float = 1.0
+    """What the loss is multiplied by before the backward pass; its gradient is divided by it afterwards."""
 
     def tokens(self, microbatch: Microbatch, scored: Scored, measured: Mapping[str, Tensor] | None = None) -> Tokens:
         return Tokens.of(
@@ -106,7 +108,7 @@ def forward_backward(
     measured: Mapping[str, Tensor] | None = None,
     seen: list[Tensor] | None = None,
 ) -> tuple[Tensor, MetricSums]:
-    """Adds the microbatch's gradient to the parameters; returns its part of the loss and of the metrics.
+    """Adds the microbatch's gradient, times facts.loss_scale, to the parameters; returns its part of loss and metrics.
 
     Parts of all microbatches and ranks simply add up. To `seen`, if given, it adds what traces are made of.
     """
@@ -119,7 +121,7 @@ def forward_backward(
     if "entropy" not in objective.needs:
         scored = replace(scored, entropy=scored.entropy.detach())  # a metric only
     loss, metrics = objective_loss(objective, facts.tokens(microbatch, scored, measured))
-    loss.backward()  # type: ignore[no-untyped-call]
+    (loss * facts.loss_scale).backward()  # type: ignore[no-untyped-call]
     return loss.detach(), metrics
 
 

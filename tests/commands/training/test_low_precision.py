@@ -1,4 +1,4 @@
-"""Whole runs with a sampler in fp8: they learn, say what they added to the recipe, and resume to the bit."""
+"""Whole runs with a sampler in fp8, or in float16: they learn, say what they added to the recipe, resume to the bit."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from temper.models.float8.layers import Float8Linear
 from temper.runs.reader import RunReader
 from tests.test_resume import Interrupter, identity, interrupted, write_recipe
 
+FP8 = {"weights": "fp8"}
 LETTERS = {"min_letters": 1, "max_letters": 2}
 
 
@@ -52,12 +53,34 @@ def test_practice_with_a_sampler_in_fp8_learns(tiny_recipe: dict[str, Any], tmp_
     assert stage.objective.corrections == ["token_tis"]
 
 
-@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 4}}], ids=["whole", "lora"])
-def test_a_run_in_fp8_resumes_to_the_bit(
-    model: dict[str, Any], tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_practice_in_float16_learns_and_its_sides_are_closer_than_in_bfloat16(
+    tiny_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    table = {**tiny_recipe, "engine": {"weights": "fp8"}, "checkpoint": {"every": 1, "keep": 8}}
-    table["model"] = {**tiny_recipe["model"], **model}
+    gaps = {}
+    for dtype, steps in (("float16", 30), ("bfloat16", 3)):
+        table = learning(tiny_recipe)
+        table["model"] = {**tiny_recipe["model"], "dtype": dtype}
+        table["stage"][1]["steps"] = steps
+        run = training.train_stages(resolve(table, [], where="test"), run=tmp_path / dtype)
+        with RunReader(run) as reader:
+            gaps[dtype] = [point.value for point in reader.metric("mismatch/logp_abs_mean")][:3]
+            skipped = sum(point.value for point in reader.metric("policy/skipped_updates"))
+        assert skipped <= 3
+    found = rewards(tmp_path / "float16")
+    assert sum(found[-5:]) / 5 > sum(found[:5]) / 5 + 0.1
+    assert max(gaps["float16"]) < min(gaps["bfloat16"]) / 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"engine": FP8}, {"engine": FP8, "model": {"lora": {"rank": 4}}}, {"model": {"dtype": "float16"}}],
+    ids=["fp8", "fp8 lora", "float16"],
+)
+def test_a_run_resumes_to_the_bit(
+    changes: dict[str, Any], tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {**tiny_recipe, **changes, "checkpoint": {"every": 1, "keep": 8}}
+    table["model"] = {**tiny_recipe["model"], **changes.get("model", {})}
     table["stage"] = [{**tiny_recipe["stage"][1], "steps": 4}]
     recipe, run = write_recipe(tmp_path, table), tmp_path / "run"
     expected = identity(training.train(recipe, run=run))

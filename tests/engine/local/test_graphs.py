@@ -19,9 +19,11 @@ from temper.engine.local.graphs import GraphLimits, bucket
 from temper.engine.local.runner import Runner
 from temper.errors import BackendError
 from temper.models.decoder import set_numerics
+from temper.models.float8.layers import float8_copy
 from temper.models.load import prepare
 from temper.models.nf4.holding import hold_in_four_bits
-from temper.types import Completion, Request, SamplingParams
+from temper.models.save import saved_tensors
+from temper.types import Completion, Publication, Request, SamplingParams
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 pytestmark = [
@@ -52,7 +54,7 @@ def run_again(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], tor
     return replay, output
 
 
-def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1, four_bits: bool = False) -> LocalEngine:
+def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1, weights: str = "full") -> LocalEngine:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=61, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -61,9 +63,10 @@ def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1, four_bi
     on_gpu = as_gpu and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     model = prepare(LlamaForCausalLM(config).eval()).to(device)
-    if four_bits:
+    if weights == "4bit":
         hold_in_four_bits(model, device)
     set_numerics(model, numerics)
+    model = float8_copy(model) if weights == "float8" else model
     settings = EngineSettings(
         seed=3, block_size=4, num_blocks=60, max_running=4, tokens_per_step=32, max_length=48, steps_per_sync=steps
     )
@@ -101,7 +104,7 @@ HEAVY = pytest.mark.heavy
 
 
 def test_weights_in_four_bits_are_made_inside_recorded_steps() -> None:
-    single, recorded = (make_engine(as_gpu=as_gpu, steps=4, four_bits=True) for as_gpu in (False, True))
+    single, recorded = (make_engine(as_gpu=as_gpu, steps=4, weights="4bit") for as_gpu in (False, True))
     expected, actual = generate(single, requests(1.0)), generate(recorded, requests(1.0))
     assert [one.token_ids for one in expected] == [other.token_ids for other in actual]
     in_full = generate(make_engine(as_gpu=False), requests(1.0))
@@ -121,6 +124,25 @@ def test_recorded_steps_draw_what_single_steps_on_a_cpu_draw(temperature: float,
         assert one.token_ids == other.token_ids
         assert one.finish == other.finish
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-4, atol=1e-4)
+
+
+def test_recorded_steps_of_float8_matrices_follow_a_publication() -> None:
+    single, recorded = (make_engine(as_gpu=as_gpu, steps=4, weights="float8") for as_gpu in (False, True))
+    before = generate(recorded, requests(1.0))
+    torch.manual_seed(1)
+    tensors = {
+        name: (torch.randn(tensor.shape) * 0.3).to(tensor.device) if tensor.element_size() == 1 else tensor.detach()
+        for name, tensor in saved_tensors(recorded._model).items()
+    }
+    for engine in (single, recorded):
+        asyncio.run(engine.load(Publication(version=1, tensors=tensors)))
+    expected, actual = generate(single, requests(1.0)), generate(recorded, requests(1.0))
+    assert [one.token_ids for one in actual] != [one.token_ids for one in before]
+    for one, other in zip(expected, actual, strict=True):
+        assert one.token_ids[0] == other.token_ids[0]
+        torch.testing.assert_close(
+            torch.tensor(one.logprobs[:1]), torch.tensor(other.logprobs[:1]), rtol=0.02, atol=0.02
+        )
 
 
 def test_rows_that_want_more_than_tokens_are_drawn_from_the_recorded_states() -> None:

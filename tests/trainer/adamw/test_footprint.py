@@ -26,7 +26,7 @@ def test_float32_weights_are_their_own_masters() -> None:
     assert (held.weights, held.gradients, held.masters, held.device) == (4, 4, 0, 16)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("states", ["float32", "bfloat16", "8bit"])
 def test_the_sum_is_what_an_optimiser_holds(states: str, dtype: torch.dtype) -> None:
     model = nn.Linear(256, 256, bias=False).to(dtype)

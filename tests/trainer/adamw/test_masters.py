@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from temper.trainer.adamw.masters import join, split
+from temper.trainer.adamw.masters import join, join_float16, split, split_float16
 
 
 def floats(*uppers: int) -> Tensor:
@@ -42,3 +42,13 @@ def test_random_masters_come_back_and_almost_none_is_an_exception() -> None:
     assert torch.equal(joined.view(torch.int32), masters.view(torch.int32))
     assert remainder.dtype == torch.int16
     assert len(exceptions.places) < 40  # 8 are expected: one in 131072
+
+
+def test_a_float16_weight_and_its_remainder_are_the_master_to_the_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    masters = torch.randn(100_000, generator=generator) * torch.logspace(-7, 4, 100_000)
+    weight, remainder = split_float16(masters)
+    assert torch.equal(weight, masters.half())
+    assert torch.equal(join_float16(weight, remainder), masters)
+    # The mutation: a remainder in half precision, too, loses bits.
+    assert not torch.equal(join_float16(weight, remainder.half().float()), masters)

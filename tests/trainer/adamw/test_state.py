@@ -58,7 +58,7 @@ def update(model: nn.Module, optimizer: MasterAdamW, step: int) -> None:
 
 
 @pytest.mark.parametrize("bucket_values", [256, 1 << 25])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_float32_moments_and_masters_are_to_the_bit_those_of_torch(
     dtype: torch.dtype, bucket_values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +88,7 @@ def test_float32_moments_and_masters_are_to_the_bit_those_of_torch(
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("states", EVERY_STATES)
 def test_updates_do_not_depend_on_the_size_of_buckets_nor_on_where_the_state_lives(
     states: States, dtype: torch.dtype, offload: bool, monkeypatch: pytest.MonkeyPatch
@@ -151,7 +151,7 @@ class LargestStorage(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("states", EVERY_STATES)
 def test_no_temporary_tensor_of_an_update_is_larger_than_a_bucket(states: States, dtype: torch.dtype) -> None:
     model = make_net(dtype)
@@ -177,7 +177,7 @@ def to_imitate(rows: list[Sample]) -> Batch:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("states", EVERY_STATES)
 def test_a_resumed_trainer_ends_with_the_same_bits(
     make_model: Callable[..., Any],
@@ -337,7 +337,7 @@ def test_second_moments_shrink_with_the_gradients_which_rounding_to_the_nearest_
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has nowhere to offload to")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("states", EVERY_STATES)
 def test_on_a_gpu_offloaded_state_gives_the_same_bits_and_comes_back_from_a_checkpoint(
     states: States, dtype: torch.dtype
