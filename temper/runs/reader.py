@@ -136,11 +136,11 @@ class TrajectoryRecord:
 class RunReader:
     """Queries over one run directory."""
 
-    def __init__(self, folder: Path) -> None:
-        path = folder / DATABASE
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        path = self.folder / DATABASE
         if not path.is_file():
             raise UserError(f"{folder} is not a run directory: it has no {DATABASE}")
-        self.folder = folder
         try:
             self._connection = _connect(path)
             prepare_reading(self._connection)

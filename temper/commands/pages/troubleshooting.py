@@ -97,10 +97,10 @@ DATA = (
         "mathematics; `skip_bad = true` to leave such rows out.",
     ),
     Trouble(
-        said="",
-        seen="gold answers are worth less than 1 in the dry run",
-        cause="The reward does not accept the right answer as your data writes it.",
-        cure="Mend the reward or the column: no policy can be paid more than the gold answer is.",
+        said="no gold answer is worth more than saying nothing",
+        cause="The reward does not accept right answers as your data writes them.",
+        cure="Mend the reward or the column. If a response has to be written in another way than the gold answer, in "
+        "tags or a box, nothing is wrong: say so in `prompt.template`.",
     ),
     Trouble(
         said="",

@@ -21,6 +21,10 @@ from temper.stages.reading.data import StageData
 from temper.types import Message, Score, ScoreKind, Status, Task, Trajectory
 
 REWARD_TRIALS = 16
+NO_BETTER = (
+    "no gold answer is worth more than saying nothing. Either right answers are written in another way than the gold "
+    "ones (in tags, in a box), or the reward is wrong and nothing can be learned from it"
+)
 
 
 async def try_environment(config: RunConfig, data: StageData) -> dict[str, str]:
@@ -70,7 +74,10 @@ async def try_reward(
         await rubric.close()
     worthy = [task for task, right, none in zip(tasks, gold, empty, strict=True) if _value(right) > _value(none)]
     _require_sayable(config, data, worthy)
-    return {f"{name} of gold answers": _summary(gold), f"{name} of empty answers": _summary(empty)}
+    found = {f"{name} of gold answers": _summary(gold), f"{name} of empty answers": _summary(empty)}
+    if not worthy and any((task.answer or "").strip() for task in tasks):
+        found[f"{name} in doubt"] = NO_BETTER
+    return found
 
 
 async def _saying(

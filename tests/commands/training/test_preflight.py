@@ -93,6 +93,15 @@ def test_a_dry_run_tries_the_held_out_verifier_too(tiny_recipe: dict[str, Any], 
     assert "held-out verifier of gold answers   mean 1 of 16" in dry_run(path)
 
 
+def test_a_dry_run_doubts_a_reward_that_pays_gold_answers_no_more_than_silence(
+    tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    assert "in doubt" not in dry_run(write_recipe(tiny_recipe, tmp_path))
+    tiny_recipe["reward"] = [{"kind": "tags", "options": {"tags": "answer"}}]
+    assert "reward in doubt" in (said := dry_run(write_recipe(tiny_recipe, tmp_path)))
+    assert "no gold answer is worth more than saying nothing" in said
+
+
 def test_verifiers_have_names_that_tell_them_apart(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     names = []
     for judges in ([], [{"kind": "exact"}], [{"kind": "exact", "weight": 2.0}], [{"kind": "edit"}]):
