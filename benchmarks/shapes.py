@@ -24,6 +24,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 """(model_type, configuration)."""
 
 
-def configuration(shape: str, **more: Any) -> Any:
+def configuration(shape: str, *, context: int = 2048, **more: Any) -> Any:
     family, numbers = SHAPES[shape]
-    return AutoConfig.for_model(family, **numbers, max_position_embeddings=2048, **more)
+    return AutoConfig.for_model(family, **numbers, max_position_embeddings=max(2048, context), **more)

@@ -38,13 +38,12 @@ from temper.types import Batch, EvaluationResult, StepReport
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ?.,"
 
 
-def make_model(folder: Path, shape: str, dtype: str) -> None:
+def make_model(folder: Path, shape: str, dtype: str, context: int = 2048) -> None:
     """Random weights: shapes matter, not quality. The end token is one of thousands, so almost nothing stops early."""
     tokenizer = character_tokenizer(ALPHABET)
     torch.manual_seed(0)
-    config = configuration(
-        shape, eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=tokenizer.pad_token_id
-    )
+    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
+    config = configuration(shape, context=context, **ids)
     # A CPU would draw seven billion numbers for minutes.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
@@ -72,14 +71,16 @@ class Steps:
         """None are made."""
 
 
-def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
+def recipe_of(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """Temper's side of the comparison."""
     rows = folder / "prompts.jsonl"
     rows.write_text("".join(json.dumps({"prompt": p, "answer": ALPHABET}) + "\n" for p in prompts(512)))
     completions = options.prompts * options.group
     # The reward grows with the letters of an answer, as in TRL's column: nearly every group has a signal to train on.
-    recipe = {
+    lora = {"lora": {"rank": options.lora}} if options.lora else {}
+    return {
         "steps": options.steps,
-        "model": {"path": str(folder), "dtype": dtype, "gradient_checkpointing": options.checkpointing},
+        "model": {"path": str(folder), "dtype": dtype, "gradient_checkpointing": options.checkpointing, **lora},
         "optim": {"states": options.states, "offload": options.offload},
         "train": [{"path": str(rows)}],
         "reward": [{"kind": "edit"}],
@@ -89,12 +90,15 @@ def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dic
         "trainer": {"tokens_per_microbatch": options.microbatch},
         "checkpoint": {"every": 10**6},
     }
-    (config,) = resolve(recipe, [], where="benchmark")
+
+
+def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
+    (config,) = resolve(recipe_of(folder, options, dtype), [], where="benchmark")
     stage = build_stage(config, 0, folder)
     steps = Steps()
     plan = make_plan(stage, first_step=1, recorders=(steps,), checkpoint=lambda step: None)
     asyncio.run(_run(plan, stage.close))
-    warm = steps.reports[1:]
+    warm = steps.reports[1:] or steps.reports
     median: Callable[[Callable[[StepReport], float]], float] = lambda f: statistics.median(map(f, warm))  # noqa: E731
     phases = {name: median(lambda r, name=name: r.seconds.get(name, 0.0)) for name in warm[-1].seconds}
     split = sorted(phases.items(), key=lambda item: -item[1])
@@ -183,6 +187,7 @@ def main() -> None:
     parser.add_argument("--offload", action="store_true", help="Temper: moments and masters in the host's memory")
     parser.add_argument("--max-gap", type=float, help="Temper: engine.max_logprob_gap, for shapes above its budget")
     parser.add_argument("--checkpointing", action="store_true", help="Temper: recompute activations")
+    parser.add_argument("--lora", type=int, default=0, help="Temper: rank of an adapter in place of all weights")
     parser.add_argument("--trl-batch", type=int, default=64, help="TRL: sequences per forward pass")
     parser.add_argument("--trl-steps", type=int, help="TRL: as many as --steps unless given; its steps vary little")
     parser.add_argument("--only", choices=["temper", "trl"])
@@ -193,7 +198,7 @@ def main() -> None:
     columns: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder, options.shape, dtype)
+        make_model(folder, options.shape, dtype, context=options.new + 512)
         if options.only != "trl":
             columns["temper"] = measure_temper(folder, options, dtype)
         if options.only != "temper":

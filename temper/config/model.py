@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from temper.config.section import Section
 
@@ -77,8 +77,16 @@ class ModelConfig(Section):
     """Train adapters instead of the weights, e.g. {rank = 16}."""
     offload: bool = False
     """Reference and teacher wait on the CPU between their passes: less memory on the GPU, more time."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more time. auto: where a GPU has no room
+    for them; never on a CPU."""
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _flag_or_auto(cls, value: object) -> object:
+        if value not in (True, False, "auto"):
+            raise ValueError('use true, false or "auto"')
+        return value
 
     @property
     def taught_by(self) -> dict[str, str]:
