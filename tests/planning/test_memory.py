@@ -10,7 +10,7 @@ import pytest
 
 from temper.build.policy import BLOCK_SIZE
 from temper.engine.local.chunks import MOST_TOKENS
-from temper.planning.memory import BLOCK_TOKENS, CHUNK_TOKENS, plan_memory
+from temper.planning.memory import BLOCK_TOKENS, CHUNK_TOKENS, ROUNDING, plan_memory
 from temper.planning.workload import LEAST_SHARED, AdapterShape, Workload
 from temper.trainer.passes.sharing import LEAST_SAVING
 
@@ -66,6 +66,18 @@ def test_parts_by_hand(make_workload: Make) -> None:
     assert parts["KV cache"] == blocks * 16 * 28 * 2 * 256 * 2
     assert parts["head's gradient"] == 8 * 151936 * 1536
     assert "gradients" not in plan_memory(work).phases["rollout"]
+
+
+def test_activations_by_hand(make_workload: Make) -> None:
+    """A layer keeps 4 D + 3 F + Q of a computed token, 2 Q + 2 K and a sum for each head of a packed one; behind the
+    layers are two states of a computed token, one of a packed one and two of a scored one."""
+    work = make_workload("1.5b")
+    computed, packed, scored = work.computed_tokens, 16384, round(16384 * 512 / 562)
+    layer = computed * (4 * 1536 + 3 * 8960 + 1536) * 2 + packed * ((2 * 1536 + 2 * 256) * 2 + 4 * 12)
+    ends = (2 * computed + packed + 2 * scored) * 1536 * 2
+    parts = plan_memory(work).phases["forward and backward"]
+    assert parts["activations"] == pytest.approx(ROUNDING * (28 * layer + ends), rel=1e-12)
+    assert parts["logits"] == 1.5 * 256 * 2**20
 
 
 def test_activations_grow_with_the_microbatch_and_are_few_when_recomputed(make_workload: Make) -> None:
