@@ -81,7 +81,7 @@ def main() -> None:
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder, options.shape, dtype, options.tokens)
+        make_model(folder, options.shape, dtype, context=options.tokens + PROMPT_ROOM)
         figures = measure(folder, options, dtype)
     print(f"{options.shape}, {dtype}, {options.rows} rows of {options.tokens} tokens:", end=" ")
     print(", ".join(f"{name} {value:,.3f}" for name, value in figures.items()))

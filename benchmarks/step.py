@@ -44,17 +44,12 @@ PROMPT_ROOM = 256
 """Tokens of a row beside its answer."""
 
 
-def make_model(folder: Path, shape: str, dtype: str, new: int) -> None:
+def make_model(folder: Path, shape: str, dtype: str, context: int = 2048) -> None:
     """Random weights: shapes matter, not quality. The end token is one of thousands, so almost nothing stops early."""
     tokenizer = character_tokenizer(ALPHABET)
     torch.manual_seed(0)
-    config = configuration(
-        shape,
-        context=max(2048, new + PROMPT_ROOM),
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
+    config = configuration(shape, context=max(2048, context), **ids)
     # A CPU would draw seven billion numbers for minutes.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
@@ -82,13 +77,14 @@ class Steps:
         """None are made."""
 
 
-def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
+def recipe_of(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """Temper's side of the comparison."""
     rows = folder / "prompts.jsonl"
     rows.write_text("".join(json.dumps({"prompt": p, "answer": ALPHABET}) + "\n" for p in prompts(512)))
     completions = options.prompts * options.group
     lora = {"lora": {"rank": options.lora, "base": options.base}} if options.lora else {}
     # The reward grows with the letters of an answer, as in TRL's column: nearly every group has a signal to train on.
-    recipe = {
+    return {
         "steps": options.steps,
         "model": {"path": str(folder), "dtype": dtype, "gradient_checkpointing": options.checkpointing, **lora},
         "optim": {"states": options.states, "offload": options.offload},
@@ -100,12 +96,15 @@ def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dic
         "trainer": {"tokens_per_microbatch": options.microbatch},
         "checkpoint": {"every": 10**6},
     }
-    (config,) = resolve(recipe, [], where="benchmark")
+
+
+def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
+    (config,) = resolve(recipe_of(folder, options, dtype), [], where="benchmark")
     stage = build_stage(config, 0, folder)
     steps = Steps()
     plan = make_plan(stage, first_step=1, recorders=(steps,), checkpoint=lambda step: None)
     asyncio.run(_run(plan, stage.close))
-    warm = steps.reports[1:]
+    warm = steps.reports[1:] or steps.reports
     median: Callable[[Callable[[StepReport], float]], float] = lambda f: statistics.median(map(f, warm))  # noqa: E731
     phases = {name: median(lambda r, name=name: r.seconds.get(name, 0.0)) for name in warm[-1].seconds}
     split = sorted(phases.items(), key=lambda item: -item[1])
@@ -211,7 +210,7 @@ def main() -> None:
     columns: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder, options.shape, dtype, options.new)
+        make_model(folder, options.shape, dtype, context=options.new + PROMPT_ROOM)
         if options.only != "trl":
             columns["temper"] = measure_temper(folder, options, dtype)
         if options.only != "temper":

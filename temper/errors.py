@@ -39,6 +39,15 @@ class BackendError(TemperError):
     exit_code = 3
 
 
+class OutOfMemory(BackendError):
+    """A GPU has no room for what is computed. Who knows the recipe says what to change (build/memory.py)."""
+
+    def __init__(self, phase: str, detail: object) -> None:
+        super().__init__(f"out of memory in {phase}: {detail}")
+        self.phase = phase
+        """What was being computed."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' Did you mean "x"?' for the nearest known name, or '' when nothing is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

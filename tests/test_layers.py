@@ -16,7 +16,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("batching", "catalogue"), 2),
     **dict.fromkeys(("engine", "trainer"), 3),
     "rollout": 4,
-    **dict.fromkeys(("parity", "evals", "dashboard", "serve"), 5),
+    **dict.fromkeys(("parity", "evals", "dashboard", "serve", "planning"), 5),
     **dict.fromkeys(("stages", "loop"), 6),
     "build": 7,
     "commands": 8,

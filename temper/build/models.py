@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from temper.config import RunConfig
+from temper.config.memory import settled_choice
 from temper.errors import UserError
 from temper.integrity import verify, write_manifest
 from temper.models.load import find_checkpoint, load_model
@@ -129,7 +130,7 @@ def _other_models(
             load(folder),
             optimizer_settings(config, 10 * config.optim.learning_rate if rate is None else rate),
             total_steps=config.steps,
-            gradient_checkpointing=config.model.gradient_checkpointing,
+            gradient_checkpointing=settled_choice(config).gradient_checkpointing,
         )
 
     def frozen(model: torch.nn.Module) -> torch.nn.Module:

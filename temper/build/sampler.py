@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from temper.build.memory import enough_kv_tokens
 from temper.build.policy import size_engine
 from temper.config import RunConfig
+from temper.config.memory import settled_choice
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.mixture import Opponent
 from temper.engine.none import NoSampler
@@ -126,13 +128,11 @@ def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) ->
 
 def _engine_settings(config: RunConfig, data: StageData) -> EngineSettings:
     engine = config.engine
-    longest = data.longest_prompt + config.longest_completion
     settings = size_engine(
         seed=config.seed,
         max_running=engine.max_running,
         max_length=data.shape.max_context,
-        # A quarter more than the probed prompts need: a longer one than those is preempted, never refused.
-        kv_tokens=engine.kv_tokens or max(engine.max_running * longest * 5 // 4, data.shape.max_context),
+        kv_tokens=settled_choice(config).kv_tokens or enough_kv_tokens(config, data),
         tokens_per_step=engine.tokens_per_step,
     )
     return replace(

@@ -14,10 +14,12 @@ from pathlib import Path
 import torch
 
 from temper.batching.pack import pack, shard
+from temper.build.memory import settle
 from temper.build.models import Models, load_models, optimizer_settings
 from temper.build.objective import resolve_objective
 from temper.build.sampler import make_opponent, make_sampler
 from temper.config import RunConfig
+from temper.config.memory import settled_choice
 from temper.engine.local.mixture import WithOpponent
 from temper.envs.env import find_env
 from temper.models.nf4.holding import require_family
@@ -59,6 +61,8 @@ class Stage:
     index: int
     objective: Objective
     data: StageData
+    origin: Path
+    """Directory of the model that it starts from."""
     model: torch.nn.Module
     trainer: Trainer
     sampler: Sampler
@@ -110,10 +114,9 @@ def build_stage(
     kind, objective = kind_of(config), resolve_objective(config)
     data = open_data(config, objective, kind.reading, model_folder)
     check_data(config, kind, objective, data)
+    config = settle(config, objective, data, model_folder)
     models = load_models(config, objective, model_folder)
-    trainer = _trainer(config, objective, data, models)
-    if checkpoint is not None:
-        trainer.load(checkpoint)
+    trainer = _trainer(config, objective, data, models, checkpoint)
     sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder)
     opponent = make_opponent(config, objective, data, models.others.reference, sampler_model)
     setup = _episode_setup(config, objective, data, sampler)
@@ -139,6 +142,7 @@ def build_stage(
         index=index,
         objective=objective,
         data=data,
+        origin=model_folder,
         model=models.policy,
         trainer=trainer,
         sampler=sampler if opponent is None else WithOpponent(sampler, opponent),
@@ -162,27 +166,31 @@ def check_data(config: RunConfig, kind: StageKind, objective: Objective, data: S
         require_rows(config, make_rows, data)
 
 
-def _trainer(config: RunConfig, objective: Objective, data: StageData, models: Models) -> Trainer:
+def _trainer(
+    config: RunConfig, objective: Objective, data: StageData, models: Models, checkpoint: Path | None
+) -> Trainer:
+    choice = settled_choice(config)
     settings = TrainerSettings(
         optimizer=optimizer_settings(config, config.optim.learning_rate),
         temperature=config.sampling.temperature if data.is_rolling else 1.0,
         total_steps=config.steps,
-        gradient_checkpointing=config.model.gradient_checkpointing,
+        gradient_checkpointing=choice.gradient_checkpointing,
         seed=config.seed,
         is_ordered=config.rollout.max_staleness == 0,
         files=models.files,
     )
-    return LocalTrainer(
+    trainer = LocalTrainer(
         models.policy,
         data.tokenizer,
         objective,
         settings,
-        pack=partial(
-            pack, tokens_per_microbatch=config.trainer.tokens_per_microbatch, together=kind_of(config).together
-        ),
+        pack=partial(pack, tokens_per_microbatch=choice.tokens_per_microbatch, together=kind_of(config).together),
         shard=shard,
         others=models.others,
     )
+    if checkpoint is not None:
+        trainer.load(checkpoint)
+    return trainer
 
 
 def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sampler: Sampler) -> EpisodeSetup:

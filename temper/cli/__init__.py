@@ -13,6 +13,7 @@ from typing import NoReturn
 # The verbs register themselves, in the order of --help.
 import temper.cli.init
 import temper.cli.train
+import temper.cli.plan
 import temper.cli.report
 import temper.cli.watch
 import temper.cli.judging.evaluate

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from temper.config.section import Section
 
@@ -81,9 +81,17 @@ class ModelConfig(Section):
     """Train adapters instead of the weights, e.g. {rank = 16}."""
     offload: bool = False
     """Reference and teacher wait on the CPU between their passes: less memory on the GPU, more time."""
-    gradient_checkpointing: bool | Literal["offload"] = False
-    """Recompute activations in the backward pass: less memory, about a third more time. "offload": on a GPU, what they
-    are recomputed from waits in the memory of the host, for rows of tens of thousands of tokens."""
+    gradient_checkpointing: bool | Literal["auto", "offload"] = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more time. auto: where a GPU has no room
+    for them; never on a CPU. "offload": on a GPU, what they are recomputed from waits in the memory of the host, for
+    rows of tens of thousands of tokens."""
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _flag_or_word(cls, value: object) -> object:
+        if value not in (True, False, "auto", "offload"):
+            raise ValueError('use true, false, "auto" or "offload"')
+        return value
 
     @property
     def taught_by(self) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, fie
 
 from temper.config.model import ModelConfig
 from temper.config.preset_names import why_unknown
-from temper.config.section import Factor, Section
+from temper.config.section import Factor, Section, require_auto_or_number
 from temper.config.sources import PromptConfig, RewardConfig, SourceConfig, StageSource, part_names
 from temper.errors import did_you_mean
 from temper.types import Scalar
@@ -152,9 +152,10 @@ class OptimConfig(Section):
     """Added to the root of the mean squared gradient."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Longer gradients are scaled down to this norm."""
-    states: Literal["float32", "bfloat16", "8bit"] = "float32"
+    states: Literal["auto", "float32", "bfloat16", "8bit"] = "auto"
     """How AdamW's two moments are held between updates: 8, 4 or 2 bytes per parameter. The compact ones are rounded at
-    random, the same on every run; AdamW computes in float32 whatever holds them."""
+    random, the same on every run; AdamW computes in float32 whatever holds them. auto: the widest that fits into what
+    is free on the GPU; float32 on a CPU."""
     offload: bool = False
     """On a GPU: moments and what masters need beside the weights live in the memory of the host, and pass through the
     GPU during the update. Same bits, more time."""
@@ -163,8 +164,9 @@ class OptimConfig(Section):
 class TrainerConfig(Section):
     """How a batch is read and taken apart."""
 
-    tokens_per_microbatch: int = Field(8192, ge=16)
-    """Packed tokens of one forward pass. Changes memory and speed, never the gradient."""
+    tokens_per_microbatch: int | Literal["auto"] = "auto"
+    """Packed tokens of one forward pass, 16 or more. Changes memory and speed, never the gradient. auto: the most up to
+    65536 that fits into what is free on the GPU; 8192 on a CPU."""
     updates_per_batch: int = Field(1, ge=1)
     """Optimiser steps per batch; the groups are split over them."""
     examples_per_step: int = Field(64, ge=1)
@@ -172,6 +174,11 @@ class TrainerConfig(Section):
     max_length: int = Field(0, ge=0)
     """Stages that read examples or pairs: those of more tokens are dropped and counted (data/too_long). 0: one longer
     than the model's context is an error before the first step."""
+
+    @field_validator("tokens_per_microbatch", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: object) -> object:
+        return require_auto_or_number(value, least=16)
 
 
 class EngineConfig(Section):
@@ -186,8 +193,9 @@ class EngineConfig(Section):
     weights: Literal["model", "fp8"] = "model"
     """How the local engine holds the matrices of decoder layers: as the model, or quantised to float8 when they are
     published, half the bytes of a decode step. Unless objective.corrections says otherwise, fp8 brings "token_tis"."""
-    kv_tokens: int = Field(0, ge=0)
-    """Tokens the KV cache can hold; 0: enough for max_running sequences of the longest prompt and completion."""
+    kv_tokens: int | Literal["auto"] = "auto"
+    """Tokens the KV cache can hold; 0: enough for max_running sequences of the longest prompt and completion. auto: as
+    0, and less where a GPU has no room for that."""
     kv_after_load: Literal["keep", "recompute"] = "keep"
     """Keys and values of running sequences when new weights arrive between two of their tokens."""
     max_running: int = Field(256, ge=1)
@@ -201,6 +209,11 @@ class EngineConfig(Section):
     them."""
     max_logprob_gap: float | None = None
     """Largest mean |sampled - recomputed| log-probability that may start. Unset: the checked-in budget."""
+
+    @field_validator("kv_tokens", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: object) -> object:
+        return require_auto_or_number(value, least=0)
 
     @field_validator("kind", mode="before")
     @classmethod

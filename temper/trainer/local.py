@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from temper.errors import BackendError, UserError
+from temper.errors import BackendError, OutOfMemory, UserError
 from temper.models.lora.wrapping import has_adapter
 from temper.objectives import MetricSums, Objective, PolicyObjective, control
 from temper.objectives.advantage.critics import pretraining_steps
@@ -373,5 +373,7 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     start = time.perf_counter()
     try:
         yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(phase, error) from error
     finally:
         seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from temper.build import resolve_objective
+from temper.build.memory import settle_for_cpu
 from temper.build.sampler import make_sampler
 from temper.commands.checkpoints import export
 from temper.commands.find import find_model
@@ -164,7 +165,7 @@ def test_engines_that_read_files_get_a_whole_model(
     seen: list[Path] = []
     monkeypatch.setattr(engine, "VllmEngine", lambda settings: seen.append(settings.folder))
     recipe = chain(tiny_recipe, [{"kind": "rl"}], lora={"rank": 4}) | {"engine": {"kind": "vllm"}}
-    (config,) = resolve(recipe, [], where="chain")
+    config = settle_for_cpu(resolve(recipe, [], where="chain")[0])
     folder = left(adapted, 0)
     model = load_model(folder, torch.float32, CPU)
     for start in (folder, adapted / "model"):

@@ -12,14 +12,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from temper import calls
-from temper.build import check_data, check_stage, check_stages, doubts_about, first_model
+from temper.build import (
+    StagePlan,
+    check_data,
+    check_stage,
+    check_stages,
+    describe_peak,
+    doubts_about,
+    explain_misfit,
+    first_model,
+    plan_stage,
+)
 from temper.commands.training.train import starts_elsewhere
 from temper.commands.training.trials import try_environment, try_reward
 from temper.config import FIRST, RewardConfig, RunConfig, SourceConfig, load_recipe, refer
+from temper.config.memory import CPU_CHOICE, settled_choice, with_choice
 from temper.errors import UserError
 from temper.evals import contamination
 from temper.models.load import find_checkpoint
 from temper.objectives import Objective
+from temper.planning.gpus import GIB, this_gpu
+from temper.planning.table import settings_line
 from temper.stages.distill import teacher_folders
 from temper.stages.kind import StageKind
 from temper.stages.kinds import kind_of
@@ -158,6 +171,8 @@ def _describe(stage: OpenedStage) -> str:
         **({"objective": objective.name} if kind.trains else {}),
         **_batch_rows(stage, kind, objective, data),
     }
+    if (gpu := this_gpu()) is not None:
+        rows["memory"] = _memory_row(plan_stage(stage.readable, objective, data, stage.model, gpu))
     if config.model.lora is not None:
         rows["adapter"] = ", ".join(f"{name} {value}" for name, value in config.model.lora.model_dump().items())
     rows |= calls.run(try_environment(config, data))
@@ -171,6 +186,18 @@ def _describe(stage: OpenedStage) -> str:
     warnings = (*doubts_about(config, objective), contamination.check(data.known, data.heldout))
     body = "\n".join([body, *(f"warning: {doubt}" for doubt in warnings if doubt)])
     return f"stage {stage.number}: {config.stage}, {config.steps} steps\n{body}"
+
+
+def _memory_row(plan: StagePlan) -> str:
+    """What the stage needs of this machine's GPU. UserError, with the cheapest change, when it cannot fit."""
+    if not plan.fits:
+        raise UserError(explain_misfit(plan))
+    settings = settings_line(plan.work, plan.chosen)
+    needed, free = plan.memory.needed_bytes / GIB, plan.gpu.usable_bytes / GIB
+    return (
+        f"{needed:.1f} of {free:.1f} GiB, {describe_peak(plan.memory)}; about {plan.time.total:.1f} s a step, "
+        f"{plan.time.slowest} dominates; {settings}. temper plan shows all of it"
+    )
 
 
 def _left_out(reasons: Sequence[str]) -> str:
@@ -197,7 +224,7 @@ def _rollout_rows(config: RunConfig, data: StageData, *, trains: bool) -> dict[s
     rollout, updates = config.rollout, config.trainer.updates_per_batch
     completions = rollout.groups_per_step * rollout.group_size
     tokens = completions * (data.longest_prompt + config.sampling.max_new_tokens)
-    microbatches = -(-tokens // config.trainer.tokens_per_microbatch)
+    microbatches = -(-tokens // settled_choice(with_choice(config, CPU_CHOICE)).tokens_per_microbatch)
     return {
         "batch": f"{rollout.groups_per_step} tasks x {rollout.group_size} = {completions} completions a step, "
         f"{f'{updates} optimiser step(s)' if trains else 'no training'}",

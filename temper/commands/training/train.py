@@ -7,16 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from temper import calls, loop
-from temper.build import Listeners, Stage, build_stage, check_stages, first_model, make_plan, with_sampler_correction
+from temper.build import (
+    Listeners,
+    Stage,
+    build_stage,
+    check_stages,
+    explain_out_of_memory,
+    first_model,
+    make_plan,
+    settle_for_cpu,
+    with_sampler_correction,
+)
 from temper.commands.training.stopping import Stopped, run_until_stopped
-from temper.config import FIRST, RunConfig, load_recipe, refer, to_toml
+from temper.config import FIRST, RunConfig, load_recipe, read_table, refer, to_toml
+from temper.config.memory import settled_choice, with_choice, with_stored_choice
 from temper.errors import BackendError, TemperError, UserError
 from temper.integrity import verify
 from temper.models.load import find_checkpoint
@@ -27,7 +39,7 @@ from temper.runs.display import Display
 from temper.runs.mirrors import Mirror, open_mirrors
 from temper.runs.reader import RunReader
 from temper.runs.records import AlarmRecord
-from temper.runs.store.run_store import RunStore, open_run
+from temper.runs.store.run_store import CONFIG, RunStore, open_run
 from temper.runs.store.verdicts import Verdicts
 from temper.stages.kinds import kind_of
 from temper.trainer.checkpoint import latest_checkpoint, prune, remove_unfinished, write_checkpoint
@@ -45,6 +57,7 @@ def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume
     check_stages(stages)
     stages = [with_sampler_correction(config) for config in stages]  # the run's recipe says what is trained
     folder = run or choose_folder(stages[0].name, resume=resume)
+    stages = _settled(stages, folder, resume=resume)
     limit = max(config.rollout.transcripts_gb for config in stages) * 1e9
     store = open_run(folder, config=to_toml(stages), resume=resume, transcript_bytes=limit)
     display = Display()
@@ -71,6 +84,15 @@ def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume
             mirror.close()
         store.close()
     return folder
+
+
+def _settled(stages: Sequence[RunConfig], folder: Path, *, resume: bool) -> list[RunConfig]:
+    """Stages as they were run before, where the recipe leaves a choice, and what needs no look at a GPU."""
+    stored: Sequence[Mapping[str, Any]] = ()
+    if resume and (folder / CONFIG).is_file():
+        stored = read_table(folder / CONFIG).get("stage", ())
+    again = [with_stored_choice(config, table) for config, table in zip(stages, stored, strict=False)]
+    return [settle_for_cpu(config) for config in (*again, *stages[len(again) :])]
 
 
 def record_end(store: RunStore, error: BaseException) -> None:
@@ -122,6 +144,7 @@ class RunRecords:
 async def run_stages(stages: Sequence[RunConfig], folder: Path, records: RunRecords) -> None:
     """Runs what is left of every stage."""
     store, display = records.store, records.display
+    stages = list(stages)
     outputs = {FIRST: first_model(stages[0], folder)}
     policy = outputs[FIRST]
     for index, recipe in enumerate(stages):
@@ -143,6 +166,9 @@ async def run_stages(stages: Sequence[RunConfig], folder: Path, records: RunReco
             stage = build_stage(
                 config, index, model, resumed, caches=caches, earlier=outputs.keys(), listeners=listeners
             )
+            # As it is run, for a resume: what is free then is no longer what was free now.
+            stages[index] = with_choice(recipe, settled_choice(stage.config))
+            store.keep_config(to_toml(stages))
             await _run_stage(stage, done + 1, checkpoints, records)
         last = checkpoints / f"step-{config.steps}"
         if not last.is_dir():
@@ -174,12 +200,20 @@ async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, records: 
         watch=alarms,
     )
     try:
-        await loop.run(plan)
-    except StepFailure as failure:
-        store.unfinished(stage.index, failure.step, failure.groups)
-        raise
+        with explain_out_of_memory(stage), _unfinished_kept(store, stage.index):
+            await loop.run(plan)
     finally:
         await stage.close()
+
+
+@contextmanager
+def _unfinished_kept(store: RunStore, stage: int) -> Iterator[None]:
+    """What was rolled for a step that could not be filled is recorded."""
+    try:
+        yield
+    except StepFailure as failure:
+        store.unfinished(stage, failure.step, failure.groups)
+        raise
 
 
 def _checkpoint(stage: Stage, checkpoints: Path, store: RunStore, step: int) -> None:

@@ -21,7 +21,7 @@ from temper.engine.local.runner import Runner
 from temper.engine.local.scheduler import Scheduler
 from temper.engine.local.sequence import Sequence, StopTexts, Watch, random_key
 from temper.engine.local.step import Stepper
-from temper.errors import BackendError, ContextFull, TaskError
+from temper.errors import BackendError, ContextFull, OutOfMemory, TaskError
 from temper.models.float8.layers import float8_layers
 from temper.models.load import shape_of
 from temper.models.save import saved_tensors
@@ -250,7 +250,8 @@ class LocalEngine:
 
 
 def _failed(cause: BaseException) -> BackendError:
-    error = BackendError(f"the engine failed: {cause!r}")
+    is_full = isinstance(cause, torch.OutOfMemoryError)
+    error = OutOfMemory("rollout", cause) if is_full else BackendError(f"the engine failed: {cause!r}")
     error.__cause__ = cause
     return error
 

@@ -167,6 +167,10 @@ class RunStore:
         row = (time.time(), level, text)
         self._submit(lambda connection: _insert(connection, "events", [row]))
 
+    def keep_config(self, text: str) -> None:
+        """Replaces config.toml: a stage has begun, and what its recipe left open is settled."""
+        _keep_config(self.folder / CONFIG, text)
+
     def finish(self, deadline_seconds: float = PATIENCE_SECONDS) -> None:
         """Marks the run as complete."""
         row = ("finished", repr(time.time()))

@@ -1,0 +1,201 @@
+"""From a recipe to what it holds and computes, and from "auto" to values that fit.
+
+Owns: reading a stage as a Workload, settling its keys on "auto", what is said when nothing fits. Refuses: the sums
+(planning/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import torch
+
+from temper.build.models import pick_device, pick_dtype
+from temper.config import RunConfig
+from temper.config.memory import CPU_CHOICE, KEYS, MemoryChoice, given_choice, settled_choice, with_choice
+from temper.errors import UserError
+from temper.objectives import Objective, PolicyObjective
+from temper.planning.choice import Remedy, candidates, choose, find_remedy
+from temper.planning.gpus import GIB, Gpu, this_gpu
+from temper.planning.memory import MemoryPlan, plan_memory
+from temper.planning.seconds import TimePlan, plan_seconds
+from temper.planning.shape import DecoderShape, read_decoder_shape
+from temper.planning.workload import AdapterShape, Workload
+from temper.stages.distill import teacher_folders
+from temper.stages.kinds import kind_of
+from temper.stages.reading.data import StageData
+from temper.stages.reading.examples import RowTooLong
+from temper.types import Sample
+
+MEASURED_PROMPTS = 64
+"""Prompts whose mean length stands for all."""
+DOUBT = 0.93
+"""A stage is refused when this share of what was planned does not fit: plans are within a tenth of what is seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """What a stage would hold and take on a GPU."""
+
+    gpu: Gpu
+    work: Workload
+    chosen: tuple[str, ...]
+    """Fields of the choice that were on "auto"."""
+    memory: MemoryPlan
+    time: TimePlan
+    remedy: Remedy | None
+    """The cheapest change that makes it fit; None: it fits, or nothing does."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.needed_bytes <= self.gpu.usable_bytes
+
+
+def plan_stage(config: RunConfig, objective: Objective, data: StageData, model_folder: Path, gpu: Gpu) -> StagePlan:
+    """The plan with what the recipe gives, and for the rest with what is chosen for this GPU."""
+    given = given_choice(config)
+    work = workload_of(config, objective, data, model_folder)
+    choice = choose(work, gpu.usable_bytes, given)
+    if choice is None:  # the least that can be asked for, so that the table shows how much is missing
+        choice = list(candidates(work, given))[-1]
+    work = replace(work, choice=choice)
+    memory = plan_memory(work)
+    is_enough = memory.needed_bytes <= gpu.usable_bytes
+    return StagePlan(
+        gpu=gpu,
+        work=work,
+        chosen=tuple(field for field in KEYS if field not in given),
+        memory=memory,
+        time=plan_seconds(work, gpu),
+        remedy=None if is_enough else find_remedy(work, gpu.usable_bytes),
+    )
+
+
+def settle(config: RunConfig, objective: Objective, data: StageData, model_folder: Path) -> RunConfig:
+    """The stage with a value in place of every "auto": on a CPU always the same, on a GPU by what is free on it now.
+
+    Raises UserError, with the cheapest change, for a stage that cannot fit.
+    """
+    gpu = this_gpu() if pick_device(config.model.device).type == "cuda" else None
+    if gpu is None:
+        return with_choice(config, CPU_CHOICE)
+    plan = plan_stage(config, objective, data, model_folder, gpu)
+    if plan.memory.needed_bytes * DOUBT > gpu.usable_bytes:
+        raise UserError(explain_misfit(plan))
+    return with_choice(config, plan.work.choice)
+
+
+def settle_for_cpu(config: RunConfig) -> RunConfig:
+    """What can be settled before anything is read: stages that run on a CPU."""
+    return with_choice(config, CPU_CHOICE) if pick_device(config.model.device).type == "cpu" else config
+
+
+def explain_misfit(plan: StagePlan) -> str:
+    """What does not fit, and what to change."""
+    needed, free = plan.memory.needed_bytes / GIB, plan.gpu.usable_bytes / GIB
+    change = (
+        f"The cheapest change that makes it fit: {plan.remedy}"
+        if plan.remedy is not None
+        else "No setting of the trainer or the engine makes it fit: use a smaller model, shorter rows or a larger GPU"
+    )
+    return f"this needs {needed:.1f} GiB, and {free:.1f} are free ({describe_peak(plan.memory)}). {change}"
+
+
+def describe_peak(memory: MemoryPlan, count: int = 4) -> str:
+    """The largest parts of the worst phase, in words."""
+    parts = memory.phases[memory.peak_phase]
+    largest = sorted(parts.items(), key=lambda item: -item[1])[:count]
+    named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
+    return f"most in {memory.peak_phase}: {named} GiB"
+
+
+def enough_kv_tokens(config: RunConfig, data: StageData) -> int:
+    """Room for every running sequence at its longest. A quarter more than the probed prompts need: a longer one than
+    those is preempted, never refused."""
+    longest = data.longest_prompt + config.longest_completion
+    return max(config.engine.max_running * longest * 5 // 4, data.shape.max_context)
+
+
+def workload_of(config: RunConfig, objective: Objective, data: StageData, model_folder: Path) -> Workload:
+    """Keys on "auto" count as on a CPU, but that the cache has its whole size in tokens."""
+    shape, lora = read_decoder_shape(model_folder), config.model.lora
+    choice: MemoryChoice = settled_choice(with_choice(config, CPU_CHOICE))
+    is_scorer = "scores" in objective.needs
+    prompt, completion, rows = _rows(config, objective, data)
+    return Workload(
+        shape=shape,
+        choice=replace(choice, kv_tokens=choice.kv_tokens or enough_kv_tokens(config, data)),
+        itemsize=pick_dtype(config.model.dtype, torch.device("cuda")).itemsize,
+        adapter=None if lora is None else AdapterShape(rank=lora.rank, targets=tuple(lora.targets)),
+        offload=config.optim.offload,
+        frozen=_frozen(config, objective, shape, model_folder),
+        offload_frozen=config.model.offload,
+        has_critic=isinstance(objective, PolicyObjective) and objective.critic is not None,
+        has_own_head=is_scorer,
+        trains=kind_of(config).trains,
+        engine=_engine_weights(config, data),
+        samples=not is_scorer,
+        rolls=data.is_rolling,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        group_size=config.rollout.group_size if data.is_rolling else 1,
+        rows_per_update=max(1, rows // config.trainer.updates_per_batch),
+        updates=config.trainer.updates_per_batch,
+        max_running=config.engine.max_running,
+        tokens_per_step=max(config.engine.tokens_per_step, config.engine.max_running + 1),
+        has_graphs=config.engine.graphs,
+    )
+
+
+def _engine_weights(config: RunConfig, data: StageData) -> Literal["shared", "copied", "elsewhere"]:
+    """As build/sampler.py decides."""
+    if config.engine.kind == "sglang":
+        return "elsewhere"
+    runs_ahead = config.rollout.max_staleness > 0 and data.is_rolling
+    return "copied" if config.model.lora is not None or config.engine.kind == "vllm" or runs_ahead else "shared"
+
+
+def _frozen(config: RunConfig, objective: Objective, shape: DecoderShape, folder: Path) -> tuple[DecoderShape, ...]:
+    """References that share the policy's weights below an adapter cost nothing."""
+    found: list[DecoderShape] = []
+    if "reference" in objective.needs and (config.model.lora is None or objective.reference is not None):
+        found.append(shape)
+    if objective.needs & {"teacher", "teacher_top_k", "divergence"}:
+        found += [read_decoder_shape(path) for path in teacher_folders(folder, config.model.taught_by).values()]
+    return tuple(found)
+
+
+def _rows(config: RunConfig, objective: Objective, data: StageData) -> tuple[int, int, int]:
+    """(tokens before the first trained one, tokens behind, rows of a step)."""
+    given = _given_rows(config, objective, data)
+    if given and not data.is_rolling:
+        longest = max(given, key=lambda row: len(row.token_ids))
+        rows = config.trainer.examples_per_step * max(1, round(len(given) / len(data.probe)))
+        return len(longest.token_ids) - longest.num_actions, max(1, longest.num_actions), rows
+    sampled = [
+        len(data.renderer.prompt_ids(data.renderer.prompt_messages(task)))
+        for task in data.asked[:MEASURED_PROMPTS]
+        if task.messages
+    ]
+    prompt = round(fmean(sampled)) if sampled else data.longest_prompt
+    drawn = config.sampling.max_new_tokens * config.rollout.max_turns
+    room = max(1, data.shape.max_context - prompt)
+    return prompt, min(drawn, room), config.rollout.groups_per_step * config.rollout.group_size
+
+
+def _given_rows(config: RunConfig, objective: Objective, data: StageData) -> Sequence[Sample]:
+    """Rows of the first tasks, in stages that read rows."""
+    make_rows = kind_of(config).row_maker(objective, data)
+    found: list[Sample] = []
+    if make_rows is None:
+        return found
+    for task in data.probe:
+        try:
+            found += make_rows(task)
+        except RowTooLong:  # left out of training, or refused elsewhere
+            continue
+    return found

@@ -1,0 +1,1 @@
+"""Bytes and seconds of a stage before it runs, and settings that fit."""

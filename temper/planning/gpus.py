@@ -1,0 +1,85 @@
+"""GPUs that a plan can be made for, by the numbers of their data sheets, and the one of this machine.
+
+Owns: memory, rates and bandwidths. Refuses: clocks; what a kernel reaches of these is in seconds.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from temper.errors import UserError, did_you_mean
+from temper.runs.flops import peak_flops
+
+GIB = 2**30
+UNKNOWN_FLOPS = 50e12
+"""Of a GPU that no table knows: enough to tell what dominates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    name: str
+    """As --gpu takes it."""
+    device_name: str
+    """As torch calls it."""
+    memory_bytes: float
+    """All of it, as torch sees it."""
+    bandwidth: float
+    """Bytes per second of its memory."""
+    link: float = 25e9
+    """Bytes per second from and to the memory of the host."""
+    free_bytes: float | None = None
+    """What is free now, where the GPU is here; None: all of it."""
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.memory_bytes if self.free_bytes is None else self.free_bytes
+
+    def flops(self, dtype: str) -> float:
+        """Matrix rate in this dtype; what has no hardware for it falls back to float32."""
+        return peak_flops(self.device_name, dtype) or peak_flops(self.device_name, "float32") or UNKNOWN_FLOPS
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(name="b200", device_name="B200", memory_bytes=178 * GIB, bandwidth=8.0e12, link=50e9),
+        Gpu(name="h200", device_name="H200", memory_bytes=139.8 * GIB, bandwidth=4.8e12, link=50e9),
+        Gpu(name="h100-80", device_name="H100", memory_bytes=79.1 * GIB, bandwidth=3.35e12, link=50e9),
+        Gpu(name="a100-80", device_name="A100", memory_bytes=79.1 * GIB, bandwidth=2.0e12),
+        Gpu(name="a100-40", device_name="A100", memory_bytes=39.4 * GIB, bandwidth=1.55e12),
+        Gpu(name="l40s", device_name="L40S", memory_bytes=44.4 * GIB, bandwidth=0.864e12),
+        Gpu(name="l4", device_name="L4", memory_bytes=22.0 * GIB, bandwidth=0.3e12),
+        Gpu(name="a10-24", device_name="A10", memory_bytes=22.0 * GIB, bandwidth=0.6e12),
+        Gpu(name="4090", device_name="RTX 4090", memory_bytes=23.5 * GIB, bandwidth=1.0e12),
+        Gpu(name="3090", device_name="RTX 3090", memory_bytes=23.6 * GIB, bandwidth=0.936e12),
+        Gpu(name="t4", device_name="T4", memory_bytes=14.6 * GIB, bandwidth=0.32e12, link=12e9),
+    )
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """UserError names the nearest one."""
+    if name not in GPUS:
+        raise UserError(f'--gpu "{name}" is unknown.{did_you_mean(name, GPUS)} Known: {", ".join(GPUS)}.')
+    return GPUS[name]
+
+
+def this_gpu() -> Gpu | None:
+    """The GPU that training would use, with what is free on it now; None: there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    # What torch keeps for later is free for whoever asks torch.
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    device_name = torch.cuda.get_device_name()
+    like = next((gpu for gpu in GPUS.values() if gpu.device_name in device_name), None)
+    return Gpu(
+        name="this machine's",
+        device_name=device_name,
+        memory_bytes=total,
+        bandwidth=like.bandwidth if like else 1e12,
+        link=like.link if like else 25e9,
+        free_bytes=free + kept,
+    )

@@ -1,0 +1,236 @@
+"""Bytes of a stage on its GPU, by part and phase.
+
+Owns: the sum. What a layer keeps for its backward pass is read off the code that keeps it: models/decoder.py and its
+kernels, trainer/passes/packed_attention.py, sharing.py and logprobs.py. Refuses: measuring (benchmarks/plan.py does),
+and choosing settings (choice.py).
+Letters: T packed tokens of a microbatch, U those that are computed, A those that are scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from temper.models.decoder import FAMILIES
+from temper.planning.shape import DecoderShape
+from temper.planning.workload import Workload
+from temper.trainer.adamw.footprint import bytes_per_parameter
+from temper.trainer.adamw.layout import BUCKET_VALUES
+from temper.trainer.passes.logprobs import CHUNK_BYTES
+
+CONTEXT_BYTES = 600 << 20
+"""What CUDA and its libraries take before the first tensor."""
+SPLINTERS = 0.04
+"""Share of the memory that torch's allocator cannot hand out: gaps between tensors."""
+UPDATE_BYTES_PER_VALUE = 40
+"""Temporary tensors of an update, by value of a bucket: masters, moments and random bits, wide."""
+BLOCK_TOKENS = 16
+"""Of a block of the KV cache (build/policy.py)."""
+CHUNK_TOKENS = 4096
+"""Of the largest recorded pass over prompts (engine/local/chunks.py)."""
+MULTIPROCESSORS = 132
+"""Among which torch's attention shares out the gradient of few long rows, with a sum of its own for each part."""
+ROUNDING = 1.03
+"""Activations as they are over activations as they are counted: rows are padded to the longest beside them, tensors to
+whole blocks of the allocator. Seen on an H200: 1.00 to 1.04."""
+WORKSPACE_BYTES = 160 << 20
+"""Of libraries that multiply matrices, for the streams of trainer and engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    phases: Mapping[str, Mapping[str, float]]
+    """Bytes on the GPU by phase of a step, then by part."""
+    host_bytes: float
+    """In the memory of the host."""
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of tensors: what torch counts as allocated, and sys/peak_memory_bytes shows."""
+        return sum(self.phases[self.peak_phase].values())
+
+    @property
+    def needed_bytes(self) -> float:
+        """What the GPU must have free: with CUDA's own share and the gaps between tensors."""
+        return self.peak_bytes / (1 - SPLINTERS) + CONTEXT_BYTES
+
+
+def plan_memory(work: Workload) -> MemoryPlan:
+    lasting = {"weights": _weights(work), **_engine(work), **_frozen(work), **_states(work)}
+    phases: dict[str, dict[str, float]] = {}
+    if work.samples and work.engine != "elsewhere":
+        phases["rollout"] = {**lasting, "prompts and logits": _engine_pass(work)}
+    if work.frozen:
+        visiting = max(_weight_bytes(shape, work.itemsize) for shape in work.frozen) if work.offload_frozen else 0.0
+        phases["reference"] = {
+            **lasting,
+            "visiting model": visiting,
+            "activations": _forward(work),
+            "logits": _logits(work),
+        }
+    if work.trains:
+        gradients = {"gradients": _gradients(work)}
+        phases["forward and backward"] = {**lasting, **gradients, **_backward(work)}
+        bucket = min(BUCKET_VALUES, work.trained_parameters)
+        phases["update"] = {**lasting, **gradients, "buffers": float(UPDATE_BYTES_PER_VALUE * bucket)}
+    if not phases:
+        phases["rollout"] = lasting
+    return MemoryPlan({phase: _present(parts) for phase, parts in phases.items()}, _host(work))
+
+
+def kv_bytes_per_token(shape: DecoderShape, itemsize: int) -> float:
+    return 2.0 * shape.num_layers * shape.kv_width * itemsize
+
+
+def _present(parts: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in parts.items() if value}
+
+
+def _dtype(work: Workload) -> torch.dtype:
+    return torch.bfloat16 if work.itemsize == 2 else torch.float32
+
+
+def _weight_bytes(shape: DecoderShape, itemsize: int) -> float:
+    return float(shape.parameters * itemsize)
+
+
+def _weights(work: Workload) -> float:
+    factors = 4 * work.trained_parameters if work.adapter is not None else 0  # factors are float32
+    return _weight_bytes(work.shape, work.itemsize) + factors
+
+
+def _engine(work: Workload) -> dict[str, float]:
+    """The sampler's own weights, its cache and what its recorded steps hold; nothing where it is elsewhere."""
+    if not work.samples or work.engine == "elsewhere":
+        return {}
+    shape, own = work.shape, 0.0
+    if work.engine == "copied":  # below an adapter only what that changes is copied
+        own = shape.layers * work.itemsize if work.adapter is not None else _weight_bytes(shape, work.itemsize)
+    blocks = -(-work.choice.kv_tokens // BLOCK_TOKENS) + work.max_running + 2
+    cache = blocks * BLOCK_TOKENS * kv_bytes_per_token(shape, work.itemsize)
+    tokens = min(CHUNK_TOKENS, work.tokens_per_step)
+    graphs = work.max_running * shape.vocabulary * 4 + tokens * _pass_width(work) * work.itemsize
+    return {"sampler's weights": own, "KV cache": cache, "graphs": float(graphs) if work.has_graphs else 0.0}
+
+
+def _engine_pass(work: Workload) -> float:
+    """A chunk of prompts, and the logits of a first token for everyone."""
+    return float(
+        work.tokens_per_step * _pass_width(work) * work.itemsize + work.max_running * work.shape.vocabulary * 4
+    )
+
+
+def _pass_width(work: Workload) -> int:
+    """Numbers of a token that are alive at once where nothing is kept."""
+    return 4 * work.shape.width + 3 * work.shape.active_mlp_width
+
+
+def _frozen(work: Workload) -> dict[str, float]:
+    if work.offload_frozen:
+        return {}
+    return {"reference and teachers": sum(_weight_bytes(shape, work.itemsize) for shape in work.frozen)}
+
+
+def _states(work: Workload) -> dict[str, float]:
+    """Moments and masters of the policy, and all of the critic, which is trained by turns."""
+    if not work.trains:
+        return {}
+    each = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=_trained_dtype(work))
+    critic = 0.0
+    if work.has_critic:
+        whole = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=_dtype(work))
+        critic = work.shape.parameters * (whole.device - whole.gradients)
+    held = each.masters + each.moments - each.host
+    return {"optimiser states": work.trained_parameters * held, "critic": critic, "workspaces": float(WORKSPACE_BYTES)}
+
+
+def _trained_dtype(work: Workload) -> torch.dtype:
+    return _dtype(work) if work.adapter is None else torch.float32
+
+
+def _host(work: Workload) -> float:
+    each = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=_trained_dtype(work))
+    away = sum(_weight_bytes(shape, work.itemsize) for shape in work.frozen) if work.offload_frozen else 0.0
+    return work.trained_parameters * each.host + away
+
+
+def _gradients(work: Workload) -> float:
+    """Summed in float32; those of the critic exist by turns with the policy's."""
+    return 4.0 * (work.shape.parameters if work.has_critic else work.trained_parameters)
+
+
+def _forward(work: Workload) -> float:
+    """Without gradient: what one layer holds at once."""
+    return float(work.computed_tokens * _pass_width(work) * work.itemsize + work.packed_tokens * _attention(work))
+
+
+def _backward(work: Workload) -> dict[str, float]:
+    """What is alive at the worst moment of a microbatch: while the head's gradient is made, or a layer's.
+
+    Once for each layer: everything, or the two states that it starts from where it is computed again.
+    """
+    shape, size, computed = work.shape, work.itemsize, work.computed_tokens
+    layer = _layer(work)
+    kept = float(2 * shape.width * computed * size) if work.choice.gradient_checkpointing else layer
+    again = layer if work.choice.gradient_checkpointing else 0.0
+    ends = float((2 * computed + work.packed_tokens + 2 * work.scored_tokens) * shape.width * size)
+    activations = ROUNDING * (shape.num_layers * kept + ends)
+    is_head_trained = work.adapter is None and not work.has_own_head
+    # Summed in float32; the product that is added to it exists as well, unless it is added in place.
+    head = shape.embedding * (8.0 if size == 2 else 4.0) if is_head_trained else 0.0
+    # The head's part of a tied gradient waits for the embedding's.
+    waiting = float(shape.embedding * size) if is_head_trained and shape.is_tied else 0.0
+    slopes = again + waiting + _slopes(work)
+    logits = 0.0 if work.has_own_head else _logits(work)
+    if head + logits >= slopes:
+        return {"activations": activations, "logits": logits, "head's gradient": head}
+    return {"activations": activations + again, "gradients of a layer": slopes - again}
+
+
+def _layer(work: Workload) -> float:
+    """Bytes that one layer keeps for its backward pass."""
+    shape = work.shape
+    # Two sums and two normed states, gate and up, their product, what attention says. Modules that are not walked norm
+    # in float32 and keep gate, its SiLU and up apart.
+    is_walked = shape.family in FAMILIES
+    norms, wide = (4, 3) if is_walked else (8, 4)
+    if shape.family.startswith(("gemma", "olmo2")):
+        norms *= 2
+    by_computed = norms * shape.width + wide * shape.active_mlp_width + shape.query_width
+    if shape.num_experts:
+        by_computed += 2 * shape.experts_per_token * shape.width
+    return float(work.computed_tokens * by_computed * work.itemsize + work.packed_tokens * _attention(work))
+
+
+def _attention(work: Workload) -> float:
+    """Bytes that attention keeps of a packed token: query, key and value, its output, and a sum for each head."""
+    shape = work.shape
+    is_grouped = work.itemsize == 2 and all(window is None or window >= work.row_tokens for window in shape.windows)
+    keys = shape.kv_width if is_grouped else shape.query_width  # other kernels want a key for every query
+    return (2 * shape.query_width + 2 * keys) * work.itemsize + 4 * shape.num_heads
+
+
+def _slopes(work: Workload) -> float:
+    """Temporary tensors while the gradient of one layer is made, beyond what its own nodes free."""
+    shape, size = work.shape, work.itemsize
+    matrix = 2 * shape.mlp_width * shape.width
+    merged = matrix * size
+    if work.adapter is not None:  # weights with their adapter are made again, in float32 first
+        merged += matrix // 2 * (8 + size)
+    mlp = work.computed_tokens * (2 * shape.active_mlp_width + 2 * shape.width) * size + merged
+    parts = -(-MULTIPROCESSORS // (work.num_rows * shape.num_heads))
+    attention = work.packed_tokens * shape.query_width * (4 * parts + 2 * size)
+    freed = work.computed_tokens * 3 * shape.active_mlp_width * size
+    return float(max(mlp, attention - freed))
+
+
+def _logits(work: Workload) -> float:
+    """A chunk of logits in float32 and its gradient."""
+    chunk = min(CHUNK_BYTES["cuda"], work.scored_tokens * work.shape.vocabulary * 4)
+    return chunk * (1 + work.itemsize / 4)

@@ -1,0 +1,192 @@
+"""On a CPU "auto" is what the defaults were; on a GPU what fits; a run remembers it; a full GPU is explained."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from temper.build import memory as build_memory
+from temper.build.check import check_stage
+from temper.build.memory import explain_misfit, plan_stage, settle, workload_of
+from temper.build.models import first_model
+from temper.commands.training.train import train_stages
+from temper.config import RunConfig, load_recipe, resolve, to_toml
+from temper.config.memory import CPU_CHOICE, MemoryChoice, given_choice, settled_choice, with_choice, with_stored_choice
+from temper.engine.local.runner import Runner
+from temper.errors import BackendError, UserError
+from temper.planning.gpus import GIB, GPUS, Gpu
+from temper.stages.kinds import kind_of
+from temper.stages.reading.data import StageData, open_data
+from temper.trainer.policy_step import PolicyStep
+
+ROOT = Path(__file__).parents[2]
+SMALL = replace(GPUS["t4"], memory_bytes=2 * GIB)
+
+
+@pytest.fixture
+def config(tiny_recipe: dict[str, Any]) -> RunConfig:
+    return resolve({**tiny_recipe, "stage": tiny_recipe["stage"][1:]}, [], where="tiny")[0]
+
+
+@pytest.fixture
+def opened(config: RunConfig, tmp_path: Path) -> Callable[[RunConfig], tuple[Any, StageData, Path]]:
+    def open_one(changed: RunConfig) -> tuple[Any, StageData, Path]:
+        folder, objective = first_model(changed, tmp_path), check_stage(changed)
+        return objective, open_data(changed, objective, kind_of(changed).reading, folder), folder
+
+    return open_one
+
+
+def with_keys(config: RunConfig, *overrides: str) -> RunConfig:
+    return resolve(tomllib.loads(to_toml([config])), overrides, where="test")[0]
+
+
+def test_auto_is_the_default_and_on_a_cpu_means_what_the_defaults_always_were(
+    config: RunConfig, opened: Callable[..., Any]
+) -> None:
+    assert given_choice(config) == {}
+    settled = settle(config, *opened(config))
+    assert settled_choice(settled) == CPU_CHOICE
+    assert (settled.trainer.tokens_per_microbatch, settled.engine.kv_tokens) == (8192, 0)
+    assert (settled.model.gradient_checkpointing, settled.optim.states) == (False, "float32")
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_recipes_train_on_a_cpu_with_the_values_they_had_before_there_was_auto(recipe: Path) -> None:
+    for config, table in zip(load_recipe(recipe), _stages(recipe), strict=True):
+        before = MemoryChoice(
+            tokens_per_microbatch=table.get("trainer", {}).get("tokens_per_microbatch", 8192),
+            kv_tokens=table.get("engine", {}).get("kv_tokens", 0),
+            gradient_checkpointing=table.get("model", {}).get("gradient_checkpointing", False),
+            states=table.get("optim", {}).get("states", "float32"),
+        )
+        assert settled_choice(with_choice(config, CPU_CHOICE)) == before
+
+
+def _stages(recipe: Path) -> Iterator[dict[str, Any]]:
+    """As tables are merged, for the four sections of interest."""
+    shared = tomllib.loads(recipe.read_text())
+    stages = shared.pop("stage", [{}]) if isinstance(shared.get("stage"), list) else [{}]
+    names = ("trainer", "engine", "model", "optim")
+    for stage in stages:
+        yield {name: {**shared.get(name, {}), **stage.get(name, {})} for name in names}
+
+
+def test_what_a_recipe_says_is_never_changed(config: RunConfig) -> None:
+    given = with_keys(config, "trainer.tokens_per_microbatch=100", "optim.states=8bit", "engine.kv_tokens=0")
+    other = MemoryChoice(tokens_per_microbatch=1, kv_tokens=7, gradient_checkpointing=True, states="bfloat16")
+    chosen = settled_choice(with_choice(given, other))
+    assert chosen == MemoryChoice(tokens_per_microbatch=100, kv_tokens=0, gradient_checkpointing=True, states="8bit")
+
+
+def test_on_a_gpu_the_choice_follows_what_is_free(
+    config: RunConfig, opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_memory, "pick_device", lambda name: torch.device("cuda"))
+    parts = opened(config)
+    monkeypatch.setattr(build_memory, "this_gpu", lambda: GPUS["h200"])
+    assert settled_choice(settle(config, *parts)).tokens_per_microbatch == 65536
+    needed = plan_stage(config, *parts, GPUS["h200"]).memory.needed_bytes
+    monkeypatch.setattr(build_memory, "this_gpu", lambda: replace(SMALL, memory_bytes=0.98 * needed))
+    assert settled_choice(settle(config, *parts)) != settled_choice(config_on(GPUS["h200"], config, parts))
+    monkeypatch.setattr(build_memory, "this_gpu", lambda: replace(SMALL, free_bytes=0.1 * GIB))
+    with pytest.raises(UserError, match=r"needs .* GiB, and 0\.1 are free"):
+        settle(config, *parts)
+
+
+def config_on(gpu: Gpu, config: RunConfig, parts: Any) -> RunConfig:
+    return with_choice(config, plan_stage(config, *parts, gpu).work.choice)
+
+
+def test_a_stage_is_read_as_it_will_be_built(config: RunConfig, opened: Callable[..., Any]) -> None:
+    work = workload_of(config, *opened(config))
+    assert (work.group_size, work.rows_per_update, work.completion_tokens, work.max_running) == (4, 16, 4, 256)
+    assert (work.engine, work.samples, work.rolls, work.trains) == ("shared", True, True, True)
+    assert work.frozen == ()
+    ahead = with_keys(config, "rollout.max_staleness=1")
+    assert workload_of(ahead, *opened(ahead)).engine == "copied"
+    adapted = with_keys(config, "model.lora.rank=4")
+    assert workload_of(adapted, *opened(adapted)).trained_parameters == work.shape.adapter_parameters(4)
+    bound = with_keys(config, 'objective.regularizers=[{name="kl", coefficient=0.1, estimator="k3"}]')
+    assert workload_of(bound, *opened(bound)).frozen == (work.shape,)
+    judged = with_keys(config, "objective.preset=ppo")
+    assert workload_of(judged, *opened(judged)).has_critic
+
+
+def test_stages_that_read_rows_are_planned_by_their_longest(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    config = resolve({**tiny_recipe, "stage": tiny_recipe["stage"][:1]}, [], where="tiny")[0]
+    folder, objective = first_model(config, tmp_path), check_stage(config)
+    work = workload_of(config, objective, open_data(config, objective, kind_of(config).reading, folder), folder)
+    assert not work.rolls
+    assert work.rows_per_update == 8
+    assert work.packed_tokens == 8 * work.row_tokens
+
+
+def test_a_misfit_is_told_with_parts_and_the_change(config: RunConfig, opened: Callable[..., Any]) -> None:
+    fixed = ("model.gradient_checkpointing=false", "optim.states=float32", "engine.kv_tokens=0")
+    given = with_keys(config, "trainer.tokens_per_microbatch=65536", "rollout.groups_per_step=4000", *fixed)
+    parts = opened(given)
+    enough = plan_stage(given, *parts, GPUS["h200"]).memory.needed_bytes
+    plan = plan_stage(given, *parts, replace(GPUS["h200"], free_bytes=0.97 * enough))
+    assert not plan.fits
+    said = explain_misfit(plan)
+    assert "most in forward and backward: " in said
+    assert "The cheapest change that makes it fit: trainer.tokens_per_microbatch = 32768" in said
+    hopeless = plan_stage(given, *parts, replace(GPUS["h200"], free_bytes=0.1 * enough))
+    assert "use a smaller model" in explain_misfit(hopeless)
+
+
+def test_a_run_remembers_what_was_chosen(config: RunConfig) -> None:
+    chosen = MemoryChoice(tokens_per_microbatch=4096, kv_tokens=640, gradient_checkpointing=True, states="8bit")
+    stored = tomllib.loads(to_toml([with_choice(config, chosen)]))["stage"][0]
+    assert settled_choice(with_stored_choice(config, stored)) == chosen
+    changed = with_keys(config, "trainer.tokens_per_microbatch=512")
+    assert settled_choice(with_stored_choice(changed, stored)).tokens_per_microbatch == 512
+    assert with_stored_choice(config, {}) == config
+
+
+@pytest.mark.parametrize("where", ["trainer", "engine"])
+def test_a_full_gpu_is_explained_and_the_run_goes_on_after(
+    where: str, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = with_keys(config, "steps=4", "checkpoint.every=1")
+    gradient, decode, count = PolicyStep.gradient, Runner.decode, [0]
+
+    def full_gradient(self: PolicyStep, *arguments: Any, **options: Any) -> Any:
+        count[0] += 1
+        if count[0] == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
+        return gradient(self, *arguments, **options)
+
+    def full_decode(self: Runner, *arguments: Any) -> Any:
+        count[0] += 1
+        if count[0] == 20:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
+        return decode(self, *arguments)
+
+    if where == "trainer":
+        monkeypatch.setattr(PolicyStep, "gradient", full_gradient)
+    else:
+        monkeypatch.setattr(Runner, "decode", full_decode)
+    with pytest.raises(BackendError) as found:
+        train_stages([short], run=tmp_path / "run")
+    said = str(found.value)
+    phase, key = {
+        "trainer": ("forward_backward", "trainer.tokens_per_microbatch = 4096"),
+        "engine": ("rollout", "trainer.tokens_per_microbatch = 4096"),
+    }[where]
+    assert f"out of memory in {phase}: CUDA out of memory. Tried to allocate 7.00 GiB" in said
+    assert "Planned were" in said
+    assert key in said
+    assert "--resume" in said
+    train_stages([short], run=tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "checkpoints" / "0-rl" / "step-4").is_dir()
+    stored = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["stage"][0]
+    assert stored["trainer"]["tokens_per_microbatch"] == 8192
+    assert stored["optim"]["states"] == "float32"

@@ -1,0 +1,84 @@
+"""A model is taken apart by its config.json as transformers would build it, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from temper.errors import UserError
+from temper.planning.shape import decoder_shape, read_decoder_shape
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
+}  # fmt: skip
+MORE: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {"tie_word_embeddings": False, "sliding_window": 16},
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_parameters_are_those_of_the_model(family: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(family, **SIZES, **MORE[family])
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = read_decoder_shape(tmp_path)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.num_kv_heads * shape.head_dim == shape.kv_width == model.model.layers[0].self_attn.k_proj.out_features
+    assert shape.is_tied == bool(config.tie_word_embeddings)
+
+
+def test_seven_billion_by_hand() -> None:
+    """28 layers of attention 2 x 3584 x (3584 + 512) and 3 x 3584 x 18944; embedding and head of 152064 x 3584; norms
+    and biases."""
+    shape = decoder_shape({
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+    })  # fmt: skip
+    assert shape.parameters == 7_615_616_512
+    assert shape.adapter_parameters(32) == 28 * 32 * (2 * 7168 + 2 * 4096 + 3 * 22528)
+    assert shape.adapter_parameters(32, ("q_proj", "v_proj")) == 28 * 32 * (7168 + 4096)
+
+
+def test_experts_work_by_turns() -> None:
+    shape = decoder_shape({**SIZES, "model_type": "mixtral", **MORE["mixtral"]})
+    assert shape.active_mlp == 2 * 3 * 64 * 96
+    assert shape.mlp == 4 * 3 * 64 * 96 + 4 * 64
+
+
+def test_windows_are_known_by_layer() -> None:
+    mistral = decoder_shape({**SIZES, "model_type": "mistral", "sliding_window": 16})
+    assert mistral.windows == (16, 16, 16)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert decoder_shape({**SIZES, "model_type": "x", "sliding_window": 8, "layer_types": kinds}).windows == (
+        8,
+        None,
+        8,
+    )
+    assert decoder_shape({**SIZES, "model_type": "qwen2", "sliding_window": 8}).windows == (None,) * 3
+
+
+def test_a_directory_that_says_nothing_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json: it does not say"):
+        read_decoder_shape(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(UserError, match="num_attention_heads"):
+        read_decoder_shape(tmp_path)
+
+
+def test_a_shape_is_read_without_torch(tmp_path: Path) -> None:
+    program = "import sys, temper.planning.shape, temper.planning.gpus; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
