@@ -131,6 +131,8 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         choice=replace(choice, kv_tokens=choice.kv_tokens or enough_kv_tokens(config, data)),
         itemsize=pick_dtype(config.model.dtype, torch.device("cuda")).itemsize,
         adapter=None if lora is None else AdapterShape(rank=lora.rank, targets=tuple(lora.targets)),
+        has_four_bit_base=_has_four_bit_base(config),
+        has_float8_sampler=config.engine.weights == "fp8" and data.is_rolling,
         offload=config.optim.offload,
         frozen=_frozen(config, objective, shape, model_folder),
         offload_frozen=config.model.offload,
@@ -155,8 +157,14 @@ def _engine_weights(config: RunConfig, data: StageData) -> Literal["shared", "co
     """As build/sampler.py decides."""
     if config.engine.kind == "sglang":
         return "elsewhere"
+    if _has_four_bit_base(config):
+        return "shared"
     runs_ahead = config.rollout.max_staleness > 0 and data.is_rolling
     return "copied" if config.model.lora is not None or config.engine.kind == "vllm" or runs_ahead else "shared"
+
+
+def _has_four_bit_base(config: RunConfig) -> bool:
+    return config.model.lora is not None and config.model.lora.base == "4bit"
 
 
 def _frozen(config: RunConfig, objective: Objective, shape: DecoderShape, folder: Path) -> tuple[DecoderShape, ...]:

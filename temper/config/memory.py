@@ -30,7 +30,7 @@ class MemoryChoice:
     tokens_per_microbatch: int
     kv_tokens: int
     """0: enough for engine.max_running sequences."""
-    gradient_checkpointing: bool
+    gradient_checkpointing: bool | Literal["offload"]
     states: States
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from temper.models.decoder import FAMILIES
+from temper.models.long_rows.feed_forward import CHUNK_TOKENS as FED_TOKENS
+from temper.models.nf4.blocks import BLOCK
 from temper.planning.shape import DecoderShape
 from temper.planning.workload import Workload
 from temper.trainer.adamw.footprint import bytes_per_parameter
@@ -28,6 +30,8 @@ UPDATE_BYTES_PER_VALUE = 40
 """Temporary tensors of an update, by value of a bucket: masters, moments and random bits, wide."""
 BLOCK_TOKENS = 16
 """Of a block of the KV cache (build/policy.py)."""
+FOUR_BIT_BYTES = 0.5 + 2 / BLOCK
+"""Of a parameter in 4 bits, with its share of a scale (models/nf4)."""
 CHUNK_TOKENS = 4096
 """Of the largest recorded pass over prompts (engine/local/chunks.py)."""
 MULTIPROCESSORS = 132
@@ -101,8 +105,11 @@ def _weight_bytes(shape: DecoderShape, itemsize: int) -> float:
 
 
 def _weights(work: Workload) -> float:
+    shape = work.shape
     factors = 4 * work.trained_parameters if work.adapter is not None else 0  # factors are float32
-    return _weight_bytes(work.shape, work.itemsize) + factors
+    if not work.has_four_bit_base:
+        return _weight_bytes(shape, work.itemsize) + factors
+    return FOUR_BIT_BYTES * shape.layers + (shape.parameters - shape.layers) * work.itemsize + factors
 
 
 def _engine(work: Workload) -> dict[str, float]:
@@ -110,7 +117,9 @@ def _engine(work: Workload) -> dict[str, float]:
     if not work.samples or work.engine == "elsewhere":
         return {}
     shape, own = work.shape, 0.0
-    if work.engine == "copied":  # below an adapter only what that changes is copied
+    if work.has_float8_sampler:
+        own = float(shape.layers)
+    elif work.engine == "copied":  # below an adapter only what that changes is copied
         own = shape.layers * work.itemsize if work.adapter is not None else _weight_bytes(shape, work.itemsize)
     blocks = -(-work.choice.kv_tokens // BLOCK_TOKENS) + work.max_running + 2
     cache = blocks * BLOCK_TOKENS * kv_bytes_per_token(shape, work.itemsize)
@@ -121,9 +130,13 @@ def _engine(work: Workload) -> dict[str, float]:
 
 def _engine_pass(work: Workload) -> float:
     """A chunk of prompts, and the logits of a first token for everyone."""
-    return float(
-        work.tokens_per_step * _pass_width(work) * work.itemsize + work.max_running * work.shape.vocabulary * 4
-    )
+    chunk = work.tokens_per_step * _pass_width(work) * work.itemsize
+    return float(chunk + work.max_running * work.shape.vocabulary * 4 + _made_weight(work))
+
+
+def _made_weight(work: Workload) -> float:
+    """The largest weight that is made of 4 bits for one product."""
+    return float(2 * work.shape.mlp_width * work.shape.width * work.itemsize) if work.has_four_bit_base else 0.0
 
 
 def _pass_width(work: Workload) -> int:
@@ -157,7 +170,8 @@ def _trained_dtype(work: Workload) -> torch.dtype:
 def _host(work: Workload) -> float:
     each = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=_trained_dtype(work))
     away = sum(_weight_bytes(shape, work.itemsize) for shape in work.frozen) if work.offload_frozen else 0.0
-    return work.trained_parameters * each.host + away
+    inputs = work.shape.num_layers * _kept_inputs(work) if work.choice.gradient_checkpointing == "offload" else 0.0
+    return work.trained_parameters * each.host + away + inputs
 
 
 def _gradients(work: Workload) -> float:
@@ -167,7 +181,8 @@ def _gradients(work: Workload) -> float:
 
 def _forward(work: Workload) -> float:
     """Without gradient: what one layer holds at once."""
-    return float(work.computed_tokens * _pass_width(work) * work.itemsize + work.packed_tokens * _attention(work))
+    states = work.computed_tokens * _pass_width(work) * work.itemsize + work.packed_tokens * _attention(work)
+    return float(states + _made_weight(work))
 
 
 def _backward(work: Workload) -> dict[str, float]:
@@ -177,10 +192,12 @@ def _backward(work: Workload) -> dict[str, float]:
     """
     shape, size, computed = work.shape, work.itemsize, work.computed_tokens
     layer = _layer(work)
-    kept = float(2 * shape.width * computed * size) if work.choice.gradient_checkpointing else layer
+    kept = _kept_inputs(work) if work.choice.gradient_checkpointing else layer
     again = layer if work.choice.gradient_checkpointing else 0.0
+    # On the host, but for a layer that leaves, one in work and one that arrives.
+    num_kept = min(3, shape.num_layers) if work.choice.gradient_checkpointing == "offload" else shape.num_layers
     ends = float((2 * computed + work.packed_tokens + 2 * work.scored_tokens) * shape.width * size)
-    activations = ROUNDING * (shape.num_layers * kept + ends)
+    activations = ROUNDING * (num_kept * kept + ends)
     is_head_trained = work.adapter is None and not work.has_own_head
     # Summed in float32; the product that is added to it exists as well, unless it is added in place.
     head = shape.embedding * (8.0 if size == 2 else 4.0) if is_head_trained else 0.0
@@ -193,6 +210,17 @@ def _backward(work: Workload) -> dict[str, float]:
     return {"activations": activations + again, "gradients of a layer": slopes - again}
 
 
+def _kept_inputs(work: Workload) -> float:
+    """Bytes that a layer which is computed again starts from: two states."""
+    return float(2 * work.shape.width * work.computed_tokens * work.itemsize)
+
+
+def _fed_tokens(work: Workload) -> int:
+    """Tokens that are inside a feed-forward layer at once."""
+    is_cut = work.choice.gradient_checkpointing and work.shape.family in FAMILIES
+    return min(work.computed_tokens, FED_TOKENS) if is_cut else work.computed_tokens
+
+
 def _layer(work: Workload) -> float:
     """Bytes that one layer keeps for its backward pass."""
     shape = work.shape
@@ -202,10 +230,11 @@ def _layer(work: Workload) -> float:
     norms, wide = (4, 3) if is_walked else (8, 4)
     if shape.family.startswith(("gemma", "olmo2")):
         norms *= 2
-    by_computed = norms * shape.width + wide * shape.active_mlp_width + shape.query_width
+    by_computed = norms * shape.width + shape.query_width
     if shape.num_experts:
         by_computed += 2 * shape.experts_per_token * shape.width
-    return float(work.computed_tokens * by_computed * work.itemsize + work.packed_tokens * _attention(work))
+    fed = _fed_tokens(work) * wide * shape.active_mlp_width
+    return float((work.computed_tokens * by_computed + fed) * work.itemsize + work.packed_tokens * _attention(work))
 
 
 def _attention(work: Workload) -> float:
@@ -221,12 +250,14 @@ def _slopes(work: Workload) -> float:
     shape, size = work.shape, work.itemsize
     matrix = 2 * shape.mlp_width * shape.width
     merged = matrix * size
-    if work.adapter is not None:  # weights with their adapter are made again, in float32 first
+    if (
+        work.adapter is not None and not work.has_four_bit_base
+    ):  # weights with their adapter are made again, in float32 first
         merged += matrix // 2 * (8 + size)
-    mlp = work.computed_tokens * (2 * shape.active_mlp_width + 2 * shape.width) * size + merged
+    mlp = (_fed_tokens(work) * 2 * shape.active_mlp_width + work.computed_tokens * 2 * shape.width) * size + merged
     parts = -(-MULTIPROCESSORS // (work.num_rows * shape.num_heads))
     attention = work.packed_tokens * shape.query_width * (4 * parts + 2 * size)
-    freed = work.computed_tokens * 3 * shape.active_mlp_width * size
+    freed = _fed_tokens(work) * 3 * shape.active_mlp_width * size
     return float(max(mlp, attention - freed))
 
 

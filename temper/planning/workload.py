@@ -33,6 +33,10 @@ class Workload:
     """Bytes of a weight."""
     adapter: AdapterShape | None = None
     """None: all weights are trained."""
+    has_four_bit_base: bool = False
+    """Whether the matrices below the adapter are held in 4 bits, for trainer and sampler."""
+    has_float8_sampler: bool = False
+    """Whether the sampler has the matrices of layers in float8, beside the trainer's."""
     offload: bool = False
     """Whether moments and masters live in the memory of the host."""
     frozen: tuple[DecoderShape, ...] = ()

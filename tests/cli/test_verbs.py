@@ -197,7 +197,7 @@ def test_bad_input_is_refused_before_training(
     recipe = copy.deepcopy(recipe)
     recipe["stage"] = recipe["stage"][1:]
     changes: dict[str, Any] = {
-        "unknown preset": {"objective": {"preset": "drgrpo"}},
+        "unknown preset": {"objective": {"preset": "dr_grpo"}},  # misspelt below: this could not be written
         "missing data file": {"train": [{"path": "nowhere.jsonl"}]},
         "malformed row": {"train": data_file(tmp_path / "1", GOOD_ROW, GOOD_ROW, "{oops")},
         "unparsable answer": {
@@ -218,6 +218,8 @@ def test_bad_input_is_refused_before_training(
     for key in changes[case].keys() & recipe.keys() - {"sampling"}:
         recipe.pop(key)  # tables merge: what is replaced must not shine through
     path = write(tmp_path / "r.toml", recipe)
+    if case == "unknown preset":
+        path.write_text(path.read_text().replace("dr_grpo", "drgrpo"))
     arguments = ["--dry-run"] if verb == "--dry-run" else ["--run", tmp_path / "run"]
     assert temper(monkeypatch, "train", path, *arguments) == 2
     error = capsys.readouterr().err

@@ -129,3 +129,41 @@ def test_float32_weights_are_their_own_masters(make_workload: Make) -> None:
 def test_numbers_taken_over_from_other_parts_are_theirs() -> None:
     assert BLOCK_TOKENS == BLOCK_SIZE
     assert CHUNK_TOKENS == MOST_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("tokens", "microbatch", "recomputes", "seen"),
+    [(8060, 32768, False, 82.3), (32240, 33024, True, 24.1), (32240, 33024, "offload", 19.4)],
+)
+def test_long_rows_alone_are_what_was_measured_after_the_plan_was_made(
+    tokens: int, microbatch: int, recomputes: Any, seen: float, make_workload: Make
+) -> None:
+    """benchmarks/rows.py, 1.5B, 8-bit moments: nothing here was fitted to these."""
+    work = make_workload("1.5b", 512, microbatch, "8bit")
+    choice = replace(work.choice, gradient_checkpointing=recomputes)
+    work = replace(
+        work, choice=choice, samples=False, rolls=False, prompt_tokens=10, completion_tokens=tokens, group_size=1
+    )
+    assert 0.97 * seen <= plan_memory(replace(work, rows_per_update=16)).peak_bytes / GIB <= 1.10 * seen
+
+
+def test_inputs_that_wait_on_the_host_are_counted_there(make_workload: Make) -> None:
+    work = make_workload("1.5b", 512, 32768, recomputes=True)
+    away = replace(work, choice=replace(work.choice, gradient_checkpointing="offload"))
+    by_layer = 2 * work.shape.width * work.computed_tokens * work.itemsize
+    assert plan_memory(away).host_bytes - plan_memory(work).host_bytes == work.shape.num_layers * by_layer
+    assert plan_memory(away).peak_bytes < plan_memory(work).peak_bytes
+
+
+def test_a_base_in_four_bits_by_hand(make_workload: Make) -> None:
+    """Half a byte and a thirty-second of one; what is not inside layers keeps two; no copy for the sampler."""
+    work = replace(make_workload("7b", adapter=AdapterShape(rank=32)), has_four_bit_base=True, engine="shared")
+    parts = plan_memory(work).phases["rollout"]
+    outside = work.shape.parameters - work.shape.layers
+    assert parts["weights"] == 0.53125 * work.shape.layers + 2 * outside + 4 * work.trained_parameters
+    assert "sampler's weights" not in parts
+
+
+def test_a_float8_sampler_has_a_byte_for_every_matrix_of_a_layer(make_workload: Make) -> None:
+    work = replace(make_workload("7b"), has_float8_sampler=True)
+    assert plan_memory(work).phases["rollout"]["sampler's weights"] == work.shape.layers
