@@ -164,7 +164,7 @@ def test_on_a_gpu_the_kernel_is_padded_attention(window: int | None, monkeypatch
             output = attend(0, *leaves, scaling=0.125, sliding_window=window)
         results.append([output, *torch.autograd.grad(output, leaves, cotangent)])
     for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=3e-2, atol=4e-2)  # both round to bfloat16
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
