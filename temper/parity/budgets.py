@@ -6,7 +6,7 @@ The rule. Two sides round in other places: every layer adds errors of its own to
 of a random walk they add up with the root of their number. Head and attention turn an error of states into one of
 logits and of scores, which are sums over the width: with weights of one size both grow with it. So
 
-    mean gap = unit(dtype) x sqrt(layers) x max(1, width / 1024) ^ exponent
+    mean gap = unit(dtype) x sqrt(layers) x max(1, width / 1024)
 
 and the budget is MARGIN times that. Below 1024 the width counts as 1024: trained weights of narrow models are larger.
 The vocabulary does not count: the normaliser of the softmax averages over it. `python benchmarks/parity.py` measures
@@ -52,13 +52,11 @@ class Rounding:
 
     unit: float
     """Mean gap of one layer of width 1024."""
-    exponent: float = 1.0
-    """How the gap grows with the width."""
     tail: float
     """Largest gap of a few hundred tokens over their mean, at most."""
 
     def budget(self, size: DepthAndWidth) -> Budget:
-        wider = max(1.0, size.width / USUAL_WIDTH) ** self.exponent
+        wider = max(1.0, size.width / USUAL_WIDTH)
         mean = MARGIN * self.unit * math.sqrt(size.num_layers) * wider
         return Budget(mean_gap=mean, max_gap=self.tail * mean)
 
@@ -72,7 +70,7 @@ FAST: Mapping[tuple[str, str, str], Rounding] = {
     (ANY, "bfloat16", "local"): Rounding(unit=2.4e-3, tail=60),
     (ANY, "float16", "local"): Rounding(unit=3e-4, tail=60),
     # Rollouts of float8 matrices: 4 significant bits, whatever the trainer's precision is.
-    (ANY, "fp8", "local"): Rounding(unit=3e-2, exponent=0.5, tail=15),
+    (ANY, "fp8", "local"): Rounding(unit=3e-2, tail=15),
     # Families and engines that nobody has measured. Engines of others round in more places than ours and the trainer.
     (ANY, "float64", ANY): Rounding(unit=2e-9, tail=100),
     (ANY, "float32", ANY): Rounding(unit=2.5e-5, tail=100),

@@ -102,9 +102,7 @@ def test_the_most_specific_budget_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_budget_grows_with_the_root_of_the_depth_and_with_widths_above_1024() -> None:
     def mean(num_layers: int, width: int) -> float:
-        return (
-            Rounding(unit=0.5, exponent=1.0, tail=10).budget(DepthAndWidth(num_layers=num_layers, width=width)).mean_gap
-        )
+        return Rounding(unit=0.5, tail=10).budget(DepthAndWidth(num_layers=num_layers, width=width)).mean_gap
 
     assert mean(1, 64) == mean(1, 1024) == 0.5 * MARGIN
     assert mean(9, 1024) == 3 * mean(1, 1024)
@@ -112,15 +110,19 @@ def test_a_budget_grows_with_the_root_of_the_depth_and_with_widths_above_1024() 
     assert Rounding(unit=0.5, tail=10).budget(ONE_LAYER).max_gap == 10 * mean(1, 64)
 
 
-SEEN_ON_A_GPU = [(28, 1536, 0.0188), (28, 3584, 0.0436), (28, 1536, 0.0164), (28, 3584, 0.0376)]
-"""(layers, width, mean gap): shapes of Qwen2.5-1.5B and 7B on an H200, random weights."""
+SEEN_ON_A_GPU = [
+    ("bfloat16", 28, 1536, 0.0188), ("bfloat16", 28, 3584, 0.0436), ("bfloat16", 28, 1536, 0.0164),
+    ("bfloat16", 28, 3584, 0.0376), ("float16", 28, 1536, 0.00215), ("float16", 28, 3584, 0.00502),
+    ("fp8", 28, 1536, 0.212), ("fp8", 28, 3584, 0.611),
+]  # fmt: skip
+"""(dtype, layers, width, mean gap): shapes of Qwen2.5-1.5B and 7B on an H200, random weights."""
 
 
-@pytest.mark.parametrize(("num_layers", "width", "gap"), SEEN_ON_A_GPU)
+@pytest.mark.parametrize(("dtype", "num_layers", "width", "gap"), SEEN_ON_A_GPU)
 def test_honest_rounding_of_large_models_keeps_its_budget_with_room_and_not_with_much(
-    num_layers: int, width: int, gap: float
+    dtype: str, num_layers: int, width: int, gap: float
 ) -> None:
-    budget = budget_of("qwen2", "bfloat16", "local", "fast", DepthAndWidth(num_layers=num_layers, width=width))
+    budget = budget_of("qwen2", dtype, "local", "fast", DepthAndWidth(num_layers=num_layers, width=width))
     assert 1.5 * gap <= budget.mean_gap <= 3 * gap
 
 
