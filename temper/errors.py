@@ -40,7 +40,7 @@ class BackendError(TemperError):
 
 
 class OutOfMemory(BackendError):
-    """A GPU has no room for what is computed. Who knows the recipe says what to change (build/memory.py)."""
+    """A GPU has no room for what is computed. Who knows the recipe says what to change (build/full.py)."""
 
     def __init__(self, phase: str, detail: object) -> None:
         super().__init__(f"out of memory in {phase}: {detail}")
