@@ -191,11 +191,13 @@ def test_a_function_that_hangs_or_exits_is_an_error_and_never_a_reward(here: Pat
             temper.train(data=ROWS, reward=judge, name=function.__name__, **SMALL)
 
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "python.md").read_text()
+DOCS = Path(__file__).parent.parent.parent / "docs"
+PAGE = (DOCS / "python.md").read_text()
 
 
 def test_every_translation_from_trl_is_a_recipe_that_is_accepted(here: Path) -> None:
-    rows = [line.split(" | ")[1] for line in PAGE.splitlines() if line.startswith("| `") and " | " in line]
+    page = (DOCS / "tutorials/from_trl.md").read_text()
+    rows = [line.split(" | ")[1] for line in page.splitlines() if line.startswith("| `") and " | " in line]
     snippets = [code for row in rows for code in re.findall(r"`(\w+=[^`]+)`", row)]
     assert len(snippets) >= 18
     for code in snippets:
@@ -203,7 +205,7 @@ def test_every_translation_from_trl_is_a_recipe_that_is_accepted(here: Path) -> 
         full = {"model": "m", "data": "train.jsonl", "reward": "exact", **given}
         if full.get("stage") in ("preference", "reward_model"):
             full["reward"] = None
-        resolve(make_table({}, full, here), (), where="docs/python.md")
+        resolve(make_table({}, full, here), (), where="docs/tutorials/from_trl.md")
 
 
 def test_the_first_lines_of_the_page_are_a_recipe_that_is_accepted(here: Path) -> None:
