@@ -156,7 +156,7 @@ def interrupted(recipe: Path, run: Path, interrupter: Interrupter, monkeypatch: 
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param({}, id="whole"),
+        pytest.param({}, id="whole", marks=pytest.mark.heavy),
         pytest.param({"lora": {"rank": 4}, "offload": True}, id="lora", marks=pytest.mark.heavy),
     ],
 )

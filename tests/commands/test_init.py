@@ -14,6 +14,7 @@ from temper.errors import UserError
 from temper.runs.reader import RunReader
 
 
+@pytest.mark.heavy
 def test_the_starter_recipe_learns_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert [path.name for path in init(Path("mine"))] == list(FILES)

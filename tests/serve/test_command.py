@@ -59,7 +59,7 @@ def test_sigterm_lets_a_stream_end_and_the_exit_is_clean(
             server.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.heavy)])
 def test_a_signal_loses_no_completion_and_leaves_no_traceback(
     tiny_folder: Path, tmp_path: Path, number: signal.Signals, times: int, eventually: Callable[..., None]

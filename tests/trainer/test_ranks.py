@@ -88,6 +88,7 @@ def largest_difference(first: dict[str, Any], second: dict[str, Any]) -> float:
     return max(by_moment, *by_metric)
 
 
+@pytest.mark.heavy  # tests/batching has the gradient of every preset on two and four ranks; this, all of the trainer
 def test_two_ranks_equal_one_and_a_rank_that_averages_is_seen(reports: tuple[Reports, list[Reports]]) -> None:
     """All in one test: apart, they would be shared out over processes that each start all ranks."""
     alone, together = reports

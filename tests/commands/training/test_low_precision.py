@@ -41,6 +41,7 @@ def rewards(run: Path) -> list[float]:
         return [point.value for point in reader.metric("reward/mean")]
 
 
+@pytest.mark.heavy
 def test_practice_with_a_sampler_in_fp8_learns(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, learning(tiny_recipe, engine={"weights": "fp8"}))
     run = training.train(recipe, run=tmp_path / "run")
@@ -53,6 +54,7 @@ def test_practice_with_a_sampler_in_fp8_learns(tiny_recipe: dict[str, Any], tmp_
     assert stage.objective.corrections == ["token_tis"]
 
 
+@pytest.mark.heavy
 def test_practice_in_float16_learns_and_its_sides_are_closer_than_in_bfloat16(
     tiny_recipe: dict[str, Any], tmp_path: Path
 ) -> None:

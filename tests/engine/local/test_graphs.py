@@ -111,7 +111,7 @@ def test_weights_in_four_bits_are_made_inside_recorded_steps() -> None:
     assert [one.token_ids for one in expected] != [other.token_ids for other in in_full]
 
 
-@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("numerics", ["fast", pytest.param("exact", marks=HEAVY)])
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=HEAVY), 1.0])
 def test_recorded_steps_draw_what_single_steps_on_a_cpu_draw(temperature: float, numerics: str) -> None:
     single, recorded = (
