@@ -137,6 +137,10 @@ def insert_group(connection: sqlite3.Connection, step: int, draw: int, rng: np.r
     )
     connection.execute("INSERT INTO ledger VALUES (0, ?, ?, ?, ?, ?, 'trained')", (step, draw, draw, task, group_id))
     scores = (rng.random(MEMBERS) < 0.2 + 0.6 * step / 2000).astype(float)
+    connection.execute(
+        "INSERT INTO prompts VALUES (0, ?, ?, ?, ?, ?, ?, ?)",
+        (task, step, task.partition(":")[0], 1 + draw // 15000, MEMBERS, scores.sum(), scores.mean()),
+    )
     picked = rng.integers(len(WORDS), size=(MEMBERS, 80))
     statuses = np.where(rng.random(MEMBERS) < 0.05, "truncated_length", "completed")
     rows = [
@@ -210,6 +214,8 @@ def questions(dashboard: Dashboard) -> dict[str, str]:
         "group": f"{run}/group?{key}",
         "tokens": f"{run}/trajectory?{key}&member={row['member']}",
         "data": f"{run}/data",
+        "prompts, by draws": f"{run}/prompts?sort=-draws",
+        "prompts, a search": f"{run}/prompts?q=4999",
         "systems": f"{run}/systems",
         "evaluations": f"{run}/evaluations",
         "config": f"{run}/config",

@@ -107,7 +107,7 @@ def measure_engine(
     model = float8_copy(prepare(model)) if weights == "fp8" else model
     engine = make_engine(model, numerics, together, options.prompt + options.new + 8)
     vocabulary = model.config.get_text_config().vocab_size
-    for repeat in range(2):  # the first records graphs and compiles kernels
+    for repeat in range(3):  # the first compiles kernels, the second records graphs
         prompts = make_prompts(together, options.prompt, vocabulary, repeat)
         seconds = time_engine(engine, prompts, options.new, f"{numerics} {weights} {together} {repeat}")
     return together * options.new / seconds

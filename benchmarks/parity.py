@@ -207,7 +207,9 @@ def main() -> None:
         found.append(Found(shape=shape, size=size, vocabulary=facts.vocab_size, agreement=agreement, budget=budget))
         if options.faults:
             caught[shape] = {fault: catch(shape, pair, fault) for fault in FAULTS}
-        print(f"{shape}: {time.perf_counter() - start:.0f} s", flush=True)
+        missed = [fault for fault, said in caught.get(shape, {}).items() if said is None]
+        verdict = f", {len(FAULTS) - len(missed)} of {len(FAULTS)} faults caught" if options.faults else ""
+        print(f"{shape}: gap {agreement.mean_gap:.3g}{verdict}, {time.perf_counter() - start:.0f} s", flush=True)
         del model, pair
         gc.collect()
         torch.cuda.empty_cache()

@@ -40,6 +40,7 @@ class Setting:
     checkpointing: bool = False
     lora: int = 0
     """Rank of the adapter; 0: all weights."""
+    base: str = "full"
     steps: int = 2
 
     def options(self) -> argparse.Namespace:
@@ -59,6 +60,9 @@ SETTINGS = {
     "1.5b-32k": Setting(shape="qwen2.5-1.5b", new=32768, prompts=1, group=4, checkpointing=True, steps=1),
     "7b-8bit": Setting(shape="qwen2.5-7b", new=512, states="8bit", checkpointing=True),
     "7b-lora": Setting(shape="qwen2.5-7b", new=512, lora=32, checkpointing=True),
+    "7b-4bit": Setting(
+        shape="qwen2.5-7b", new=1950, prompts=2, microbatch=4096, lora=32, base="4bit", checkpointing=True
+    ),
     "7b-lora-8k": Setting(shape="qwen2.5-7b", new=8192, prompts=2, group=4, lora=32, checkpointing=True),
 }
 

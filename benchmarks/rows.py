@@ -39,7 +39,11 @@ def measure(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, 
         "model": {"path": str(folder), "dtype": dtype, "gradient_checkpointing": options.checkpointing, **lora},
         "optim": {"states": options.states, "offload": options.offload},
         "train": [{"path": str(texts)}],
-        "trainer": {"examples_per_step": options.rows, "tokens_per_microbatch": options.microbatch},
+        "trainer": {
+            "examples_per_step": options.rows,
+            "tokens_per_microbatch": options.microbatch,
+            "reproducible": not options.fast,
+        },
         "checkpoint": {"every": 10**6},
         "stage": [{"kind": "sft"}],
     }
@@ -48,6 +52,8 @@ def measure(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, 
     steps = Steps()
     asyncio.run(run(make_plan(stage, first_step=1, recorders=(steps,), checkpoint=lambda step: None), stage.close))
     warm = steps.reports[1:]
+    phases = {name: statistics.median(report.seconds.get(name, 0.0) for report in warm) for name in warm[-1].seconds}
+    print("seconds of a step:", ", ".join(f"{name} {value:.3f}" for name, value in phases.items() if value > 0.002))
     return {
         "tokens": statistics.median(report.system["sys/train_tokens"] for report in warm),
         "seconds": statistics.median(sum(report.seconds.values()) for report in warm),
@@ -72,6 +78,7 @@ def main() -> None:
     parser.add_argument("--states", choices=["float32", "bfloat16", "8bit"], default="float32")
     parser.add_argument("--offload", action="store_true", help="moments and masters in the host's memory")
     parser.add_argument("--checkpointing", nargs="?", const=True, default=False, choices=["offload"])
+    parser.add_argument("--fast", action="store_true", help="trainer.reproducible = false")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK")
     parser.add_argument("--base", choices=["full", "4bit"], default="full")
     options = parser.parse_args()

@@ -5,6 +5,7 @@
     python benchmarks/step.py --only temper --shape qwen2.5-7b --states 8bit --checkpointing --prompts 32 --new 512
     python benchmarks/step.py --only temper --shape qwen2.5-7b --lora 32 --base 4bit --checkpointing --new 2000
     python benchmarks/step.py --only temper --shape qwen2.5-1.5b --prompts 2 --group 2 --new 32000 --checkpointing
+The first step is printed beside later ones; what is compiled for it is kept, so run it twice to see how a run starts.
 Needs `pip install "temper-rl[bench]"` for the TRL column; --only temper leaves it out.
 """
 
@@ -17,7 +18,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from temper import loop
-from temper.build import build_stage, make_plan
+from temper.build import Listeners, build_stage, make_plan
 from temper.config import resolve
 from temper.models.tiny import character_tokenizer
 from temper.types import Batch, EvaluationResult, StepReport
@@ -100,11 +101,18 @@ def recipe_of(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str
 
 def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
     (config,) = resolve(recipe_of(folder, options, dtype), [], where="benchmark")
-    stage = build_stage(config, 0, folder)
+    heard: list[str] = []
+    stage = build_stage(config, 0, folder, listeners=Listeners(doing=lambda what, how_far: heard.append(how_far)))
     steps = Steps()
     plan = make_plan(stage, first_step=1, recorders=(steps,), checkpoint=lambda step: None)
     asyncio.run(_run(plan, stage.close))
     warm = steps.reports[1:] or steps.reports
+    print(describe_start(steps.reports))
+    print("warm-up:", ", ".join(done for done in heard if is_last_of_its_kind(done)) or "nothing to compile on a CPU")
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        outside = (total - free - torch.cuda.memory_reserved()) / 2**30
+        print(f"memory of the GPU outside of tensors (CUDA, libraries, recordings): {outside:.2f} GiB")
     median: Callable[[Callable[[StepReport], float]], float] = lambda f: statistics.median(map(f, warm))  # noqa: E731
     phases = {name: median(lambda r, name=name: r.seconds.get(name, 0.0)) for name in warm[-1].seconds}
     split = sorted(phases.items(), key=lambda item: -item[1])
@@ -121,6 +129,39 @@ def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dic
         "peak memory GiB": warm[-1].system["sys/peak_memory_bytes"] / 2**30,
         "logprob gap": median(lambda r: r.metrics["mismatch/logp_abs_mean"]),
     }
+
+
+def is_last_of_its_kind(done: str) -> bool:
+    """Of "recording 14 of 22 sizes" the last; anything else that was done."""
+    words = done.split()
+    return bool(words) and (words[0] != "recording" or words[1] == words[3])
+
+
+BEFORE = ("warm_up", "parity", "evaluate")
+"""Phases that are over when the first step begins."""
+
+
+def describe_start(reports: Sequence[StepReport]) -> str:
+    """The first step beside the median of later ones, what came before it, and the phases that were slower in it."""
+    first, later = dict(reports[0].seconds), [report.seconds for report in reports[1:] or reports]
+    before = {name: first.pop(name) for name in BEFORE if name in first}
+    usual = statistics.median(sum(seconds.values()) for seconds in later)
+    total = sum(first.values())
+    slower = {
+        name: (seconds, median)
+        for name, seconds in first.items()
+        if seconds - (median := statistics.median(other.get(name, 0.0) for other in later)) > 0.02 * usual
+    }
+    lines = [
+        f"first step {total:.2f} s, later {usual:.2f} s ({total / usual:.2f} times)",
+        "before it: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in before.items()),
+        "slower in the first: "
+        + (
+            ", ".join(f"{name} {seconds:.3f} s ({median:.3f} later)" for name, (seconds, median) in slower.items())
+            or "-"
+        ),
+    ]
+    return "\n".join(lines)
 
 
 async def _run(plan: loop.Plan, close: Callable[[], Any]) -> None:

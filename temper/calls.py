@@ -69,6 +69,13 @@ def describe_waiting() -> str:
     return ", ".join(f"{count} x {name}" for name, count in WAITING.most_common(5))
 
 
+def first_error(error: BaseException) -> BaseException:
+    """The one that a user should read, of an exception that may be a group of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def is_end_of_task(error: BaseException) -> bool:
     """Whether an exception ends the current task from outside: a cancellation that somebody asked for, or its loop is
     gone. The same types raised by users' code are errors like any other."""

@@ -66,6 +66,8 @@ class Plan:
     measure_system: Callable[[Batch, TrainResult, Mapping[str, float]], dict[str, float]]
     """Throughput and memory of a step, from its batch, what the trainer did with it, and its seconds."""
     watch: Watch | None = None
+    warm_up: Callable[[], Awaitable[None]] | None = None
+    """Compiles and records what the first step would otherwise wait for. None: there is nothing to compile."""
     runs_ahead: bool = False
     """The sampler draws for later steps as well, and begins with them as soon as it has new weights."""
     paused: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -84,6 +86,9 @@ async def run(plan: Plan) -> None:
 
 async def _run(plan: Plan) -> None:
     clock = Stopwatch()  # from report to report: what follows a report is in the seconds of the step after it
+    if plan.warm_up is not None:
+        await plan.warm_up()
+    clock.lap("warm_up")
     await plan.sampler.load(plan.trainer.publish())
     await plan.parity()
     clock.lap("parity")

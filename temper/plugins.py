@@ -12,12 +12,13 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from temper.errors import UserError, did_you_mean, nearest_file
+from temper.types import Scalar
 
 _GIVEN: dict[str, Callable[..., Any]] = {}
 """Functions handed over in Python, by the name that a recipe calls them. They live as long as the process."""
@@ -108,6 +109,21 @@ def _load_file(path: Path) -> ModuleType:
     finally:
         _LOADING.pop()
     return module
+
+
+def split_named(
+    entry: str | Mapping[str, Scalar], known: Iterable[str], *, where: str, example: str
+) -> tuple[str, dict[str, Scalar]]:
+    """Name and options of what a recipe names: "band", or {name = "band", low = 0.2}. UserError for a name that is not
+    known; `example` shows how one is written."""
+    options: dict[str, Scalar] = {"name": entry} if isinstance(entry, str) else dict(entry)
+    name, known = options.pop("name", None), list(known)
+    if not isinstance(name, str) or name not in known:
+        raise UserError(
+            f"{where} {name!r} is unknown.{did_you_mean(str(name), known)} Known: {', '.join(known)}. Write e.g. "
+            f"{example}"
+        )
+    return name, options
 
 
 def require_options(function: Callable[..., Any], options: Mapping[str, object], *, where: str, skip: int = 0) -> None:

@@ -62,7 +62,7 @@ class Sampler(Protocol):
         Totals: prefill_tokens, decode_tokens, preemptions (requests that lost their cache). Means over its steps:
         running, waiting (requests), occupancy (share of its rows). Shares: kv_use (of the cache, at its peak),
         prefix_hit_rate (of prompt tokens, found in the cache). Tokens per second of its own steps: prefill_tok_s,
-        decode_tok_s.
+        decode_tok_s. Seconds with a request in flight in which it could draw: drawing_seconds (engine/in_flight.py).
         """
         ...
 
@@ -105,6 +105,11 @@ class Trainer(Protocol):
 
     def prepack(self, updates: tuple[tuple[Sample, ...], ...]) -> None:
         """May lay the rows of a batch that is trained next end to end, while a sampler draws. May do nothing."""
+        ...
+
+    def warm_up(self, rows: Sequence[Sample]) -> None:
+        """May put rows that nobody drew through the passes of a step, so that the first step finds everything compiled
+        and allocated. Weights, the state of the optimiser and every count stay as they were."""
         ...
 
     def observe(self, score: float) -> None:

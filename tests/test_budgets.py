@@ -20,6 +20,7 @@ MORE_PARAMETERS = {
     "models/tiny.py:make_tiny_model": 9,  # a model shape: all keyword-only, all numbers of one table
     # One per option of the command line.
     "cli/serve.py:serve": 13,
+    "cli/planning/simulate.py:simulate": 13,
     "cli/judging/evaluate.py:evaluate": 15,
     "cli/judging/compare.py:compare": 12,
     "cli/judging/scale.py:scale": 15,
@@ -140,6 +141,7 @@ DONE_ALREADY = {
     ("evals/evaluate.py", "member.result()"),
     ("engine/local/engine.py", "future.result()"),
     ("engine/local/engine.py", "self._may_step.wait()"),  # under a deadline, like the next
+    ("rollout/controls/joined.py", "self._may_draw.wait()"),
     ("engine/vllm/engine.py", "queue.get()"),  # awaited in slices, under a deadline without progress
 }
 

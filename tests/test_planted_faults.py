@@ -273,6 +273,8 @@ def test_answers_that_do_not_fit_are_seen(warm: Path) -> None:
 def test_a_reward_that_tells_nothing_apart_is_seen(warm: Path) -> None:
     notes = run(rl(steps=12), warm, reward=lambda task, trajectory: Score.of(0.0))
     assert raised(notes.reports) == {"no_learning_signal"}
+    # Three times as long, the stage has learned nothing since it began.
+    assert raised(notes.reports * 3) == {"no_learning_signal", "nothing_to_learn"}
 
 
 def test_a_verifier_that_suddenly_accepts_everything_is_seen(warm: Path) -> None:

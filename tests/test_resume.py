@@ -103,8 +103,8 @@ def every_stage(recipe: dict[str, Any]) -> dict[str, Any]:
         {"kind": "preference", "train": PAIRS, "heldout": HELDOUT_PAIRS},
         {"kind": "preference", "train": PAIRS, "objective": {"preset": "kto"}},
         {"kind": "preference", "objective": {"preset": "online_dpo"}},
-        {"kind": "rl", "reward": learned},
-        {"kind": "rl", "reward": rival},
+        {"kind": "rl", "reward": learned, "trainer": {"epochs": 2, "updates_per_batch": 2}},
+        {"kind": "rl", "reward": rival, "rollout": {"thinking": {"budget": 3, "closing": "zy", "end": "zy"}}},
         {"kind": "distill", "model": {"path": "stage:sft", "teacher": "stage:rl"}, "seed": 1},
         {"kind": "preference", "objective": {"preset": "xpo"}},
         {"kind": "preference", "objective": {"preset": "nash_md"}},
@@ -204,6 +204,7 @@ def test_an_adapter_over_a_base_in_four_bits_resumes_to_the_bit(
     assert actual["records"] == expected["records"]
 
 
+@pytest.mark.heavy
 def test_a_resume_that_forgets_what_a_reward_has_learned_is_seen(
     tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,3 +292,43 @@ def test_a_seed_changes_the_run_and_the_same_seed_repeats_it(tiny_recipe: dict[s
         finish(start(recipe, tmp_path / name / "run", resume=False))
         identities.append(json.dumps(identity(tmp_path / name / "run"), sort_keys=True))
     assert identities[0] == identities[1] != identities[2]
+
+
+@pytest.mark.heavy
+def test_a_run_that_chooses_its_prompts_survives_kills_as_if_there_had_been_none(
+    tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """All choosers at once: what they know is in the checkpoint, or the ledgers differ."""
+    letters = {"min_letters": 1, "max_letters": 2}
+    stage = {**tiny_recipe["stage"][1], "steps": 10, "evaluation": {"every": 0}}
+    table = {
+        **tiny_recipe,
+        "train": [
+            {"generator": "spell_backward", "seed": 1, "size": 6, "options": letters},
+            {"generator": "rearrange", "seed": 1, "size": 4, "options": {"min_letters": 2, "max_letters": 2}},
+        ],
+        "data": {
+            "choose": [
+                {"name": "no_positive_resampling", "threshold": 0.3},
+                {"name": "band", "low": 0.02, "high": 0.2},
+                {"name": "pools", "easy_from": 0.1, "hard_to": 0.01},
+                "adaptive_sources",
+            ]
+        },
+        "checkpoint": {"every": 1, "keep": 2},
+        "stage": [stage],
+    }
+    recipe = write_recipe(tmp_path, table)
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    finish(start(recipe, alone, resume=False))
+    random_ = random.Random(2)
+    for _ in range(3):
+        kill_somewhere(start(recipe, killed, resume=killed.exists()), killed, random_)
+    finish(start(recipe, killed, resume=True))
+    expected, actual = identity(alone), identity(killed)
+    assert actual["ledger"] == expected["ledger"]
+    assert actual["records"] == expected["records"]
+    assert actual["files"] == expected["files"]
+    with RunReader(killed) as reader:
+        skipped = [point.value for point in reader.metric("data/skipped_share")]
+    assert any(skipped), "or nothing was chosen"

@@ -127,6 +127,9 @@ def _generation_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         "gen/interrupt_rate": statistics.fmean(
             any(turn.completion.finish is Finish.INTERRUPT for turn in t.turns) for t in trajectories
         ),
+        "gen/closed_rate": statistics.fmean(
+            any(len(turn.completion.injected) for turn in t.turns) for t in trajectories
+        ),
         "gen/format_valid_rate": statistics.fmean(t.status is not Status.BAD_FORMAT for t in trajectories),
         **_repetition(trajectories),
         "gen/truncation_rate": statistics.fmean(t.status is Status.TRUNCATED_LENGTH for t in trajectories),
@@ -149,7 +152,8 @@ def _repetition(trajectories: list[Trajectory]) -> dict[str, float]:
     """Share of a response's 4-grams of drawn tokens that it has drawn before, over responses that have any."""
     shares = []
     for trajectory in trajectories:
-        count, different = count_grams([array_of(turn.completion.token_ids) for turn in trajectory.turns])
+        drawn = [turn.completion.drawn(turn.completion.token_ids) for turn in trajectory.turns]
+        count, different = count_grams(drawn)
         if count:
             shares.append(1 - different / count)
     return {"gen/repetition_rate": statistics.fmean(shares)} if shares else {}
@@ -251,7 +255,7 @@ def _staleness_metrics(trained: list[Trajectory], version: int) -> dict[str, flo
     ages = [version - trajectory.oldest_version for trajectory in trained]
     drawn_by: Counter[int] = Counter()
     for turn in (turn for trajectory in trained for turn in trajectory.turns):
-        found, counts = np.unique(array_of(turn.completion.versions), return_counts=True)
+        found, counts = np.unique(turn.completion.drawn(turn.completion.versions), return_counts=True)
         drawn_by.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
     in_flight = [trajectory.newest_version - trajectory.oldest_version for trajectory in trained]
     return {

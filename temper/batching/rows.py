@@ -81,14 +81,14 @@ def _sample(
 ) -> Sample:
     """`optional`: columns of lists to fill, each with one of its kind."""
     columns: dict[str, Any] = {name: _lists(row, name, like) for name, like in optional.items()}
-    num_given, num_drawn = ([len(s.given) for s in row], [len(s.drawn.token_ids) for s in row])
-    zeros = Column[float](np.zeros(sum(num_given) + sum(num_drawn)))
+    num_given = [len(stretch.given) for stretch in row]
+    zeros = Column[float](np.zeros(sum(num_given) + sum(len(stretch.drawn.token_ids) for stretch in row)))
     return Sample(
         group_id=trajectory.group_id,
         index=trajectory.index,
         teacher=teacher,
         token_ids=_column(row, "token_ids", [stretch.given for stretch in row]),
-        loss_mask=_woven([np.zeros(n, np.uint8) for n in num_given], [np.ones(n, np.uint8) for n in num_drawn]),
+        loss_mask=_column(row, "loss_mask", [np.zeros(size, np.uint8) for size in num_given]),
         behavior_logprobs=_column(row, "logprobs", [np.zeros(size, np.float32) for size in num_given]),
         versions=_column(row, "versions", [np.full(size, -1, np.int32) for size in num_given]),
         advantages=zeros,

@@ -46,7 +46,9 @@ class CreditRules:
     max_episode_tokens: int = 0
     """As in Credit."""
     updates: int = 1
-    """Optimiser steps per batch. A group is never split over two of them."""
+    """Optimiser steps of one pass over a batch. A group is never split over two of them."""
+    epochs: int = 1
+    """Passes over a batch. Credit is the same in all of them; from the second on groups are shared out anew."""
     train_truncated: bool = True
     """False: completions cut at a limit are not trained; their rewards still count in the group's mean."""
     part_weights: Mapping[str, float] = field(default_factory=dict)
@@ -104,13 +106,16 @@ def assign_credit(
     credit = dataclasses.replace(credit, scales=scales or {})
     advantages = advantages_of(rules.objective, credit, None if rules.train_truncated else ~credit.is_truncated)
     targets = targets_of(rules.objective, credit)
-    update_B = _update_of_groups(len(groups), rules.updates)[credit.group_ids]
-    weights_B, slopes_B = _weights(credit, update_B, advantages.is_kept, rules)
-    updates: list[list[Sample]] = [[] for _ in range(rules.updates)]
-    filled = iter(_filled(member_rows, advantages.tokens, targets, weights_B, slopes_B))
-    for own, update, weight in zip(member_rows, update_B.tolist(), weights_B.tolist(), strict=True):
-        credited = list(islice(filled, len(own)))
-        updates[update] += credited if weight > 0 else []
+    filled: list[Sample] = []
+    updates: list[list[Sample]] = []
+    for epoch in range(rules.epochs):
+        update_B = _update_of_groups(groups, rules, version, epoch)[credit.group_ids]
+        weights = _weights(credit, update_B, advantages.is_kept, rules)
+        if epoch == 0:
+            filled = _filled(member_rows, advantages.tokens, targets, *weights)
+        else:  # the same rows: only what a token counts among those of its update is another
+            filled = _weighed_anew(member_rows, filled, *weights)
+        updates += _shared_out(member_rows, filled, update_B, weights[0], rules.updates)
     metrics = measure_groups(groups, dropped, version) | measure_shaping(rules.objective, credit)
     metrics |= measure_advantages(advantages.tokens, credit.lengths)
     return Batch(
@@ -119,6 +124,18 @@ def assign_credit(
         dropped=tuple(dropped),
         metrics=metrics,
     )
+
+
+def _shared_out(
+    member_rows: Sequence[Sequence[Sample]], filled: Sequence[Sample], update_B: Tensor, weights_B: Tensor, num: int
+) -> list[list[Sample]]:
+    """The rows of each of the `num` updates of one epoch, without those of members that are not trained."""
+    updates: list[list[Sample]] = [[] for _ in range(num)]
+    rest = iter(filled)
+    for own, update, weight in zip(member_rows, update_B.tolist(), weights_B.tolist(), strict=True):
+        credited = list(islice(rest, len(own)))
+        updates[update] += credited if weight > 0 else []
+    return updates
 
 
 def _by_member(rows: Sequence[Sample]) -> dict[tuple[str, int], list[Sample]]:
@@ -212,7 +229,7 @@ def _steps(members: Sequence[Trajectory], lengths: Sequence[int]) -> tuple[Tenso
 def _turns(members: Sequence[Trajectory]) -> tuple[Tensor, Tensor | None]:
     """For each drawn token: the number of its turn, and what was paid when the turn ended."""
     turns = [
-        (number, len(turn.completion.token_ids), pay)
+        (number, turn.completion.num_drawn, pay)
         for member in members
         for number, (turn, pay) in enumerate(
             zip(member.turns, member.turn_rewards or [turn.reward for turn in member.turns], strict=True)
@@ -229,13 +246,23 @@ def _turns(members: Sequence[Trajectory]) -> tuple[Tensor, Tensor | None]:
 
 def _key(seed: int, version: int, member: Trajectory) -> int:
     """Key of a member for random draws: the same whatever else is in the batch."""
-    text = f"{seed}/{version}/{member.group_id}/{member.index}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+    return _hash(f"{seed}/{version}/{member.group_id}/{member.index}")
 
 
-def _update_of_groups(num_groups: int, updates: int) -> Tensor:
-    """Which optimiser step trains each group: consecutive groups, as even as possible."""
-    return torch.arange(num_groups) * updates // max(1, num_groups)
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+def _update_of_groups(groups: Sequence[Group], rules: CreditRules, version: int, epoch: int) -> Tensor:
+    """Which optimiser step of an epoch trains each group, as even as possible.
+
+    Consecutive groups in the first; then in an order by a hash, which nothing but seed, step, epoch and group changes.
+    """
+    update_of_place = torch.arange(len(groups)) * rules.updates // max(1, len(groups))
+    if epoch == 0:
+        return update_of_place
+    keys = [_hash(f"{rules.seed}/{version}/epoch {epoch}/{group.id}") for group in groups]
+    return update_of_place[torch.tensor(keys, dtype=torch.int64).argsort().argsort()]
 
 
 def _weights(credit: Credit, update_B: Tensor, is_kept_B: Tensor, rules: CreditRules) -> tuple[Tensor, Tensor]:
@@ -270,20 +297,10 @@ def _filled(
     rows = [row for own in member_rows for row in own]
     if not rows:
         return []
-    # In one piece: a step has millions of tokens.
-    is_drawn_T = torch.from_numpy(np.concatenate([array_of(row.loss_mask, np.bool_) for row in rows]))
-    counts_B = torch.tensor([len(own) for own in member_rows], dtype=torch.int64)
-    sizes = torch.tensor([row.num_actions for row in rows], dtype=torch.int64)
-    ends = np.cumsum([len(row.token_ids) for row in rows])
-    weight_of_row, slope_of_row = (of_member.repeat_interleave(counts_B) for of_member in (weights_B, slopes_B))
-
-    def columns(values_N: Tensor) -> list[Sequence[float]]:
-        values_T = torch.zeros(len(is_drawn_T), dtype=torch.float64).masked_scatter_(is_drawn_T, values_N).numpy()
-        return [Column(part) for part in np.split(values_T, ends[:-1])]
-
+    columns = _spreader(rows)
     targets = [None] * len(rows) if targets_N is None else columns(targets_N)
-    weights = columns(weight_of_row.repeat_interleave(sizes))
-    given = (columns(advantages_N), weights, targets, slope_of_row.tolist())
+    weights, slopes = _by_row(member_rows, rows, weights_B, slopes_B)
+    given = (columns(advantages_N), columns(weights), targets, slopes)
     return [
         dataclasses.replace(
             row,
@@ -296,3 +313,37 @@ def _filled(
         )
         for row, advantage, weight, target, slope in zip(rows, *given, strict=True)
     ]
+
+
+def _weighed_anew(
+    member_rows: Sequence[Sequence[Sample]], rows: Sequence[Sample], weights_B: Tensor, slopes_B: Tensor
+) -> list[Sample]:
+    """Rows that have their credit, with the weights of another epoch; all other columns are shared, not copied."""
+    if not rows:
+        return []
+    weights_N, slopes = _by_row(member_rows, rows, weights_B, slopes_B)
+    given = zip(rows, _spreader(rows)(weights_N), slopes, strict=True)
+    return [dataclasses.replace(row, weights=weight, weight_slope=slope) for row, weight, slope in given]
+
+
+def _by_row(
+    member_rows: Sequence[Sequence[Sample]], rows: Sequence[Sample], weights_B: Tensor, slopes_B: Tensor
+) -> tuple[Tensor, list[float]]:
+    """The weight of each drawn token, and the slope of each row."""
+    counts_B = torch.tensor([len(own) for own in member_rows], dtype=torch.int64)
+    sizes = torch.tensor([row.num_actions for row in rows], dtype=torch.int64)
+    weights_N = weights_B.repeat_interleave(counts_B).repeat_interleave(sizes)
+    return weights_N, slopes_B.repeat_interleave(counts_B).tolist()
+
+
+def _spreader(rows: Sequence[Sample]) -> Callable[[Tensor], list[Sequence[float]]]:
+    """What puts one number per drawn token of all rows at its place: a column for each row, zeros elsewhere."""
+    # In one piece: a step has millions of tokens.
+    is_drawn_T = torch.from_numpy(np.concatenate([array_of(row.loss_mask, np.bool_) for row in rows]))
+    ends = np.cumsum([len(row.token_ids) for row in rows])
+
+    def columns(values_N: Tensor) -> list[Sequence[float]]:
+        values_T = torch.zeros(len(is_drawn_T), dtype=torch.float64).masked_scatter_(is_drawn_T, values_N).numpy()
+        return [Column(part) for part in np.split(values_T, ends[:-1])]
+
+    return columns

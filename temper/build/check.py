@@ -12,8 +12,11 @@ from temper.build.objective import resolve_objective
 from temper.config import DATA_KEYS, FIRST, Reference, RunConfig, references
 from temper.errors import UserError, did_you_mean
 from temper.objectives import Objective
+from temper.rollout.controls.registry import read_controls
 from temper.runs.alarms.rules import configure
 from temper.stages.kinds import KINDS, kind_of
+from temper.stages.reading.choosing import check_choosers
+from temper.stages.sampling import setting_of
 
 
 def check_stages(stages: Sequence[RunConfig]) -> list[Objective]:
@@ -35,12 +38,14 @@ def check_stage(config: RunConfig) -> Objective:
     """The objective of one stage."""
     kind = kind_of(config)
     configure(config.alarms)
+    read_controls(config.rollout.controls, setting_of(config))
     # Held-out pairs need no judge; whether they are pairs, data says.
     must_judge = bool(config.heldout) and kind.reading.compares is None
     if (kind.is_rewarded or must_judge) and not config.reward:
         raise UserError('no reward: add a [[reward]] table, e.g. kind = "exact"')
     objective = resolve_objective(config)
     kind.check(config, objective)
+    check_choosers(config, is_judged=kind.may_choose)
     if config.model.lora is not None and config.model.lora.base == "4bit":
         _check_four_bits(config, objective)
     return objective

@@ -1,4 +1,4 @@
-"""What is said when a GPU has no room while a stage runs.
+"""What is said when a GPU has no room while a stage is loaded or runs.
 
 Owns: the message, and the key to change. Refuses: planning (memory.py), and going on: a run is resumed.
 """
@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from temper.build.memory import describe_peak, workload_of
-from temper.build.stage import Stage
+from temper.config import RunConfig
 from temper.config.memory import KEYS, MemoryChoice, settled_choice
 from temper.errors import BackendError, OutOfMemory
+from temper.objectives import Objective
 from temper.planning.gpus import GIB
 from temper.planning.memory import plan_memory
+from temper.stages.reading.data import StageData
 
 LEAST_MICROBATCH = 1024
 """A smaller one is no advice: single rows are longer."""
 FULL_KEYS = {
+    "loading": ("kv_tokens", "states"),
     "rollout": ("kv_tokens", "tokens_per_microbatch"),
     "forward_backward": ("tokens_per_microbatch", "gradient_checkpointing", "states"),
     "optimizer": ("states", "kv_tokens"),
@@ -28,36 +32,41 @@ FULL_KEYS = {
 
 
 @contextmanager
-def explain_out_of_memory(stage: Stage) -> Iterator[None]:
-    """Out of memory inside becomes a BackendError that says in which phase, what was planned, and what to change."""
+def explain_out_of_memory(
+    config: RunConfig, objective: Objective, data: StageData, origin: Path, *, phase: str = "a pass outside of the step"
+) -> Iterator[None]:
+    """Out of memory inside becomes a BackendError that says in which phase, what was planned, and what to change.
+
+    `phase`: what is done inside, where the error does not say it. `origin`: directory of the stage's model.
+    """
     try:
         yield
     except Exception as error:
-        if (full := _find_full(error)) is None:
+        if (full := _find_full(error, phase)) is None:
             raise
-        raise BackendError(_explain_full(stage, full)) from error
+        raise BackendError(_explain_full(full, config, objective, data, origin)) from error
 
 
-def _find_full(error: BaseException) -> OutOfMemory | None:
+def _find_full(error: BaseException, phase: str) -> OutOfMemory | None:
     """That a GPU was full, if that is why this was raised."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OutOfMemory):
             return cause
         if isinstance(cause, torch.OutOfMemoryError):
-            return OutOfMemory("a pass outside of the step", cause)
+            return OutOfMemory(phase, cause)
         cause = cause.__cause__
     return None
 
 
-def _explain_full(stage: Stage, error: OutOfMemory) -> str:
-    config, choice = stage.config, settled_choice(stage.config)
-    planned = plan_memory(workload_of(config, stage.objective, stage.data, stage.origin))
+def _explain_full(error: OutOfMemory, config: RunConfig, objective: Objective, data: StageData, origin: Path) -> str:
+    choice, planned = settled_choice(config), plan_memory(workload_of(config, objective, data, origin))
     fields = FULL_KEYS.get(error.phase, FULL_KEYS["forward_backward"])
     change = next((_less(field, choice) for field in fields if _less(field, choice)), "")
+    change = change or "Use a smaller model, shorter rows or a larger GPU"
     return (
-        f"{error}. Planned were {planned.peak_bytes / GIB:.1f} GiB, {describe_peak(planned)}. The last checkpoint is "
-        f"whole. {change or 'Use a smaller model, shorter rows or a larger GPU'}; then go on with --resume"
+        f"{error}. Planned were {planned.peak_bytes / GIB:.1f} GiB, {describe_peak(planned)}; what other programs hold "
+        f"on the GPU comes on top. What was saved is whole. {change}; then go on with --resume"
     )
 
 

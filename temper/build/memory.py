@@ -147,6 +147,7 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         group_size=config.rollout.group_size if data.is_rolling else 1,
         rows_per_update=max(1, rows // config.trainer.updates_per_batch),
         updates=config.trainer.updates_per_batch,
+        epochs=config.trainer.epochs,
         max_running=config.engine.max_running,
         tokens_per_step=max(config.engine.tokens_per_step, config.engine.max_running + 1),
         has_graphs=config.engine.graphs,
@@ -154,9 +155,11 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
 
 
 def _engine_weights(config: RunConfig, data: StageData) -> Literal["shared", "copied", "elsewhere"]:
-    """As build/sampler.py decides."""
+    """As build/sampler.py decides. A sampler process of this machine has its weights on the same device."""
     if config.engine.kind == "sglang":
         return "elsewhere"
+    if config.engine.place == "process" and data.is_rolling:
+        return "copied"
     if _has_four_bit_base(config):
         return "shared"
     runs_ahead = config.rollout.max_staleness > 0 and data.is_rolling

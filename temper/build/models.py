@@ -17,7 +17,7 @@ import torch
 from temper.config import RunConfig
 from temper.config.memory import settled_choice
 from temper.errors import UserError
-from temper.integrity import verify, write_manifest
+from temper.folders.integrity import verify, write_manifest
 from temper.models.load import find_checkpoint, load_model
 from temper.models.lora.materialize import whole
 from temper.models.lora.wrapping import (
@@ -75,6 +75,13 @@ def optimizer_settings(config: RunConfig, learning_rate: float) -> OptimizerSett
     return OptimizerSettings(learning_rate=learning_rate, noise_seed=config.seed, **given)
 
 
+def adapter_settings(config: RunConfig) -> AdapterSettings:
+    """Of the adapter that the recipe asks for."""
+    assert config.model.lora is not None, "without model.lora there is no adapter"
+    given = config.model.lora.model_dump(exclude={"base"})
+    return AdapterSettings(**{**given, "targets": tuple(given["targets"])}, seed=config.seed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Models:
     """What a stage trains, and how its checkpoints hold it."""
@@ -99,10 +106,8 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
     if lora is None:
         policy = load_any(folder, dtype, device)
     else:
-        given = {**lora.model_dump(exclude={"base"}), "targets": tuple(lora.targets)}
-        settings = AdapterSettings(**given, seed=config.seed)
         policy = load_base(folder, dtype, device, load=load_any, base=lora.base)
-        policy = add_adapter(policy, settings, folder, whole=(HEAD,) if is_scorer else ())
+        policy = add_adapter(policy, adapter_settings(config), folder, whole=(HEAD,) if is_scorer else ())
 
     def load(other: Path) -> torch.nn.Module:
         """One that reads the policy's rows packed as the policy does: they must not see each other in it either."""

@@ -12,7 +12,7 @@ from temper.config import RunConfig
 from temper.errors import UserError
 from temper.objectives import DirectLoss, Objective, PolicyObjective, check_objective, resolve
 from temper.objectives.advantage.critics import pretraining_steps
-from temper.objectives.combinations import SAMPLER_WEIGHTS, corrects_staleness
+from temper.objectives.combinations import SAMPLER_WEIGHTS, corrects_staleness, notices_moving
 from temper.objectives.resolve import REGISTRY
 from temper.stages.kinds import kind_of
 
@@ -119,14 +119,14 @@ def _check_kl_cov(config: RunConfig, objective: Objective) -> str | None:
     if not isinstance(objective, PolicyObjective):
         return None
     is_own = objective.proximal.name == "current" or (
-        objective.proximal.name == "trainer" and config.trainer.updates_per_batch == 1
+        objective.proximal.name == "trainer" and config.trainer.updates_of_batch == 1
     )
     if not is_own or all(term.name != "kl_cov" for term in objective.regularizers):
         return None
     return (
         f"objective {objective.name}: kl_cov would do nothing. It pulls back to the policy that the batch started "
         f"with, and with trainer.updates_per_batch=1 that is the policy itself. Use trainer.updates_per_batch = 2 or "
-        f'more with objective.proximal = "trainer"'
+        f'more, or trainer.epochs = 2, with objective.proximal = "trainer"'
     )
 
 
@@ -142,7 +142,33 @@ def _check_float16(config: RunConfig, objective: Objective) -> str | None:
     )
 
 
-_CHECKS = (_check_float16, _check_critic_steps, _check_reference_rule, _check_kl_cov)
+def _check_epochs(config: RunConfig, objective: Objective) -> str | None:
+    """A second pass trains on samples of a policy that the first has left: something must notice."""
+    if config.trainer.epochs == 1:
+        return None
+    start = f"trainer.epochs={config.trainer.epochs} trains on each batch again"
+    if not kind_of(config).trains:
+        return f"{start}, and a stage of kind {config.stage} trains nothing. Leave it out"
+    if not isinstance(objective, PolicyObjective):
+        return (
+            f"{start}, and objective {objective.name} is no policy gradient: its rows come again as often as `steps` "
+            f"lets them. Use more steps, and trainer.epochs = 1"
+        )
+    if objective.step is not None:
+        return (
+            f"{start}, and objective {objective.name} goes to the edge of its trust region in one step. Use "
+            f"trainer.epochs = 1"
+        )
+    if notices_moving(objective):
+        return None
+    return (
+        f"{start}, and objective {objective.name} would not notice that the policy has moved since it was drawn: gate "
+        f'{objective.gate.name}, proximal {objective.proximal.name}. Use objective.gate = "clip" with objective.'
+        f'proximal = "trainer" (as grpo and ppo have), preset = "reinforce_is", or trainer.epochs = 1'
+    )
+
+
+_CHECKS = (_check_float16, _check_critic_steps, _check_reference_rule, _check_kl_cov, _check_epochs)
 
 
 def _require_fit(config: RunConfig, objective: Objective) -> None:

@@ -16,6 +16,7 @@ import torch
 from temper import loop
 from temper.build.objective import doubts_about
 from temper.build.stage import Stage
+from temper.build.warm import warm_up
 from temper.evals import contamination, readiness
 from temper.models.float8.layers import float8_layers, held_bits, published_bits
 from temper.parity.budgets import Budget, DepthAndWidth, budget_of
@@ -36,6 +37,7 @@ from temper.rollout.group import Extras
 from temper.runs.alarms.rules import configure
 from temper.runs.flops import mfu, peak_flops
 from temper.runs.time_split import TRAINING, time_metrics
+from temper.stages.reading.choosing import doubt_choosers
 from temper.trainer.ranks import rank_and_world
 from temper.trainer.weights import Weights
 from temper.types import Batch, TrainResult
@@ -66,6 +68,7 @@ def make_plan(
         evaluate_every=config.evaluation.every,
         checkpoint=checkpoint,
         checkpoint_every=config.checkpoint.every,
+        warm_up=partial(warm_up, stage, first_step),
         parity=checks.parity,
         canary=checks.look_again,
         verify=checks.verify,
@@ -123,8 +126,9 @@ class Checks:
         """Rows of a pack are apart, and sampler and trainer agree: both proven on this model before it is trained."""
         stage, data, listeners = self._stage, self._stage.data, self._stage.listeners
         await asyncio.to_thread(check_isolation, stage.model, data.shape.vocab_size)
-        for doubt in doubts_about(stage.config, stage.objective):
-            listeners.warn(doubt)
+        for doubt in (*doubts_about(stage.config, stage.objective), doubt_choosers(stage.config, data.stream.sources)):
+            if doubt:
+                listeners.warn(doubt)
         if warning := await asyncio.to_thread(contamination.check, data.known, data.heldout):
             listeners.warn(warning)
         if data.heldout and data.verifier is not data.rubric:
@@ -154,7 +158,7 @@ class Checks:
     def verify(self, step: int, result: TrainResult) -> None:
         """After every synchronous step the gap between sampled and recomputed log-probabilities stays within budget."""
         gap, config = result.metrics.get("mismatch/logp_abs_mean"), self._stage.config
-        is_own = not config.rollout.max_staleness and config.trainer.updates_per_batch == 1
+        is_own = not config.rollout.max_staleness and config.trainer.updates_of_batch == 1
         if gap is None or not self._stage.data.is_rolling or not is_own:
             return
         agreement = Agreement(
@@ -198,9 +202,10 @@ def _measure_system(stage: Stage, batch: Batch, result: TrainResult, seconds: Ma
         "sys/train_tok_s": sum(lengths) / max(training_seconds, 1e-9),
         "sys/peak_memory_bytes": float(stage.trainer.peak_memory_bytes()),
         "sys/peak_memory_since_start": float(stage.trainer.peak_is_since_start),
-        **time_metrics(seconds, stage.sampler.stats()),
+        **time_metrics(seconds, stage.pressure.read()),
         **mfu(result.model_flops, training_seconds, _peak(stage)),
         **_judge_metrics(stage),
+        **batch.system,
     }
     if (num_queued := stage.source.num_queued) is not None:
         system["sys/queue_groups"] = float(num_queued)

@@ -14,18 +14,20 @@ from typing import Any
 import torch
 
 from temper.build.memory import enough_kv_tokens
+from temper.build.models import adapter_settings
 from temper.build.policy import size_engine
+from temper.cluster.samplers import start_sampler
+from temper.cluster.threads import Threads, share_threads
 from temper.config import RunConfig
 from temper.config.memory import settled_choice
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.mixture import Opponent
 from temper.engine.none import NoSampler
+from temper.engine.process.order import SamplerOrder
+from temper.engine.sampler_model import sampler_model
 from temper.errors import UserError
-from temper.models.decoder import FAMILIES, can_walk, lay_end_to_end
-from temper.models.float8.layers import float8_copy
+from temper.models.decoder import lay_end_to_end
 from temper.models.lora.materialize import whole
-from temper.models.lora.wrapping import has_adapter, with_own_factors, with_own_weights, without_adapter
-from temper.models.nf4.layers import holds_four_bits
 from temper.objectives import DirectLoss, Objective
 from temper.protocols import Sampler
 from temper.stages.reading.data import StageData
@@ -52,16 +54,21 @@ def make_sampler(
         return SglangEngine(settings), None
     if kind == "vllm":
         return _vllm(config, data, model, model_folder), None
-    sampler_model = _sampler_model(config, model, is_rolling=data.is_rolling)
-    lay_end_to_end(sampler_model)
+    if config.engine.place == "process" and data.is_rolling:
+        return _in_a_process(config, objective, data, model, model_folder), None
+    drawing = sampler_model(
+        model,
+        weights=config.engine.weights if data.is_rolling else "model",
+        runs_ahead=config.rollout.max_staleness > 0 and data.is_rolling,
+    )
     decode = data.renderer.decode if config.sampling.stop else None
-    return LocalEngine(sampler_model, _engine_settings(config, data), decode=decode), sampler_model
+    return LocalEngine(drawing, _engine_settings(config, data), decode=decode), drawing
 
 
 def make_opponent(
-    config: RunConfig, objective: Objective, data: StageData, reference: torch.nn.Module | None, sampler_model: Any
+    config: RunConfig, objective: Objective, data: StageData, reference: torch.nn.Module | None, drawing: Any
 ) -> Opponent | None:
-    """Whom a stage that samples compares its policy with; None: nobody. sampler_model: what its sampler draws with."""
+    """Whom a stage that samples compares its policy with; None: nobody. drawing: what its sampler draws with."""
     share = objective.loss.opponent_share if isinstance(objective, DirectLoss) else None
     if share is None or not data.is_rolling:
         return None
@@ -74,10 +81,10 @@ def make_opponent(
     is_shared = config.rollout.max_staleness == 0 and not config.model.offload
     own = reference
     if not is_shared:
-        own = copy.deepcopy(reference).to(next(sampler_model.parameters()).device)
+        own = copy.deepcopy(reference).to(next(drawing.parameters()).device)
         lay_end_to_end(own)
     return Opponent(
-        sampler_model,
+        drawing,
         own,
         _engine_settings(config, data),
         share=share,
@@ -86,24 +93,35 @@ def make_opponent(
     )
 
 
-def _sampler_model(config: RunConfig, model: torch.nn.Module, *, is_rolling: bool) -> torch.nn.Module:
-    """One copy of the weights when nothing is under way while they change; otherwise the engine has its own. So it has
-    for a model with an adapter: it draws from merged weights. Over a base in 4 bits it computes as the trainer does,
-    and at most the factors are its own."""
-    runs_ahead = config.rollout.max_staleness > 0 and is_rolling
-    if holds_four_bits(model):
-        return with_own_factors(model) if runs_ahead else model
-    if config.engine.weights == "fp8" and is_rolling:
-        if not can_walk(model):
-            raise UserError(
-                f'engine.weights="fp8" is made for the families {", ".join(FAMILIES)}, and this model is a '
-                f'{model.config.get_text_config().model_type}. Use engine.weights = "model"'  # type: ignore[operator, union-attr]
-            )
-        quantized = float8_copy(without_adapter(model) if has_adapter(model) else model)
-        return copy.deepcopy(quantized) if runs_ahead else quantized
-    if has_adapter(model):
-        return with_own_weights(model)
-    return copy.deepcopy(model) if runs_ahead else model
+def _in_a_process(config: RunConfig, objective: Objective, data: StageData, model: Any, folder: Path) -> Sampler:
+    """Opens there what would be opened here, and shares out the threads until it is closed."""
+    if isinstance(objective, DirectLoss) and objective.loss.opponent_share is not None:
+        raise UserError(
+            'engine.place="process" cannot draw for an objective with opponents, which share the weights of the '
+            'trainer\'s process. Use engine.place = "here"'
+        )
+    lora, parameter, before = config.model.lora, next(model.parameters()), torch.get_num_threads()
+    threads = share_threads(before, config.engine.threads, takes_turns=config.rollout.max_staleness == 0)
+    if parameter.device.type != "cpu":
+        threads = Threads(sampler=before, trainer=before)
+    order = SamplerOrder(
+        folder=str(folder.resolve()),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        device=str(parameter.device),
+        numerics=config.engine.numerics,
+        weights=config.engine.weights,
+        settings=_engine_settings(config, data),
+        four_bit_adapter=adapter_settings(config) if lora is not None and lora.base == "4bit" else None,
+        has_stop_texts=bool(config.sampling.stop),
+        num_threads=threads.sampler,
+    )
+    sampler = start_sampler(
+        order.to_json(),
+        environment={"OMP_NUM_THREADS": str(threads.sampler)},
+        closed=lambda: torch.set_num_threads(before),
+    )
+    torch.set_num_threads(threads.trainer)
+    return sampler
 
 
 def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) -> Sampler:

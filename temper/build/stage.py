@@ -10,14 +10,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from temper.batching.pack import pack, shard
+from temper.build.full import explain_out_of_memory
 from temper.build.memory import settle
 from temper.build.models import Models, load_models, optimizer_settings
 from temper.build.objective import resolve_objective
 from temper.build.sampler import make_opponent, make_sampler
+from temper.build.thinking import make_thinking
 from temper.config import RunConfig
 from temper.config.memory import settled_choice
 from temper.engine.local.mixture import WithOpponent
@@ -25,12 +28,14 @@ from temper.envs.env import find_env
 from temper.models.nf4.holding import require_family
 from temper.objectives import Objective
 from temper.protocols import BatchSource, Env, Sampler, Trainer
+from temper.rollout.controls.pressure import Pressure
 from temper.rollout.episode import EpisodeSetup, Scorer
 from temper.stages.distill import NoReward
 from temper.stages.kind import StageKind
 from temper.stages.kinds import kind_of
 from temper.stages.measures import Audit, Measure
 from temper.stages.parts import Parts
+from temper.stages.reading.choosing import require_drawn
 from temper.stages.reading.data import StageData, open_data, require_judge
 from temper.stages.reading.fitting import require_rows
 from temper.terminal import print_line
@@ -49,6 +54,8 @@ class Listeners:
     """Where doubts about the run go: the same, more loudly."""
     show: Callable[[object], None] = print_line
     """Where tables go that people should see at once: the display."""
+    doing: Callable[[str, str], None] = lambda what, how_far: None
+    """Who is told what happens before the first step, and how far it is: the display."""
     audit: Audit | None = None
     """Where held-out transcripts go; None: nowhere."""
 
@@ -66,6 +73,8 @@ class Stage:
     model: torch.nn.Module
     trainer: Trainer
     sampler: Sampler
+    pressure: Pressure
+    """What the sampler counts, step by step."""
     sampler_model: torch.nn.Module | None
     """The sampler's weights: the model, or a copy when it samples while the model is trained. None: elsewhere."""
     source: BatchSource
@@ -115,11 +124,14 @@ def build_stage(
     data = open_data(config, objective, kind.reading, model_folder)
     check_data(config, kind, objective, data)
     config = settle(config, objective, data, model_folder)
-    models = load_models(config, objective, model_folder)
-    trainer = _trainer(config, objective, data, models, checkpoint)
-    sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder)
-    opponent = make_opponent(config, objective, data, models.others.reference, sampler_model)
+    with explain_out_of_memory(config, objective, data, model_folder, phase="loading"):
+        models = load_models(config, objective, model_folder)
+        trainer = _trainer(config, objective, data, models, checkpoint)
+        sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder)
+        opponent = make_opponent(config, objective, data, models.others.reference, sampler_model)
     setup = _episode_setup(config, objective, data, sampler)
+    everybody = sampler if opponent is None else WithOpponent(sampler, opponent)
+    pressure = Pressure(everybody.stats)
     parts = Parts(
         config=config,
         index=index,
@@ -128,15 +140,12 @@ def build_stage(
         trainer=trainer,
         setup=setup,
         opponent=opponent,
+        pressure=pressure.latest,
         folder=caches,
         origin=model_folder,
     )
     source = kind.make_source(parts)
-    if checkpoint is not None and resumed is not None:
-        source.load_state(resumed["source"])
-        data.rubric.load_state(resumed["rubric"])
-        data.rubric.load(checkpoint)
-        data.verifier.load_state(resumed["verifier"])
+    _resume(source, data, resumed, checkpoint)
     return Stage(
         config=config,
         index=index,
@@ -145,7 +154,8 @@ def build_stage(
         origin=model_folder,
         model=models.policy,
         trainer=trainer,
-        sampler=sampler if opponent is None else WithOpponent(sampler, opponent),
+        sampler=everybody,
+        pressure=pressure,
         sampler_model=sampler_model,
         source=source,
         setup=setup,
@@ -156,12 +166,24 @@ def build_stage(
     )
 
 
+def _resume(source: BatchSource, data: StageData, resumed: Mapping[str, Any] | None, checkpoint: Path | None) -> None:
+    """Where the stage stopped; nothing for one that begins."""
+    if resumed is None or checkpoint is None:
+        return
+    source.load_state(resumed["source"])
+    data.rubric.load_state(resumed["rubric"])
+    data.rubric.load(checkpoint)
+    data.verifier.load_state(resumed["verifier"])
+
+
 def check_data(config: RunConfig, kind: StageKind, objective: Objective, data: StageData) -> None:
     """Raises UserError for data that a stage cannot train on, or be judged on."""
     require_judge(config, data)
+    require_drawn(config, is_rolling=data.is_rolling)
     if config.model.lora is not None and config.model.lora.base == "4bit":
         require_family(data.shape.family)
     kind.check_data(config, objective, data)
+    make_thinking(config, objective, data.renderer)
     if (make_rows := kind.row_maker(objective, data)) is not None:
         require_rows(config, make_rows, data)
 
@@ -176,7 +198,7 @@ def _trainer(
         total_steps=config.steps,
         gradient_checkpointing=choice.gradient_checkpointing,
         seed=config.seed,
-        is_ordered=config.rollout.max_staleness == 0,
+        is_ordered=config.trainer.reproducible and config.rollout.max_staleness == 0,
         files=models.files,
     )
     trainer = LocalTrainer(
@@ -213,6 +235,7 @@ def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sam
         max_turns=config.rollout.max_turns,
         episode_seconds=config.rollout.episode_seconds,
         max_episode_tokens=config.rollout.max_episode_tokens,
+        thinking=make_thinking(config, objective, data.renderer),
         seed=config.seed,
     )
 

@@ -13,7 +13,8 @@ from typing import NoReturn
 # The verbs register themselves, in the order of --help.
 import temper.cli.init
 import temper.cli.train
-import temper.cli.plan
+import temper.cli.planning.plan
+import temper.cli.planning.simulate
 import temper.cli.report
 import temper.cli.watch
 import temper.cli.judging.evaluate

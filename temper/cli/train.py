@@ -34,11 +34,16 @@ def train(
     name = load_recipe(recipe, set_ or ())[0].name  # first: a mistake in it needs no torch to be found
     if dry_run:
         with importing():
+            from temper.commands.training.preflight import count_doubts
             from temper.commands.training.preflight import dry_run as check
         with show_work(f"checking {recipe}"):
             found = check(recipe, overrides=set_ or ())
         out.print(found)
-        out.print("\nNothing was trained. Everything that can be checked without weights is in order.")
+        doubts = count_doubts(found)
+        named = (
+            f"{doubts} {'doubt is' if doubts == 1 else 'doubts are'} named above; all else" if doubts else "Everything"
+        )
+        out.print(f"\nNothing was trained. {named} that can be checked without weights is in order.")
         return
     from temper.commands.starts import undo_failed_start
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -20,7 +19,8 @@ from temper.commands.progress import show_work
 from temper.commands.training.train import outputs_of
 from temper.config import RunConfig, load_recipe, refer, references
 from temper.errors import BackendError, UserError
-from temper.integrity import verify
+from temper.folders.integrity import verify
+from temper.folders.pretrained import read_pretrained
 from temper.models.load import read_shape
 from temper.models.lora.materialize import load_trained, materialize
 from temper.models.lora.wrapping import is_adapter_folder
@@ -57,6 +57,9 @@ def _referred(config: RunConfig, stages: Sequence[RunConfig], path: Path) -> Run
 
 
 async def _evaluate(config: RunConfig, model: Path) -> list[EvaluationResult]:
+    # Nothing is trained meanwhile and nothing is published: a sampler in a process of its own would wait for weights.
+    engine = config.engine.model_copy(update={"place": "here", "threads": "auto"})
+    config = config.model_copy(update={"engine": engine})
     with show_work(f"loading {model}"):
         stage = build_stage(config, 0, model)
     try:
@@ -103,9 +106,8 @@ def compare_logits(ours: Path, theirs: Path) -> float:
     kind = scorer_kind(ours)
     model = load_trained(ours, torch.float32, torch.device("cpu"))
     reader = AutoModelForCausalLM if kind is None else CLASSES[kind]
-    plain: Any = reader.from_pretrained(
-        theirs, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-    ).eval()
+    plain, _ = read_pretrained(reader, theirs, dtype=torch.float32)
+    plain.eval()
     plain.config.get_text_config().pad_token_id = None  # a classifier of sequences then reads the last token
     ids = torch.randint(read_shape(ours).vocab_size, (24,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from temper.errors import UserError
-from temper.hub import find_checkpoint
+from temper.folders.hub import find_checkpoint
 from temper.trainer.checkpoint import latest_checkpoint
 
 
@@ -23,7 +23,8 @@ def find_model(path: Path) -> Path:
     if not found:
         has_other = len(policies) < len(stages)
         also = ". Name a checkpoint directory of its reward model, if that is meant" if has_other else ""
-        raise UserError(f"{path} is a run without a checkpoint of a policy yet{also}")
+        when = "one is written every checkpoint.every steps, and after the last"
+        raise UserError(f"{path} is a run without a checkpoint of a policy yet: {when}{also}")
     return found[-1]
 
 

@@ -12,10 +12,12 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, field_validator, model_validator
 
+from temper.config.engine import EngineConfig
 from temper.config.model import ModelConfig
 from temper.config.preset_names import why_unknown
 from temper.config.section import Factor, Section, require_auto_or_number
-from temper.config.sources import PromptConfig, RewardConfig, SourceConfig, StageSource, part_names
+from temper.config.sources import DataConfig, PromptConfig, RewardConfig, SourceConfig, StageSource, part_names
+from temper.config.thinking import ThinkingConfig
 from temper.errors import did_you_mean
 from temper.types import Scalar
 
@@ -40,6 +42,13 @@ class RolloutConfig(Section):
     max_staleness: int = Field(0, ge=0)
     """S: how many versions old a trained token may be. 0 is synchronous training. Above 0 the objective should correct
     for it, e.g. objective.corrections = ["token_tis"]; a run warns where nothing does."""
+    order: Literal["draw", "finished"] = "draw"
+    """Which groups a step takes: the first that were drawn, or the first that finish, so that one slow group holds up
+    nobody. Needs max_staleness above 0, which bounds how late a group may be: then it is waited for; or a control that
+    puts groups off."""
+    controls: list[Factor] = []
+    """What is started, cut, interrupted and put off, e.g. ["partial", {name = "oversample", factor = 1.5}]: see
+    docs/asynchrony.md."""
     drop_degenerate: bool | None = None
     """Replace groups whose rewards are all equal by fresh ones (dynamic sampling). Unset: what the preset wants. With
     max_staleness above 0 they start at once; at 0 in rounds, each as long as its longest answer."""
@@ -60,6 +69,9 @@ class RolloutConfig(Section):
     transcripts_gb: float = Field(2.0, ge=0)
     """What the newest rollouts may take in run.db with all their words and tokens, in GB; inf: no limit. Older ones
     keep score, status and length; the ledger of what was trained stays whole. The largest of all stages counts."""
+    thinking: ThinkingConfig | None = None
+    """Close the thinking of answers at a budget of tokens, e.g. {budget = 1024}, and let them answer. In evaluations,
+    too."""
     keep: Factor = "correct"
     """What a rejection stage keeps of a group: "correct", "best", or {name = "top", k = 2, cap = 4}."""
 
@@ -168,86 +180,28 @@ class TrainerConfig(Section):
     """Packed tokens of one forward pass, 16 or more. Changes memory and speed, never the gradient. auto: the most up to
     65536 that fits into what is free on the GPU; 8192 on a CPU."""
     updates_per_batch: int = Field(1, ge=1)
-    """Optimiser steps per batch; the groups are split over them."""
+    """Optimiser steps of one pass over a batch; the groups are split over them."""
+    epochs: int = Field(1, ge=1, le=4)
+    """Passes over a batch, as PPO makes them: from the second on the groups are split into fresh minibatches, and all
+    passes compare with the policy that the batch started with. Only for policy gradients that notice its moving."""
     examples_per_step: int = Field(64, ge=1)
     """Examples or pairs of one step, in stages that read them."""
     max_length: int = Field(0, ge=0)
     """Stages that read examples or pairs: those of more tokens are dropped and counted (data/too_long). 0: one longer
     than the model's context is an error before the first step."""
+    reproducible: bool = True
+    """On a GPU: gradients of attention are added up in a fixed order, so that two equal runs end with equal bits.
+    false: kernels that are faster on rows of thousands of tokens. With max_staleness above 0 it is as if false."""
+
+    @property
+    def updates_of_batch(self) -> int:
+        """Optimiser steps that a batch is trained for."""
+        return self.updates_per_batch * self.epochs
 
     @field_validator("tokens_per_microbatch", mode="before")
     @classmethod
     def _number_or_auto(cls, value: object) -> object:
         return require_auto_or_number(value, least=16)
-
-
-class EngineConfig(Section):
-    """What draws completions."""
-
-    kind: Literal["local", "vllm", "sglang"] = "local"
-    """Who draws the tokens: Temper's own engine, vLLM in this process, or an SGLang server."""
-    address: str = ""
-    """Where the SGLang server listens, e.g. "http://127.0.0.1:30000"."""
-    numerics: Literal["fast", "exact"] = "fast"
-    """exact: local engine and trainer compute log-probabilities that are equal to the bit, whatever is batched."""
-    weights: Literal["model", "fp8"] = "model"
-    """How the local engine holds the matrices of decoder layers: as the model, or quantised to float8 when they are
-    published, half the bytes of a decode step. Unless objective.corrections says otherwise, fp8 brings "token_tis"."""
-    kv_tokens: int | Literal["auto"] = "auto"
-    """Tokens the KV cache can hold; 0: enough for max_running sequences of the longest prompt and completion. auto: as
-    0, and less where a GPU has no room for that."""
-    kv_after_load: Literal["keep", "recompute"] = "keep"
-    """Keys and values of running sequences when new weights arrive between two of their tokens."""
-    max_running: int = Field(256, ge=1)
-    """Sequences decoded together."""
-    tokens_per_step: int = Field(4096, ge=16)
-    """Prefill and decode tokens of one engine step."""
-    graphs: bool = True
-    """On a GPU: decode steps are recorded as CUDA graphs and replayed."""
-    steps_per_sync: int = Field(8, ge=1)
-    """On a GPU: replayed decode steps between two looks of the host. A sequence that ends in between wastes the rest of
-    them."""
-    max_logprob_gap: float | None = None
-    """Largest mean |sampled - recomputed| log-probability that may start. Unset: the checked-in budget."""
-
-    @field_validator("kv_tokens", mode="before")
-    @classmethod
-    def _number_or_auto(cls, value: object) -> object:
-        return require_auto_or_number(value, least=0)
-
-    @field_validator("kind", mode="before")
-    @classmethod
-    def _address_apart(cls, value: object) -> object:
-        if isinstance(value, str) and value.startswith("sglang+"):
-            address = value.removeprefix("sglang+")
-            raise ValueError(f'the address has a key of its own: engine = {{kind = "sglang", address = "{address}"}}')
-        return value
-
-    @field_validator("steps_per_sync", mode="before")
-    @classmethod
-    def _graphs_apart(cls, value: object) -> object:
-        if value == 0:
-            raise ValueError("0 is no number of steps. Without graphs is engine.graphs = false")
-        return value
-
-    @model_validator(mode="after")
-    def _has_address(self) -> EngineConfig:
-        if (self.kind == "sglang") != bool(self.address):
-            raise ValueError(
-                'an engine of kind "sglang" needs its address, and no other has one: '
-                'engine = {kind = "sglang", address = "http://127.0.0.1:30000"}'
-            )
-        if self.address and not self.address.startswith(("http://", "https://")):
-            raise ValueError(f'address "{self.address}" must begin with http:// or https://')
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_fp8(self) -> EngineConfig:
-        if self.weights == "fp8" and self.kind != "local":
-            raise ValueError(f'weights = "fp8" needs kind = "local": Temper does not quantise for "{self.kind}"')
-        if self.weights == "fp8" and self.numerics == "exact":
-            raise ValueError('weights = "fp8" and numerics = "exact" exclude each other: fp8 rounds on one side alone')
-        return self
 
 
 class EvaluationConfig(Section):
@@ -293,6 +247,7 @@ class RunConfig(Section):
     heldout: list[StageSource] = []
     """Tasks for evaluation: one [heldout] table, or several [[heldout]], each with its own results beside those of all.
     Never trained on: equal prompts are removed from every training source."""
+    data: DataConfig = DataConfig()
     prompt: PromptConfig = PromptConfig()
     env: EnvConfig = EnvConfig()
     reward: list[RewardConfig] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 
-from temper.config.section import Section
+from temper.config.section import Factor, Section
 from temper.types import Scalar
 
 
@@ -75,6 +75,29 @@ class StageSource(SourceConfig):
     @classmethod
     def _has_slot(cls, value: str | None) -> str | None:
         return value if value is None else require_slot(value)
+
+
+class DataConfig(Section):
+    """Which training prompts are drawn, by what the stage has seen of them; docs/curriculum.md. Only of stages that
+    sample and are judged by a reward."""
+
+    choose: list[Factor] = []
+    """Choosers, all of which have a say: "no_positive_resampling", "band", "pools", "adaptive_sources", or tables such
+    as {name = "band", low = 0.1, high = 0.9, skip = 0.9}. Empty: every prompt once an epoch."""
+    pass_score: float | None = None
+    """An answer with at least this score passes, in histories of prompts. Unset: its score within 0 and 1 is the share
+    that it passes by, so that a prompt's pass rate is its mean reward."""
+    newest: float = Field(0.5, gt=0, le=1)
+    """Weight of a prompt's newest group in its running pass rate; 1: only the newest group counts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_table(cls, value: object) -> object:
+        if isinstance(value, str | list):
+            raise ValueError(
+                'training tasks are [[train]] tables, e.g. path = "train.jsonl"; [data] says which of them are drawn'
+            )
+        return value
 
 
 class PromptConfig(Section):

@@ -11,6 +11,7 @@ import numpy as np
 
 from temper.dashboard import queries, recipes
 from temper.dashboard.database import Database, reading
+from temper.dashboard.prompts import spread
 from temper.dashboard.series import Point, by_stage, make_axes, together
 from temper.dashboard.suites import suites
 from temper.dashboard.tokens import Tokenizers
@@ -24,6 +25,8 @@ OVERVIEW = (
     "sys/train_tok_s",
 )  # fmt: skip
 DATA = ("data/all_pass", "data/all_fail", "data/degenerate")
+CHOOSING = ("data/skipped_share", "data/solved_share", "data/in_band", "data/pool_", "data/weight/")
+"""Beginnings of metrics that show what choosers did."""
 LOSS = "loss"
 """Every step has one, supervised ones included; it is a column of its own, not a metric."""
 RECENT_STEPS = 50
@@ -164,6 +167,8 @@ def data(folder: Path) -> dict[str, Any]:
         outcomes, distinct = queries.ledger_counts(database)
         hardest, easiest, ties = _extremes(database, rates, tasks)
         curves = _series(database, DATA)
+        chosen = _series(database, [name for name in queries.metric_names(database) if name.startswith(CHOOSING)])
+        spreads = spread(database)
     dropped = {name.removeprefix("dropped:"): count for name, count in outcomes.items() if name.startswith("dropped:")}
     return {
         "histogram": _histogram(rates),
@@ -178,6 +183,8 @@ def data(folder: Path) -> dict[str, Any]:
         "easiest": easiest,
         "ties": ties,
         "curriculum": _curriculum(rates, tasks),
+        "chosen": chosen,
+        "spread": spreads,
     }
 
 
@@ -287,7 +294,7 @@ def _idle(database: Database, names: Sequence[str]) -> dict[str, float | None]:
     sampler only when the two take turns."""
     measured = {
         side: [value for *_, value in queries.metric(database, name)[-RECENT_STEPS:] if value is not None]
-        for side, name in (("trainer", "sys/trainer_idle_frac"), ("sampler", "sys/rollout_idle_frac"))
+        for side, name in (("trainer", "sys/trainer_idle"), ("sampler", "sys/sampler_idle"))
         if name in names
     }
     idle: dict[str, float | None] = {side: sum(found) / len(found) for side, found in measured.items() if found}

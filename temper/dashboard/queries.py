@@ -1,4 +1,5 @@
-"""What the pages ask of a run, as SQL over its indexes. Owns: every statement. Refuses: writing, and scans without end.
+"""What the pages ask of a run, as SQL over its indexes. Owns: every statement but those about histories of prompts
+(prompts.py). Refuses: writing, and scans without end.
 
 The largest tables are read by their keys (stage, step, group_id, member); whole tables only under a deadline.
 """
@@ -207,20 +208,20 @@ def _conditions(wanted: RolloutFilter) -> tuple[str, list[Value]]:
         ("t.status = ?", wanted.status or None),
         ("t.num_tokens >= ?", wanted.min_length),
         ("t.num_tokens <= ?", wanted.max_length),
-        ("g.task_id LIKE ? ESCAPE '\\'", _pattern(wanted.task) if wanted.task else None),
+        ("g.task_id LIKE ? ESCAPE '\\'", like_pattern(wanted.task) if wanted.task else None),
     ]
     given = [(text, value) for text, value in pairs if value is not None]
     condition = "".join(f" AND {text}" for text, _ in given)
     values: list[Value] = [value for _, value in given]
     if wanted.q:
         # Conversations are stored as JSON, where a quotation mark or a line break is written with a backslash.
-        inside = _pattern(json.dumps(wanted.q, ensure_ascii=False)[1:-1])
+        inside = like_pattern(json.dumps(wanted.q, ensure_ascii=False)[1:-1])
         condition += " AND (t.text LIKE ? ESCAPE '\\' OR t.messages LIKE ? ESCAPE '\\' OR g.prompt LIKE ? ESCAPE '\\')"
-        values += [_pattern(wanted.q), inside, inside]
+        values += [like_pattern(wanted.q), inside, inside]
     return condition, values
 
 
-def _pattern(text: str) -> str:
+def like_pattern(text: str) -> str:
     """LIKE's wildcards in what a user typed mean themselves."""
     escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
     return f"%{escaped}%"

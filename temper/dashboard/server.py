@@ -17,6 +17,7 @@ from temper import listening
 from temper.dashboard import pages, recipes
 from temper.dashboard.answers import Guard, to_json
 from temper.dashboard.database import OutOfTime
+from temper.dashboard.prompts import PromptFilter, list_prompts
 from temper.dashboard.queries import RolloutFilter
 from temper.dashboard.registry import Registry, UnknownRun, summary
 from temper.dashboard.stream import Streams
@@ -196,6 +197,13 @@ def _add_rollout_routes(app: FastAPI, registry: Registry, answer: Answer) -> Non
             raise SearchTooLong(f"a text to search for has at most {MOST_QUERY} characters")
         rows = min(max(limit, 1), MOST_ROWS)
         return answer(lambda: pages.rollouts(registry.find(run_id).folder, wanted, max(offset, 0), rows))
+
+    @app.get("/api/runs/{run_id}/prompts")
+    def prompts(run_id: str, wanted: PromptFilter = Depends(PromptFilter), offset: int = 0, limit: int = 50) -> Any:
+        if len(wanted.q or "") > MOST_QUERY:
+            raise SearchTooLong(f"a text to search for has at most {MOST_QUERY} characters")
+        rows = min(max(limit, 1), MOST_ROWS)
+        return answer(lambda: list_prompts(registry.find(run_id).folder, wanted, max(offset, 0), rows))
 
     @app.get("/api/runs/{run_id}/group")
     def group(run_id: str, stage: int, step: int, group_id: str) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from temper import calls
 from temper.errors import BackendError
 from temper.evals.audits import HeldOutAttempt, choose
 from temper.evals.passk import clustered_interval
@@ -171,14 +172,18 @@ async def _play(heldout: HeldOut, params: SamplingParams, prefix: str, samples: 
             score, _ = await heldout.verifier.score(task, trajectory)
         return HeldOutAttempt(task=task, trajectory=trajectory, heldout=score)
 
-    async with asyncio.TaskGroup() as group:
-        running = [[group.create_task(attempt(task, k)) for k in range(samples)] for task in heldout.tasks]
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [[group.create_task(attempt(task, k)) for k in range(samples)] for task in heldout.tasks]
+    except BaseExceptionGroup as errors:  # of a broken sampler there are as many as attempts
+        raise calls.first_error(errors) from errors
     return [[member.result() for member in members] for members in running]
 
 
 def _require_version(attempts: Sequence[Sequence[HeldOutAttempt]], version: int, version_now: int) -> None:
     turns = (turn for members in attempts for one in members for turn in one.trajectory.turns)
-    others = {drawn for turn in turns for drawn in turn.completion.versions} - {version}
+    drawn = (turn.completion.drawn(turn.completion.versions).tolist() for turn in turns)
+    others = {found for versions in drawn for found in versions} - {version}
     if others or version_now != version:
         found = ", ".join(map(str, sorted(others or {version_now})))
         raise BackendError(
@@ -236,6 +241,7 @@ def _budget(heldout: HeldOut, params: SamplingParams, samples: int) -> dict[str,
         "min_p": params.min_p,
         "max_new_tokens": params.max_new_tokens,
         "max_turns": heldout.setup.max_turns,
+        **({} if heldout.setup.thinking is None else {"thinking_budget": heldout.setup.thinking.budget}),
         "samples": samples,
         "seed": heldout.setup.seed,
         "verifier": heldout.verifier_name,

@@ -45,9 +45,10 @@ def clustered_interval(scores_per_prompt: Sequence[Sequence[float]]) -> tuple[fl
     """Mean over prompts of the mean over samples, with a 95% interval: (mean, low, high).
 
     Samples of one prompt resemble each other, so prompts, not samples, are the unit: eight samples of 100 prompts are
-    not 800 observations. With 0/1 scores this is Wilson's interval at the effective number of samples that the spread
-    between prompts implies (exactly Wilson's when every prompt has one sample); otherwise a t interval over prompts.
-    Prompts without scored samples are left out.
+    not 800 observations. With scores from 0 to 1 this is Wilson's interval at the effective number of samples that the
+    spread between prompts implies (exactly Wilson's when every prompt has one 0/1 sample), which stays between 0 and 1
+    and has a width where all scores are alike; otherwise a t interval over prompts. Prompts without scored samples are
+    left out.
     """
     prompts = [list(scores) for scores in scores_per_prompt if len(scores)]
     assert prompts, "an interval needs at least one scored prompt"
@@ -57,18 +58,21 @@ def clustered_interval(scores_per_prompt: Sequence[Sequence[float]]) -> tuple[fl
     is_binary = all(score in (0.0, 1.0) for scores in prompts for score in scores)
     if is_binary and num_samples == num_prompts:
         return mean, *wilson(sum(means), num_prompts)
+    is_share = all(0.0 <= score <= 1.0 for scores in prompts for score in scores)
     if num_prompts == 1:
-        # One prompt says nothing about others: with 0/1 scores count it as one observation, otherwise give up.
-        return mean, *(wilson(mean, 1) if is_binary else (-math.inf, math.inf))
+        # One prompt says nothing about others: count a share of it as one observation, otherwise give up.
+        return mean, *(wilson(mean, 1) if is_share else (-math.inf, math.inf))
     error = stdev(means) / math.sqrt(num_prompts)
     quantile = t_quantile(num_prompts - 1)
-    if not is_binary:
+    if not is_share:
         return mean, mean - quantile * error, mean + quantile * error
-    size = effective_size(mean, error, num_prompts, num_samples)
-    return mean, *wilson(mean * size, size, quantile)
+    # Parts of a point spread less than points do: no number of samples bounds what they are worth.
+    most = num_samples if is_binary else math.inf
+    size = effective_size(mean, error, num_prompts, most) if is_binary or error else num_prompts
+    return mean, *wilson(min(mean * size, size), size, quantile)
 
 
-def effective_size(mean: float, error: float, num_prompts: int, num_samples: int) -> float:
+def effective_size(mean: float, error: float, num_prompts: int, num_samples: float) -> float:
     """How many independent 0/1 samples would have this standard error: at least the prompts, at most all samples."""
     if mean in (0.0, 1.0):
         return num_prompts  # no spread to judge by: assume that samples of a prompt all agree

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.models.float8.arithmetic import float8_linear
+from temper.models.float8.inputs import Inputs, States, float8_inputs, plain_inputs
 from temper.models.float8.layers import Float8Linear
 from temper.models.long_rows import feed_forward
 from temper.models.lora.low_rank import is_adapted, low_rank_linear
@@ -66,27 +67,30 @@ def _layer(
     layer: Any, ops: Ops, hidden_TD: Tensor | None, residual_TD: Tensor, rotation: tuple[Tensor, Tensor], attend: Any
 ) -> tuple[Tensor, Tensor]:
     """What the layer adds, and what it is added to: the next norm does the addition."""
-    norm = layer.input_layernorm
-    if hidden_TD is None:
-        normed_TD = ops.rms_norm(residual_TD, norm.weight, norm.variance_epsilon)
-    else:
-        normed_TD, residual_TD = ops.add_rms_norm(hidden_TD, residual_TD, norm.weight, norm.variance_epsilon)
+    inputs, norm = _inputs_of(layer, ops), layer.input_layernorm
+    normed_TD, residual_TD = inputs.add_norm(hidden_TD, residual_TD, norm.weight, norm.variance_epsilon)
     attended_TD = _attention(layer.self_attn, ops, normed_TD, rotation, attend)
     norm = layer.post_attention_layernorm
-    normed_TD, residual_TD = ops.add_rms_norm(attended_TD, residual_TD, norm.weight, norm.variance_epsilon)
-    compute = partial(_feed_forward, layer.mlp, ops)
     # In every pass of such a layer, so that a pass without gradient has the same bits.
-    if len(normed_TD) > feed_forward.CHUNK_TOKENS and getattr(layer, "gradient_checkpointing", False):
-        return feed_forward.in_chunks(compute, normed_TD, list(layer.mlp.parameters())), residual_TD
-    return compute(normed_TD), residual_TD
+    if len(residual_TD) > feed_forward.CHUNK_TOKENS and getattr(layer, "gradient_checkpointing", False):
+        whole_TD, residual_TD = ops.add_rms_norm(attended_TD, residual_TD, norm.weight, norm.variance_epsilon)
+        compute = partial(_feed_forward, layer.mlp, ops, inputs)
+        return feed_forward.in_chunks(compute, whole_TD, list(layer.mlp.parameters())), residual_TD
+    normed_TD, residual_TD = inputs.add_norm(attended_TD, residual_TD, norm.weight, norm.variance_epsilon)
+    return _feed_forward(layer.mlp, ops, inputs, normed_TD), residual_TD
 
 
-def _feed_forward(mlp: Any, ops: Ops, normed_TD: Tensor) -> Tensor:
-    gated_TF = ops.silu_mul(_project(ops, normed_TD, (mlp.gate_proj, mlp.up_proj)))
+def _inputs_of(layer: Any, ops: Ops) -> Inputs:
+    """float8_copy takes all matrices of a layer or none."""
+    return (float8_inputs if isinstance(layer.mlp.down_proj, Float8Linear) else plain_inputs)(ops)
+
+
+def _feed_forward(mlp: Any, ops: Ops, inputs: Inputs, normed_TD: States) -> Tensor:
+    gated_TF = inputs.silu_mul(_project(ops, normed_TD, (mlp.gate_proj, mlp.up_proj)))
     return _project(ops, gated_TF, (mlp.down_proj,))
 
 
-def _attention(module: Any, ops: Ops, normed_TD: Tensor, rotation: tuple[Tensor, Tensor], attend: Any) -> Tensor:
+def _attention(module: Any, ops: Ops, normed_TD: States, rotation: tuple[Tensor, Tensor], attend: Any) -> Tensor:
     joined = _project(ops, normed_TD, (module.q_proj, module.k_proj, module.v_proj))
     heads = joined.reshape(len(joined), -1, module.head_dim)
     num_kv_heads = heads.shape[1] // (module.num_key_value_groups + 2)
@@ -111,16 +115,17 @@ def _window(module: Any) -> int | None:
     return getattr(module.config, "sliding_window", None) if module.config.model_type == "mistral" else None
 
 
-def _project(ops: Ops, hidden_TD: Tensor, linears: Sequence[Any]) -> Tensor:
+def _project(ops: Ops, hidden_TD: States, linears: Sequence[Any]) -> Tensor:
     """Outputs of these linear layers side by side: one product when their weights lie end to end in memory."""
-    if any(is_four_bit(linear) for linear in linears):
-        return four_bit_linear(ops.linear, hidden_TD, linears)
-    if any(is_adapted(linear) for linear in linears):
-        return low_rank_linear(ops.linear, hidden_TD, linears)
     if all(isinstance(linear, Float8Linear) for linear in linears):
         weight, scale = (joined([getattr(linear, name) for linear in linears]) for name in ("weight", "scale"))
         own_biases = [linear.bias for linear in linears if linear.bias is not None]
         return float8_linear(hidden_TD, weight, scale, joined(own_biases) if own_biases else None)
+    assert isinstance(hidden_TD, Tensor), "states are quantised for float8 matrices alone"
+    if any(is_four_bit(linear) for linear in linears):
+        return four_bit_linear(ops.linear, hidden_TD, linears)
+    if any(is_adapted(linear) for linear in linears):
+        return low_rank_linear(ops.linear, hidden_TD, linears)
     if any(type(linear) is not nn.Linear for linear in linears):
         return torch.cat([linear(hidden_TD) for linear in linears], dim=-1)
     weights = [linear.weight for linear in linears]

@@ -1,7 +1,7 @@
 """Hugging Face checkpoints in.
 
 Owns: reading model directories, end-of-turn ids, the shape facts others need. Refuses: finding and fetching them
-(hub.py), and models that would be computed wrongly (families.py, proof.py).
+(folders/hub.py), and models that would be computed wrongly (families.py, proof.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from temper.errors import UserError
-from temper.hub import find_checkpoint as find_checkpoint
-from temper.integrity import verify
+from temper.folders.hub import find_checkpoint as find_checkpoint
+from temper.folders.integrity import verify
+from temper.folders.pretrained import read_pretrained
 from temper.models.attention_interface import ATTENTION_NAME
 from temper.models.decoder import FAMILIES, Numerics, can_walk, lay_end_to_end, set_numerics
 from temper.models.families import freeze_rotations, require_supported, steady_context
@@ -99,11 +100,14 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, numerics:
 
 
 def _pretrained(folder: Path, dtype: torch.dtype) -> Any:
-    verify(folder)
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False)
+        model, info = read_pretrained(AutoModelForCausalLM, folder, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{folder}: the model cannot be loaded: {error}") from error
+    if missing := sorted(info["missing_keys"]):  # transformers fills them with random numbers and only warns
+        named = ", ".join(missing[:3])
+        raise UserError(f"{folder} lacks weights {named} ({len(missing)} in all). Give a complete checkpoint")
+    return model
 
 
 def prepare(model: Any) -> nn.Module:

@@ -12,10 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
-from transformers.utils import logging as transformers_logging
 
 from temper.errors import UserError
-from temper.integrity import verify
+from temper.folders.pretrained import read_pretrained
 from temper.models.decoder import lay_end_to_end, set_numerics
 from temper.models.load import prepare, read_config, read_shape
 from temper.models.proof import require_proven
@@ -65,24 +64,11 @@ def scorer_kind(folder: Path) -> ScorerKind | None:
 
 
 def _load(folder: Path, dtype: torch.dtype, kind: ScorerKind) -> tuple[Any, dict[str, Any]]:
-    verify(folder)
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it would report the head as missing; what may be missing is checked
     try:
         with torch.random.fork_rng(devices=[]):  # it draws a head; the run's randomness is not its business
-            loaded: tuple[Any, dict[str, Any]] = CLASSES[kind].from_pretrained(
-                folder,
-                num_labels=1,
-                dtype=dtype,
-                local_files_only=True,
-                output_loading_info=True,
-                trust_remote_code=False,
-            )
-        return loaded
+            return read_pretrained(CLASSES[kind], folder, is_quiet=True, num_labels=1, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{folder}: no scalar head can be put on this model: {error}") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
 
 
 def score_head(model: Any) -> nn.Module:

@@ -47,6 +47,14 @@ def corrects_staleness(objective: PolicyObjective) -> bool:
     return objective.proximal.name in ("behavior", "interpolated") and objective.gate.name != "none"
 
 
+def notices_moving(objective: PolicyObjective) -> bool:
+    """Whether something compares the policy of now with one that stands still while a batch is trained."""
+    if objective.proximal.name in ("current", "interpolated"):  # these move along; then a weight against the sampler
+        weighs = any(correct.name in SAMPLER_WEIGHTS for correct in objective.corrections)
+        return weighs or (objective.proximal.name == "interpolated" and objective.gate.name != "none")
+    return objective.gate.name != "none"
+
+
 def _check_group_size(objective: Objective, group_size: int) -> str | None:
     """Silently falling back to A = R would train something else."""
     if group_size >= objective.min_group:

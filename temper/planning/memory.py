@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from temper.engine.local.graphs import bucket
 from temper.models.decoder import FAMILIES
 from temper.models.long_rows.feed_forward import CHUNK_TOKENS as FED_TOKENS
 from temper.models.nf4.blocks import BLOCK
@@ -124,7 +125,8 @@ def _engine(work: Workload) -> dict[str, float]:
     blocks = -(-work.choice.kv_tokens // BLOCK_TOKENS) + work.max_running + 2
     cache = blocks * BLOCK_TOKENS * kv_bytes_per_token(shape, work.itemsize)
     tokens = min(CHUNK_TOKENS, work.tokens_per_step)
-    graphs = work.max_running * shape.vocabulary * 4 + tokens * _pass_width(work) * work.itemsize
+    # One pool for all recordings, made before step 1: the largest decode step, and the largest pass over prompts.
+    graphs = bucket(work.max_running) * shape.vocabulary * 4 + tokens * _pass_width(work) * work.itemsize
     return {"sampler's weights": own, "KV cache": cache, "graphs": float(graphs) if work.has_graphs else 0.0}
 
 

@@ -21,9 +21,9 @@ ROLLOUT_REACH = 0.85
 """Share of bandwidth and matrix rate that a decode step reaches."""
 LAYER_SECONDS = 50e-6
 """Of one layer of a decode step, however small: its kernels follow each other."""
-UPDATE_TRAFFIC = {"float32": 320.0, "bfloat16": 620.0, "8bit": 1100.0}
-"""Bytes of bandwidth that an update takes for each parameter, by optim.states: 0.51, 0.98 and 1.75 s for 7.6 billion
-parameters on an H200. Compact states are computed more than moved."""
+UPDATE_TRAFFIC = {"float32": 320.0, "bfloat16": 160.0, "8bit": 130.0}
+"""Bytes of bandwidth that an update takes for each parameter, by optim.states: 0.51 s in float32 for 7.6 billion
+parameters on an H200, 0.042 s in 8 bits for 1.5 billion; bfloat16 by the bytes it moves more than those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +95,50 @@ def _prefill(work: Workload, gpu: Gpu) -> tuple[float, str]:
     return _groups(work) * one / (_rate(work, gpu) * ROLLOUT_REACH), "matrix rate"
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeCost:
+    """Seconds of one decode step, by what they grow with."""
+
+    weights: float
+    """Reading the weights, whoever is in the step."""
+    kernels: float
+    """Launching what the layers are made of."""
+    row: float
+    """Computing one sequence."""
+    cached_token: float
+    """Reading one token's keys and values."""
+
+
+def decode_cost(work: Workload, gpu: Gpu) -> DecodeCost:
+    shape = work.shape
+    active, length = shape.active_layers + shape.embedding, _mid_length(work)
+    bandwidth = gpu.bandwidth * ROLLOUT_REACH
+    seen = sum(length if window is None else min(window, length) for window in shape.windows)
+    return DecodeCost(
+        weights=active * work.itemsize / bandwidth,
+        kernels=shape.num_layers * LAYER_SECONDS,
+        row=2 * active / (_rate(work, gpu) * ROLLOUT_REACH),
+        cached_token=seen / length * kv_bytes_per_token(shape, work.itemsize) / shape.num_layers / bandwidth,
+    )
+
+
+def _mid_length(work: Workload) -> float:
+    """Of a sequence in the middle of its completion."""
+    return work.prompt_tokens + work.completion_tokens / 2
+
+
 def _decode(work: Workload, gpu: Gpu) -> tuple[float, str]:
     """A step for every token of the longest completion, with as many rows as run and as the cache holds."""
-    shape = work.shape
-    length = work.prompt_tokens + work.completion_tokens / 2
+    cost, length = decode_cost(work, gpu), _mid_length(work)
     held = max(1, int(work.choice.kv_tokens // length)) if work.choice.kv_tokens else work.max_running
     rows = min(work.max_running, _step_rows(work), held)
     turns = _step_rows(work) / rows
-    seen = sum(length if window is None else min(window, length) for window in shape.windows)
-    keys = rows * seen * kv_bytes_per_token(shape, work.itemsize) / shape.num_layers
-    weights = (shape.active_layers + shape.embedding) * work.itemsize
-    moved = (weights + keys) / (gpu.bandwidth * ROLLOUT_REACH)
-    computed = 2 * (shape.active_layers + shape.embedding) * rows / (_rate(work, gpu) * ROLLOUT_REACH)
-    launched = shape.num_layers * LAYER_SECONDS
-    by_reason = {"bandwidth: weights and keys are read": moved, "matrix rate": computed, "launching kernels": launched}
-    seconds = (moved + computed + launched) * work.completion_tokens * turns
+    by_reason = {
+        "bandwidth: weights and keys are read": cost.weights + rows * length * cost.cached_token,
+        "matrix rate": rows * cost.row,
+        "launching kernels": cost.kernels,
+    }
+    seconds = sum(by_reason.values()) * work.completion_tokens * turns
     return seconds, max(by_reason, key=lambda why: by_reason[why])
 
 
@@ -125,7 +154,8 @@ def _training(work: Workload, gpu: Gpu) -> tuple[float, str]:
     flops = groups * size.flops(_pass(work, has_backward=True))
     if work.choice.gradient_checkpointing:  # computed again, without the head
         flops += groups * 2 * (size.trained + size.frozen) * len(_pass(work, has_backward=False).positions)
-    if work.updates > 1:  # the proximal policy
+    flops *= work.epochs
+    if work.updates * work.epochs > 1:  # the proximal policy
         flops += groups * size.flops(_pass(work, has_backward=False))
     times = 2 if work.has_critic else 1
     return times * flops / (_rate(work, gpu) * TRAINING_REACH), "matrix rate"
@@ -137,4 +167,4 @@ def _update(work: Workload, gpu: Gpu) -> tuple[float, str]:
     each = {"float32": 10.0, "bfloat16": 6.0, "8bit": 4.03}[work.choice.states]
     moved = trained * each / gpu.link if work.offload else 0.0
     why = "link to the host: states come and go" if moved > computed else "bandwidth: states are read and written"
-    return work.updates * max(moved, computed), why
+    return work.updates * work.epochs * max(moved, computed), why

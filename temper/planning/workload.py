@@ -60,7 +60,9 @@ class Workload:
     """Rows that share a prompt."""
     rows_per_update: int
     updates: int = 1
-    """Optimiser steps of a batch."""
+    """Optimiser steps of one pass over a batch."""
+    epochs: int = 1
+    """Passes over a batch."""
     max_running: int
     tokens_per_step: int = 4096
     """Of the engine."""

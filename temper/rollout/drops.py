@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from temper.types import TRAINABLE_STATUSES, Group, ScoreKind, Trajectory
+from temper.runs.pass_rates import PassRates
+from temper.types import TRAINABLE_STATUSES, Group, ScoreKind, Status, Trajectory
 
 DEGENERATE = "degenerate"
 """Reason to drop a group whose members all have one reward."""
@@ -55,10 +56,22 @@ def _failures(member: Trajectory) -> list[str]:
 def _degenerate(groups: Sequence[Group]) -> str:
     values = {value for group in groups for value in group.rewards}
     same = f"; it was {values.pop():g} for every answer" if len(values) == 1 else ""
-    return (
-        f"In a degenerate group all members have one reward{same}. Use easier or harder tasks, a larger "
-        f"rollout.group_size, or rollout.drop_degenerate=false"
+    rates = PassRates.of(groups)
+    said = [f"In a degenerate group all members have one reward{same}", rates.describe(), rates.advise(), _cut(groups)]
+    said.append(
+        "rollout.max_rounds bounds how long is searched for groups that differ; rollout.drop_degenerate = false trains "
+        "on equal ones too, which have no gradient in objectives that compare members"
     )
+    return ". ".join(filter(None, said))
+
+
+def _cut(groups: Sequence[Group]) -> str:
+    """What to do where answers had no room to be right."""
+    members = [member for group in groups for member in group.trainable]
+    num_cut = sum(member.status is Status.TRUNCATED_LENGTH for member in members)
+    if 2 * num_cut < len(members) or not num_cut:
+        return ""
+    return f"{num_cut} of {len(members)} answers were cut at their length: a larger sampling.max_new_tokens"
 
 
 def _most_common(failures: Counter[str]) -> str:

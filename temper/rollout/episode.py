@@ -11,11 +11,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from temper.calls import CLOSE_SECONDS, call, explain_error, is_end_of_task, waiting_for
 from temper.errors import BackendError, ContextFull, TaskError, TemperError
 from temper.protocols import Env, EnvOpening, Sampler
+from temper.rollout.thinking import Thinking, draw
 from temper.storable import as_float, without_halves
 from temper.types import (
     TRAINABLE_STATUSES,
@@ -82,6 +84,8 @@ class EpisodeSetup:
     episode_seconds: float
     max_episode_tokens: int = 0
     """Most tokens drawn over all turns of an episode; 0: no limit but that of each turn."""
+    thinking: Thinking | None = None
+    """When the thinking of a turn is closed; None: never."""
     seed: int
 
 
@@ -141,18 +145,19 @@ async def _play(
         history = setup.renderer.prompt_messages(dataclasses.replace(task, messages=opening.messages))
         prompt_ids = setup.renderer.prompt_ids(history, opening.tools)
         for number in range(setup.max_turns):
-            params = _within_budget(setup, sum(len(turn.completion.token_ids) for turn in turns))
+            params = _within_budget(setup, sum(turn.completion.num_drawn for turn in turns))
             if params is None:
                 return Status.TRUNCATED_LENGTH
             request = Request(id=f"{request_id}/{number}", prompt_ids=prompt_ids, params=params)
             try:
                 with waiting_for("the sampler"):
-                    completion = await setup.sampler.generate(request)
+                    completion = await draw(
+                        partial(_generate, setup.sampler), request, setup.thinking, setup.renderer.decode
+                    )
             except ContextFull:
                 if not turns:
                     raise
                 return Status.TRUNCATED_LENGTH  # the conversation has filled the context: cut, not broken
-            require_as_asked(request, completion)
             message = Message(role="assistant", content=setup.renderer.decode(completion.token_ids))
             if (cut := cut_status(completion)) is not None:
                 turns.append(Turn(completion=completion, message=message))
@@ -178,6 +183,12 @@ async def _play(
         return Status.TRUNCATED_TURNS
     finally:
         await call(env.close(), CLOSE_SECONDS, f"{name}.close()")
+
+
+async def _generate(sampler: Sampler, request: Request) -> Completion:
+    completion = await sampler.generate(request)
+    require_as_asked(request, completion)
+    return completion
 
 
 def _readable(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from temper.errors import UserError, did_you_mean
-from temper.plugins import require_options
+from temper.plugins import require_options, split_named
 from temper.types import Group, Scalar, Status, Trajectory
 
 ROUNDING = 1e-9
@@ -98,13 +98,9 @@ def read_selection(table: str | Mapping[str, Scalar], answers: Mapping[str, Answ
 
     answers: the ways to find a final answer, by name; "text" is one of them and the default.
     """
-    given: dict[str, Scalar] = {"name": table} if isinstance(table, str) else dict(table)
-    name, cap, answer = given.pop("name", None), given.pop("cap", 0), given.pop("answer", "text")
-    if not isinstance(name, str) or name not in RULES:
-        raise UserError(
-            f"rollout.keep: rule {name!r} is unknown.{did_you_mean(str(name), RULES)} Known: {', '.join(RULES)}. "
-            f'Write e.g. keep = {{name = "correct", threshold = 1.0, cap = 4}}'
-        )
+    example = 'keep = {name = "correct", threshold = 1.0, cap = 4}'
+    name, given = split_named(table, RULES, where="rollout.keep: rule", example=example)
+    cap, answer = given.pop("cap", 0), given.pop("answer", "text")
     if isinstance(cap, bool) or not isinstance(cap, int) or cap < 0:
         raise UserError(f"rollout.keep: cap={cap!r} must be a whole number from 0 (no limit) up")
     if not isinstance(answer, str) or answer not in answers:

@@ -1,33 +1,37 @@
 """The reinforcement-learning source of batches: feeds tasks, rolls groups, hands finished steps to the loop.
 
-Owns: the feeder task, the failure limit, the metrics of generation. Refuses: training and publishing (loop.py).
+Owns: the feeder task, the failure limit, giving draws back, the metrics of generation. Refuses: training and publishing
+(loop.py), deciding what is sampled when (controls/).
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 
 from temper.batching.measure import RecentPrompts
 from temper.calls import describe_error, is_end_of_task
 from temper.errors import BackendError, TaskError
+from temper.rollout.bias import LengthRatio
 from temper.rollout.buffer import NOT_TRAINED, Buffer, StepGroups
+from temper.rollout.controls.control import PutOff
+from temper.rollout.controls.together import PREFIX, Controls
+from temper.rollout.draws import State, TaskDraws, TaskStream
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.group import NOTHING, Extras, reason_to_drop, run_group
-from temper.types import Batch, Group, Scalar, ScoreKind, Task
+from temper.tasks.choice.memory import PromptMemory
+from temper.types import Batch, Group, PromptHistory, Scalar, ScoreKind, Task
 
 LONGEST_STEP_SECONDS = 7 * 24 * 3600.0
 """The feeder sleeps through training and evaluation; a run that stands still longer than this is dead."""
 
 RECENT = "recent prompts"
 """Name under which the list of recent prompts is kept, beside the state of the task stream."""
-
-State = Mapping[str, Scalar | list[Scalar]]
+LENGTHS = "recent lengths"
+"""The same of recent answers' lengths."""
 
 
 class StepFailure(BackendError):
@@ -38,14 +42,6 @@ class StepFailure(BackendError):
         self.step = step
         self.groups = groups
         """Groups that were rolled and not trained, each with what became of it."""
-
-
-class TaskStream(Protocol):
-    """A resumable order of tasks; tasks/dataset.py implements it."""
-
-    def next(self) -> tuple[int, Task]: ...
-    def state(self) -> dict[str, Scalar | list[Scalar]]: ...
-    def load_state(self, state: State) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,41 +61,68 @@ class RolloutSource:
 
     def __init__(
         self, setup: EpisodeSetup, stream: TaskStream, buffer: Buffer, settings: RolloutSettings,
-        make_batch: Callable[[StepGroups], Batch],
+        make_batch: Callable[[StepGroups], Batch], *,
+        memory: PromptMemory | None = None, controls: Controls = Controls(),
     ) -> None:  # fmt: skip
+        """`memory`: of the prompts that are drawn; None: no reward judges them, and there is nothing to remember."""
         self._setup = setup
-        self._stream = stream
+        self._draws = TaskDraws(stream)
         self._buffer = buffer
         self._settings = settings
         self._make_batch = make_batch
+        self._controls = controls
         self._recent = RecentPrompts()
+        self._lengths = LengthRatio()
+        self._memory = memory
         self.num_queued = 0
         """Finished groups that waited when the last batch was taken."""
-        self._stream_states: dict[int, dict[str, Scalar | list[Scalar]]] = {}
-        """State of the task stream before each draw that is not consumed yet."""
-        self._drawing = threading.Lock()
-        """A checkpoint asks for the state from a thread of its own, and no draw may be lost between two lines."""
+        self._rolling: dict[int, asyncio.Task[object]] = {}
+        """Tasks of groups that have really begun: one that is cancelled before would end without a word."""
+        self._cut: set[int] = set()
+        """Draws whose groups are being given back."""
+        self._begun = -1
+        """Version at which the newest step began."""
         self._feeder: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        self._buffer.refills_together &= not self._controls.all
+        await self._begin()
         self._feeder = asyncio.create_task(self._feed(), name="roller")
 
     async def take(self, step: int) -> Batch:
         started = time.monotonic()
         taken = await self._take(step)
         rolled = time.monotonic()
+        await self._controls.filled(taken, self.num_queued)
+        if self._buffer.max_staleness == 0:
+            await self._give_rest_back()
         batch = await asyncio.to_thread(self._make_batch, taken)
         await self._learn(taken)
         seconds = {"rollout": rolled - started, "credit": time.monotonic() - rolled, **batch.seconds}
-        last = max(group.draw for group in (*taken.groups, *(group for group, _ in taken.dropped)))
-        self._stream_states = {draw: state for draw, state in self._stream_states.items() if draw > last}
+        self._draws.consume(group.draw for group in taken.everything)
+        histories, remembered = self._remember(taken, step)
         return Batch(
             updates=batch.updates,
             groups=batch.groups,
             dropped=batch.dropped or taken.dropped,  # credit may drop more, e.g. groups without a pair
             seconds=seconds,
-            metrics={**batch.metrics, **self._recent.measure(batch.groups)},
+            metrics={**batch.metrics, **self._recent.measure(batch.groups), **remembered},
+            system=self._measure_flow(taken),
+            histories=histories,
         )
+
+    def _measure_flow(self, taken: StepGroups) -> dict[str, float]:
+        """What controls did, and what came of it that groups may be overtaken."""
+        if self._buffer.order == "draw":
+            return self._controls.metrics()
+        overtaken = {"flow/overtaken": float(self._draws.num_overtaken)}
+        return {**overtaken, **self._lengths.measure(taken.groups), **self._controls.metrics()}
+
+    def _remember(self, taken: StepGroups, step: int) -> tuple[tuple[PromptHistory, ...], dict[str, float]]:
+        """Histories of the prompts that the step consumed, and metrics of what its draws passed over."""
+        if self._memory is None:
+            return (), {}
+        return self._memory.learn(step, taken.everything)
 
     async def _take(self, step: int) -> StepGroups:
         """What the step consumes. When there is no step, what was rolled for it goes with the error: people read it."""
@@ -115,6 +138,27 @@ class RolloutSource:
 
     async def release(self, version: int) -> None:
         await self._buffer.release(version)
+        await self._begin()
+
+    async def _begin(self) -> None:
+        """The next step begins, once for each version."""
+        if self._begun != self._buffer.version:
+            self._begun = self._buffer.version
+            self._controls.begin(self._begun)
+        await self._buffer.steer(lead=self._controls.lead(), most_running=self._controls.most_running())
+
+    async def _give_rest_back(self) -> None:
+        """What a synchronous step leaves over would be too old for the next: it is drawn anew."""
+        for group in await self._buffer.withdraw_finished():
+            self._give_back(group.draw, group.task)
+        for draw in self._buffer.running:
+            self._cut.add(draw)
+            if draw in self._rolling:
+                self._rolling[draw].cancel()
+
+    def _give_back(self, draw: int, task: Task) -> None:
+        self._draws.give_back(draw, task)
+        self._controls.put_off(draw)
 
     async def _learn(self, taken: StepGroups) -> None:
         """Rewards that learn see what was trained. A judge that fails here is the judge's fault, not the task's."""
@@ -127,16 +171,20 @@ class RolloutSource:
         await self._setup.scorer.evolve(sorted(taken.groups, key=lambda group: group.draw))
 
     def state(self) -> dict[str, Scalar | list[Scalar]]:
-        """The task stream as it was before the first draw that is not consumed yet, and the prompts of late."""
-        with self._drawing:
-            first = min(self._stream_states, default=None)
-            stream = self._stream.state() if first is None else self._stream_states[first]
-        return {**stream, RECENT: list(self._recent.state())}
+        """The draws that are not consumed yet, what is known of prompts and answers, and what controls remember."""
+        known: dict[str, Scalar | list[Scalar]] = {RECENT: [*self._recent.state()], LENGTHS: self._lengths.state()}
+        memory = self._memory.state() if self._memory else {}
+        return {**self._draws.state(), **known, **memory, **self._controls.state()}
 
     def load_state(self, state: State) -> None:
-        recent = state.get(RECENT, [])
+        recent, lengths = state.get(RECENT, []), state.get(LENGTHS, [])
         self._recent.load_state([str(line) for line in recent] if isinstance(recent, list) else [])
-        self._stream.load_state({name: value for name, value in state.items() if name != RECENT})
+        self._lengths.load_state(lengths if isinstance(lengths, list) else [])
+        self._controls.load_state(state)
+        others = (RECENT, LENGTHS)
+        self._draws.load_state({k: v for k, v in state.items() if k not in others and not k.startswith(PREFIX)})
+        if self._memory is not None:
+            self._memory.load_state(state)
 
     async def close(self) -> None:
         if self._feeder is not None:
@@ -148,18 +196,35 @@ class RolloutSource:
         async with asyncio.TaskGroup() as groups:
             while True:
                 for _ in range(await self._buffer.wait_for_room(LONGEST_STEP_SECONDS)):
-                    with self._drawing:
-                        before = self._stream.state()
-                        draw, task = self._stream.next()
-                        self._stream_states[draw] = before
+                    draw, task = self._draws.next(self._controls.may_start)
+                    self._controls.started(draw)
                     await self._buffer.start(draw)
                     groups.create_task(self._roll(draw, task), name=f"group {draw}")
 
     async def _roll(self, draw: int, task: Task) -> None:
-        settings = self._settings
+        rolling = asyncio.current_task()
+        assert rolling is not None, "a group is a task of its own"
+        self._rolling[draw] = rolling
+        try:
+            if draw in self._cut:
+                raise PutOff(f"draw {draw} was cut before it began")
+            await self._buffer.finish(*await self._rolled(draw, task))
+        except BaseException as error:
+            if not _is_put_off(error) and not (draw in self._cut and isinstance(error, asyncio.CancelledError)):
+                raise
+            # Only now: what it asked the sampler for has ended, and may be asked for again by the same names.
+            await self._buffer.withdraw(draw)
+            self._give_back(draw, task)
+        finally:
+            self._cut.discard(draw)
+            del self._rolling[draw]
+
+    async def _rolled(self, draw: int, task: Task) -> tuple[Group, str | None]:
+        """The group, and why it is not trained, if so."""
+        settings, setup = self._settings, self._setup
         try:
             group = await run_group(
-                self._setup,
+                replace(setup, sampler=self._controls.wrap(draw, setup.sampler)),
                 task,
                 draw=draw,
                 group_size=settings.group_size,
@@ -172,7 +237,7 @@ class RolloutSource:
             # A task that ends as cancelled ends quietly, and the run would wait for its group.
             raise BackendError(f"group {draw} of task {task.id} ended with {describe_error(error)}") from error
         reason = reason_to_drop(group, min_members=settings.min_members, drop_degenerate=settings.drop_degenerate)
-        await self._buffer.finish(group, reason)
+        return group, reason
 
     async def _or_failure(self, waiting: Coroutine[None, None, StepGroups]) -> StepGroups:
         """Waits for the buffer, or for the feeder to break, whichever comes first."""
@@ -189,7 +254,7 @@ class RolloutSource:
 
     def _check_failures(self, taken: StepGroups, step: int) -> None:
         """Stops the run when too many episodes could not be scored: a broken verifier must not pass for a hard task."""
-        groups = [*taken.groups, *(group for group, _ in taken.dropped)]
+        groups = taken.everything
         baselines = [group.greedy for group in groups if group.greedy is not None]
         trajectories = [*(t for group in groups for t in group.trajectories), *baselines]
         failed = [t for t in trajectories if t.score.kind is ScoreKind.ERROR]
@@ -204,6 +269,13 @@ class RolloutSource:
 
 def _outcomes(taken: StepGroups) -> list[tuple[Group, str]]:
     return [*((group, NOT_TRAINED) for group in taken.groups), *((g, f"dropped:{why}") for g, why in taken.dropped)]
+
+
+def _is_put_off(error: BaseException) -> bool:
+    """Whether controls ended a group, and nothing else happened in it."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_put_off(inner) for inner in error.exceptions)
+    return isinstance(error, PutOff)
 
 
 def _first_cause(error: BaseException | None) -> BaseException:

@@ -30,6 +30,8 @@ HISTORY = 512
 """Steps the sparklines look back on."""
 LOG_LINES = 20
 """Lines per stage when the output is not a terminal."""
+LOG_SECONDS = 10.0
+"""Between two lines about one thing that takes long, when the output is not a terminal."""
 SPEEDS = ("draw tok/s", "train tok/s")
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
@@ -57,10 +59,22 @@ class Waiting:
     also while nothing is reported: a model may take minutes to load."""
 
     def __init__(self, text: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._text, self._clock, self._since = text, clock, clock()
+        self.text, self._clock, self._since = text, clock, clock()
+        self.how_far = ""
+        self._told = -math.inf
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.text, self.how_far)))
 
     def __rich__(self) -> Text:
-        return Text(f"{self._text} · {self._clock() - self._since:.0f} s")
+        return Text(f"{self} · {self._clock() - self._since:.0f} s")
+
+    def is_worth_a_line(self) -> bool:
+        """In a log: at once, and then now and then. Counts what was told."""
+        if self._clock() - self._told < LOG_SECONDS:
+            return False
+        self._told = self._clock()
+        return True
 
 
 class Display:
@@ -101,6 +115,14 @@ class Display:
         self._doing = Waiting(f"loading data and model, measuring the held-out score before step {done + 1}")
         resumed = f", resumed after step {done}" if done else ""
         self._show(f"stage {name}, {steps} steps{resumed}")
+
+    @harmless
+    def doing(self, what: str, how_far: str) -> None:
+        """What happens before the first step of a stage, for which the panel counts the seconds."""
+        if what != self._doing.text:
+            self._doing = Waiting(what)
+        self._doing.how_far = how_far
+        self._show(str(self._doing) if self._doing.is_worth_a_line() else None)
 
     @harmless
     def append(self, report: StepReport, batch: Batch) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from temper.errors import UserError
-from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
+from temper.runs.records import AlarmRecord, AuditRecord, PromptRecord, VerdictRecord
 from temper.runs.state import QUERY, RunState, read_run_state
 from temper.runs.store.arrays import ARRAY_TYPES, unpack_array
 from temper.runs.store.schema import prepare_reading
@@ -207,6 +207,20 @@ class RunReader:
         query = "SELECT stage, step, draw, task_id, group_id, outcome FROM ledger ORDER BY stage, step, place"
         return [LedgerEntry(**row) for row in self.query(query)]
 
+    def prompts(self) -> list[PromptRecord]:
+        """How every prompt of every stage stands: its history after the last step that consumed a group of it."""
+        # Of each group SQLite gives the row with the largest step.
+        rows = self.query(
+            "SELECT stage, task_id, MAX(step) AS step, source, draws, attempts, passed, rate FROM prompts "
+            "GROUP BY stage, task_id ORDER BY stage, task_id"
+        )
+        return [PromptRecord(**row) for row in rows]
+
+    def prompt_history(self, stage: int, task_id: str) -> list[PromptRecord]:
+        """One prompt after every step that consumed a group of it."""
+        rows = self.query("SELECT * FROM prompts WHERE stage = ? AND task_id = ? ORDER BY step", stage, task_id)
+        return [PromptRecord(**row) for row in rows]
+
     def events(self) -> list[EventRecord]:
         return [EventRecord(**row) for row in self.query("SELECT * FROM events ORDER BY rowid")]
 
@@ -217,6 +231,17 @@ class RunReader:
             "WHERE error IS NOT NULL OR score_kind != 'value' GROUP BY why ORDER BY times DESC, why"
         )
         return {row["why"]: row["times"] for row in rows}
+
+    def failing_tasks(self) -> dict[str, tuple[str, ...]]:
+        """Tasks whose rollouts could not be scored or broke, by the reasons of failures(), each once."""
+        found: dict[str, dict[str, None]] = {}
+        for row in self.query(
+            "SELECT DISTINCT COALESCE(t.error, t.score_kind || ': ' || t.reason) AS why, g.task_id FROM trajectories t "
+            "JOIN groups g USING (stage, step, group_id) WHERE t.error IS NOT NULL OR t.score_kind != 'value' "
+            "ORDER BY why, g.task_id"
+        ):
+            found.setdefault(row["why"], {})[row["task_id"]] = None
+        return {why: tuple(tasks) for why, tasks in found.items()}
 
     def trajectories(self, stage: int, step: int) -> list[TrajectoryRecord]:
         """Every rollout of one step with its tokens, in draw and member order."""
@@ -239,6 +264,7 @@ class RunReader:
             "metrics": "SELECT stage, step, name, value FROM metrics WHERE name NOT LIKE 'sys/%' "
             "AND name NOT LIKE 'judge/%' ORDER BY 1, 2, 3",
             "ledger": "SELECT * FROM ledger ORDER BY stage, step, place",
+            "prompts": "SELECT * FROM prompts ORDER BY stage, task_id, step",
             "evaluations": "SELECT * FROM evaluations ORDER BY stage, step, name",
             "audits": "SELECT * FROM audits ORDER BY stage, step, evaluation, kind, place",
             "groups": "SELECT * FROM groups ORDER BY stage, step, group_id",

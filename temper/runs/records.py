@@ -1,4 +1,4 @@
-"""What a run notes beside its steps: transcripts put aside for people to read, alarms, and what judges said.
+"""What a run notes beside its steps: transcripts for people to read, alarms, what judges said, histories of prompts.
 
 Owns: records that are written (store/run_store.py) and come back (reader.py) as they are.
 """
@@ -79,3 +79,17 @@ class VerdictRecord:
     """Fingerprint of prompt, model and decoding; empty when the reward has none."""
     detail: Mapping[str, Scalar] = field(default_factory=dict)
     """What else the reward noted: the criterion, the step, both orders of a comparison ..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRecord:
+    """How a prompt stood after one of the steps that consumed a group of it; fields as in PromptHistory."""
+
+    stage: int
+    task_id: str
+    step: int
+    source: str
+    draws: int
+    attempts: int
+    passed: float
+    rate: float | None

@@ -23,6 +23,7 @@ PHASES: dict[str, str] = {
     "train_other": "The rest of training",
     "publish": "New weights reach the samplers",
     "canary": "Sampler and trainer are compared after a publication; before an evaluation, judges with their labels",
+    "warm_up": "Before step 1, on a GPU: kernels are compiled, decode steps recorded, a largest microbatch is tried",
     "parity": "Before step 1: sampler and trainer are compared, rows are proven apart",
     "record": "After the step before: its report goes to the run store and the display",
     "evaluate": "After the step before, or before step 1: held-out scores",
@@ -53,13 +54,12 @@ def time_metrics(phases: Mapping[str, float], stats: Mapping[str, float]) -> dic
     wall = max(sum(phases.values()), 1e-9)
     metrics = {
         "sys/step_time": wall,
-        "sys/trainer_idle_frac": sum(phases.get(name, 0.0) for name in WAITING) / wall,
+        "sys/trainer_idle": sum(phases.get(name, 0.0) for name in WAITING) / wall,
     }
     if "publish" in phases:
         metrics["sys/publish_latency"] = phases["publish"]
-    if "decode_tokens" in stats and stats.get("decode_tok_s"):
-        busy = stats["decode_tokens"] / stats["decode_tok_s"]  # seconds inside the sampler's own steps
-        metrics["sys/rollout_idle_frac"] = min(1.0, max(0.0, 1.0 - busy / wall))
+    if "drawing_seconds" in stats:
+        metrics["sys/sampler_idle"] = max(0.0, 1.0 - stats["drawing_seconds"] / wall)
     if "running" in stats and "waiting" in stats:
         metrics["sys/inflight"] = stats["running"] + stats["waiting"]
     return metrics | {f"sys/{name}": stats[name] for name in COUNTED if name in stats}

@@ -209,7 +209,9 @@ def completion_of(stored: Mapping[str, Any]) -> Completion:
     params = stored["params"]
     if params is not None:
         params = SamplingParams(**{**params, "stop_ids": tuple(params["stop_ids"]), "stop": tuple(params["stop"])})
+    injected = stored.get("injected", ())  # places in a row, which JSON holds one by one; old records have none
     changed = {"prompt_ids": tuple(stored["prompt_ids"]), "finish": Finish(stored["finish"]), "params": params}
+    changed["injected"] = range(injected[0], injected[-1] + 1) if injected else range(0)
     return Completion(**{**stored, **changed})
 
 

@@ -167,7 +167,7 @@ def _source(parts: Parts) -> BatchSource:
         parts.objective,
         seed=parts.config.seed,
         examples=lambda: examples_of(parts),
-        roller=lambda: rollout_source(unjudged, credit, compares=False),
+        roller=lambda: rollout_source(unjudged, credit, compares=False, is_judged=False),
         max_staleness=parts.config.rollout.max_staleness,
     )
 

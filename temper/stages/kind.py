@@ -41,6 +41,8 @@ class StageKind:
     """Makes rows of given tasks, of at most so many tokens. None: it reads none."""
     is_rewarded: bool = False
     """Whether samples are trained or kept by their reward, so that there must be one."""
+    may_choose: bool = False
+    """Whether a reward may judge what it samples, so that prompts can be chosen by their histories."""
     leaves: Literal["policy", "scorer", "rows"] = "policy"
     """What later stages find: a policy, a model that scores, or rows to read. After the last two the policy is what it
     was."""

@@ -5,6 +5,7 @@ Owns: which parts these are. Refuses: making them (build/).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,8 @@ class Parts:
     setup: EpisodeSetup
     opponent: Sampler | None = None
     """Who plays one half of every group; None: the policy plays all."""
+    pressure: Callable[[], Mapping[str, float]] = dict
+    """What the sampler counted during the last step."""
     folder: Path | None
     """Where caches that outlive a process are kept; None: nowhere."""
     origin: Path

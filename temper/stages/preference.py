@@ -22,7 +22,7 @@ from temper.objectives.losses.pairs import PAIR_LOSSES, implicit_rewards
 from temper.objectives.losses.preferences import Pairs
 from temper.objectives.losses.unpaired import kto_baseline, mismatched_rows
 from temper.protocols import BatchSource
-from temper.rollout.source import TaskStream
+from temper.rollout.draws import TaskStream
 from temper.stages.kind import StageKind, require_whole_updates
 from temper.stages.measures import Audit, Measure, comparison_budget, measure_answers
 from temper.stages.parts import Parts
@@ -271,6 +271,7 @@ KIND = StageKind(
     make_source=_source,
     make_measure=_measure,
     make_rows=lambda objective, data, longest: rows_maker(_direct(objective).loss, RowRules(data.renderer, longest)),
+    may_choose=True,
     together="group",
     check=lambda config, objective: require_whole_updates(config),
     check_data=_check_data,

@@ -306,6 +306,7 @@ KIND = StageKind(
     reading=Reading(share_sampled=lambda objective, tasks: 1.0),
     make_source=_source,
     is_rewarded=True,
+    may_choose=True,
     leaves="rows",
     rows_file=KEPT_FILE,
     check=_require_keep_rule,

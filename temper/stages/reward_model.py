@@ -22,7 +22,7 @@ from temper.objectives.losses.reward_models import ScoreScale
 from temper.objectives.losses.scores import SCORE_LOSSES
 from temper.protocols import BatchSource
 from temper.rewards.learned.model import SCALE_FILE
-from temper.rollout.source import TaskStream
+from temper.rollout.draws import TaskStream
 from temper.stages.kind import StageKind
 from temper.stages.measures import Audit, comparison_budget
 from temper.stages.parts import Parts

@@ -37,6 +37,7 @@ KIND = StageKind(
     reading=Reading(share_sampled=lambda objective, tasks: 1.0),
     make_source=_source,
     is_rewarded=True,
+    may_choose=True,
     ready_after=frozenset({"sft"}),
     check=lambda config, objective: require_whole_updates(config),
     check_data=_require_turn_credit,

@@ -14,24 +14,30 @@ from temper.batching.samples import CreditRules, make_batch
 from temper.config import RunConfig
 from temper.objectives import Objective, PolicyObjective
 from temper.rollout.buffer import Buffer, StepGroups
+from temper.rollout.controls.control import Setting
+from temper.rollout.controls.registry import read_controls
 from temper.rollout.group import Extras
 from temper.rollout.source import RolloutSettings, RolloutSource
 from temper.rollout.steps import StepSplit
 from temper.stages.parts import Parts
+from temper.stages.reading.choosing import make_memory
 from temper.stages.reading.data import StageData
+from temper.tasks.choice.stream import ChosenStream
 from temper.types import Batch
 
 Credit = Callable[[StepGroups], Batch]
 
 
-def rollout_source(parts: Parts, credit: Credit, *, compares: bool = True) -> RolloutSource:
-    """`compares`: members of a group are compared, so that groups without a difference may be replaced."""
-    rollout, objective = parts.config.rollout, parts.objective
+def rollout_source(parts: Parts, credit: Credit, *, compares: bool = True, is_judged: bool = True) -> RolloutSource:
+    """`compares`: members of a group are compared, so that groups without a difference may be replaced. `is_judged`: a
+    reward scores them, so that prompts have histories."""
+    rollout, objective, stream = parts.config.rollout, parts.objective, parts.data.stream
     buffer = Buffer(
         groups_per_step=rollout.groups_per_step,
         max_staleness=rollout.max_staleness,
         max_rounds=rollout.max_rounds,
         version=parts.trainer.version,
+        order=rollout.order,
     )
     drop = rollout.drop_degenerate
     settings = RolloutSettings(
@@ -48,7 +54,17 @@ def rollout_source(parts: Parts, credit: Credit, *, compares: bool = True) -> Ro
             opponent=None if parts.opponent is None else replace(parts.setup, sampler=parts.opponent),
         ),
     )
-    return RolloutSource(parts.setup, parts.data.stream, buffer, settings, credit)
+    memory = make_memory(parts.config, stream.sources) if is_judged else None
+    chosen = ChosenStream(stream, memory) if memory is not None and memory.choosers else stream
+    setting = replace(setting_of(parts.config), decode=parts.setup.renderer.decode, pressure=parts.pressure)
+    controls = read_controls(rollout.controls, setting)
+    return RolloutSource(parts.setup, chosen, buffer, settings, credit, memory=memory, controls=controls)
+
+
+def setting_of(config: RunConfig) -> Setting:
+    """What the controls of a stage are told about it before there is a tokenizer and a sampler."""
+    rollout = config.rollout
+    return Setting(groups_per_step=rollout.groups_per_step, max_staleness=rollout.max_staleness, order=rollout.order)
 
 
 def credit_by_objective(parts: Parts) -> Credit:
@@ -73,6 +89,7 @@ def credit_rules(config: RunConfig, objective: Objective, data: StageData) -> Cr
         max_new_tokens=config.sampling.max_new_tokens,
         max_episode_tokens=config.rollout.max_episode_tokens,
         updates=config.trainer.updates_per_batch,
+        epochs=config.trainer.epochs,
         train_truncated="overlong_filter" not in objective.wants if trains is None else trains,
         part_weights=data.rubric.weights,
         seed=config.seed,

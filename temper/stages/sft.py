@@ -15,7 +15,7 @@ from temper.batching.rows import domain_of
 from temper.objectives import DirectLoss, Extent, Objective
 from temper.objectives.losses.likelihood import LIKELIHOOD_LOSSES
 from temper.protocols import BatchSource
-from temper.rollout.source import TaskStream
+from temper.rollout.draws import TaskStream
 from temper.stages.kind import StageKind
 from temper.stages.parts import Parts
 from temper.stages.reading.data import Reading, StageData

@@ -259,22 +259,37 @@ class Stream:
         self, sources: Sequence[TaskSource], weights: Sequence[float], seed: int, excluded: Collection[str] = ()
     ) -> None:
         assert len(sources) == len(weights) > 0, "a stream needs sources, each with a weight"
-        self._sources = tuple(sources)
-        self._bounds = [bound / sum(weights) for bound in accumulate(weights)]
-        self._seed = seed
+        self.sources = tuple(sources)
+        self.weights = tuple(weights)
+        self.seed = seed
         self._excluded = frozenset(excluded)
         self._draws = 0
         self._positions = [0] * len(sources)
         self._orders: dict[int, tuple[int, list[int]]] = {}
+        self.index = -1
+        """Of the task that was taken last, in its source."""
+
+    @property
+    def num_draws(self) -> int:
+        """Draws so far, which is also the number of the next."""
+        return self._draws
 
     def next(self) -> tuple[int, Task]:
         """The number of this draw, from 0, and its task."""
-        draw = self._draws
-        share = random.Random(f"{self._seed}/draw/{draw}").random()
-        chosen = next((i for i, bound in enumerate(self._bounds) if share < bound), len(self._bounds) - 1)
-        task = self._take(chosen)
+        task = self.take(self.pick(self.weights))
+        return self.finish_draw(), task
+
+    def pick(self, weights: Sequence[float]) -> int:
+        """Place of the source that this draw is from, where sources have these weights."""
+        share = random.Random(f"{self.seed}/draw/{self._draws}").random()
+        bounds = [bound / sum(weights) for bound in accumulate(weights)]
+        last = max(place for place, weight in enumerate(weights) if weight > 0)  # rounding may leave a gap below 1
+        return next((place for place, bound in enumerate(bounds) if share < bound), last)
+
+    def finish_draw(self) -> int:
+        """Counts the draw; returns its number."""
         self._draws += 1
-        return draw, task
+        return self._draws - 1
 
     def state(self) -> dict[str, Scalar | list[Scalar]]:
         return {"draws": self._draws, "positions": [*self._positions], "sources": [*self._names()]}
@@ -290,15 +305,19 @@ class Stream:
         self._positions = [int(position) for position in cast(list[Scalar], state["positions"])]
 
     def _names(self) -> list[str]:
-        return [f"{source.name} ({'unbounded' if source.size is None else source.size})" for source in self._sources]
+        return [f"{source.name} ({'unbounded' if source.size is None else source.size})" for source in self.sources]
 
-    def _take(self, chosen: int) -> Task:
+    def reach(self, chosen: int) -> int:
+        """Tasks in a row among which each of a bounded source's is found: two epochs, for the walk may be anywhere."""
+        size = self.sources[chosen].size
+        return MAX_SKIPS if size is None else 2 * size
+
+    def take(self, chosen: int) -> Task:
         """The source's next task that is not held out; the skipped ones stay skipped after a resume."""
-        source = self._sources[chosen]
-        # Two epochs: the walk may begin near the end of one whose remaining tasks are all held out.
-        limit = MAX_SKIPS if source.size is None else 2 * source.size
-        for _ in range(limit):
-            task = source.task(self._index(chosen))
+        source = self.sources[chosen]
+        for _ in range(self.reach(chosen)):
+            self.index = self._index(chosen)
+            task = source.task(self.index)
             self._positions[chosen] += 1
             if not self._excluded or fingerprint(task) not in self._excluded:
                 return task
@@ -308,12 +327,12 @@ class Stream:
         )
 
     def _index(self, chosen: int) -> int:
-        position, size = self._positions[chosen], self._sources[chosen].size
+        position, size = self._positions[chosen], self.sources[chosen].size
         if size is None:
             return position
         epoch, offset = divmod(position, size)
         if chosen not in self._orders or self._orders[chosen][0] != epoch:
             order = list(range(size))
-            random.Random(f"{self._seed}/source/{chosen}/epoch/{epoch}").shuffle(order)
+            random.Random(f"{self.seed}/source/{chosen}/epoch/{epoch}").shuffle(order)
             self._orders[chosen] = (epoch, order)
         return self._orders[chosen][1][offset]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from temper.errors import UserError, install_line, nearest_file
-from temper.hub import RowsName, fetch_rows, rows_name
+from temper.folders.hub import RowsName, fetch_rows, rows_name
 
 
 class Row(NamedTuple):

@@ -20,6 +20,8 @@ Tools = Sequence[Mapping[str, Any]]
 
 PROMPTS_KEPT = 256
 """Rendered prompts whose ids are remembered."""
+TEXTS_KEPT = 4
+"""Any texts whose ids are remembered."""
 # A template that edits what assistants said, e.g. drops their reasoning, shows it on this text.
 PROBE = "<think>\nprobe one\n</think>\n\nprobe two"
 
@@ -40,6 +42,14 @@ class SpokenRow:
     def add(self, ids: Sequence[int], *, is_trained: bool) -> None:
         self.token_ids += ids
         self.loss_mask += [int(is_trained)] * len(ids)
+
+
+def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text, special tokens left out."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # what transformers ends up with, after a look at every single id
+        return str(backend.decode(list(ids), skip_special_tokens=True))
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class Renderer:
@@ -68,6 +78,8 @@ class Renderer:
         """Every id that ends a completion: the tokenizer's own, and those of generation_config.json."""
         # The members of a group ask for the same prompt: it is written once and encoded once.
         self._text_of = lru_cache(PROMPTS_KEPT)(lambda messages: self.render(messages, for_generation=True))
+        # A given answer is looked through for ends of a turn, and then encoded.
+        self._ids_of = lru_cache(TEXTS_KEPT)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
         self._prompt_of = lru_cache(PROMPTS_KEPT)(lambda text: tuple(self.encode(text)))
         if not self.stop_ids:
             raise UserError("the tokenizer has no end-of-sequence token, so no completion could end. Set eos_token.")
@@ -133,7 +145,7 @@ class Renderer:
         return given
 
     def _require_no_end(self, text: str) -> None:
-        if any(token in self.stop_ids for token in self._raw_ids(text)):
+        if not set(self.stop_ids).isdisjoint(self._raw_ids(text)):
             raise UserError(
                 f"an assistant's message holds a token that ends its turn, in {text!r:.80}. Remove it: the template "
                 "writes the end of a turn itself."
@@ -147,10 +159,7 @@ class Renderer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens left out."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # what transformers ends up with, after a look at every single id
-            return str(backend.decode(list(ids), skip_special_tokens=True))
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return decode_ids(self._tokenizer, ids)
 
     @cached_property
     def end_of_turn_id(self) -> int:
@@ -273,7 +282,7 @@ class Renderer:
             )
 
     def _raw_ids(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+        return list(self._ids_of(text))
 
 
 def _as_user(message: Message) -> Message:

@@ -1,8 +1,8 @@
 """Checkpoint directories that are either complete and verified, or not there.
 
 A checkpoint is written aside, fsynced, given a manifest with the sha256 of every part, and renamed into place last.
-Owns: atomicity, the order of checkpoints. Refuses: verification (integrity.py); knowing what is inside, which writers
-fill in.
+Owns: atomicity, the order of checkpoints. Refuses: verification (folders/integrity.py); knowing what is inside, which
+writers fill in.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from temper.errors import UserError
-from temper.integrity import MANIFEST, STATE, verify, write_manifest
+from temper.folders.integrity import MANIFEST, STATE, verify, write_manifest
 
 UNFINISHED = ".tmp-"
 """Prefix of folders that are being written; one that is found at start-up was left by a killed run."""

@@ -28,6 +28,7 @@ from temper.trainer.critic import Critic, explained
 from temper.trainer.loss_scale import LossScale
 from temper.trainer.memory import PeakMemory
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
+from temper.trainer.passes.epochs import fill_once, measure_epochs
 from temper.trainer.passes.forward import Checkpointing, StepFacts
 from temper.trainer.passes.scoring import ScoringPasses, Share
 from temper.trainer.passes.states import set_ordered
@@ -35,14 +36,14 @@ from temper.trainer.passes.work import FlopCounter
 from temper.trainer.policy_step import PolicyStep
 from temper.trainer.ranks import rank_and_world
 from temper.trainer.references import MovingReference
+from temper.trainer.rehearsal import rehearse_passes, rehearse_update
 from temper.trainer.traces import Key, keys_of, traces_of
 from temper.trainer.weights import ModelFiles, Weights, kept_tensors, save_weights, stored_tensors
 from temper.types import Batch, Column, Microbatch, Publication, Sample, Trace, TrainResult
 
 Pack = Callable[[Sequence[Sample]], list[Microbatch]]
 Shard = Callable[[Sequence[Microbatch], int, int], list[int]]
-"""(microbatches, rank, number of ranks) -> places of those of this rank."""
-"""(microbatches, rank, world) -> the share of that rank; may be empty."""
+"""(microbatches, rank, number of ranks) -> places of those of this rank; may be empty."""
 
 STATE_FOLDER = "trainer"
 """Folder of the state inside a checkpoint: other tools take every *.safetensors file beside the weights for weights."""
@@ -163,6 +164,13 @@ class LocalTrainer:
         device draws meanwhile."""
         self._ready = (updates, self._shares(updates))
 
+    def warm_up(self, rows: Sequence[Sample]) -> None:
+        """The peak of memory counts these passes: such a microbatch may come."""
+        with self._one_pass:
+            rehearse_passes(self._passes, self._policy_step, self._share(rows), self._facts(rows, 0))
+            rehearse_update(self._model, self._settings.optimizer)
+        self._counter.take()
+
     def step(self, batch: Batch) -> TrainResult:
         seconds: dict[str, float] = {}
         rate = policy_rate(self._settings, self._version + 1, pretraining_steps(self._objective))
@@ -178,10 +186,11 @@ class LocalTrainer:
             with _timed(seconds, "measure"):
                 measured = self._passes.measure(share, facts)
             place = f"step {self._version + 1}, update {number + 1}"
-            seen: list[Tensor] | None = [] if self._settings.traces else None
+            seen: list[Tensor] | None = [] if self._settings.traces and applied.lacks_traces(update) else None
             with _timed(seconds, "forward_backward"):
                 sums, norm = self._policy_step.gradient(share, facts, measured, place, seen)
             metrics = metrics.merge(sums)
+            applied.sums.append(sums)
             if norm is not None:
                 with _timed(seconds, "optimizer"):
                     applied.norms.append((norm, *self._optimizer.step(rate, norm)))
@@ -260,29 +269,21 @@ class LocalTrainer:
             ready, self._ready = self._ready, None
             shares = ready[1] if ready and ready[0] is batch.updates else self._shares(batch.updates)
         with _timed(seconds, "reference"):
-            shares = [replace(share, microbatches=self._passes.with_frozen(share.microbatches)) for share in shares]
+            shares = fill_once(batch.updates, shares, self._passes.with_frozen)
         with _timed(seconds, "proximal"):
             # For all updates before the first: refreshed in between, the proximal policy would follow the policy and
             # there would be no trust region.
             is_only = len(shares) == 1
-            return [
-                replace(s, microbatches=[self._passes.with_proximal(m, is_only=is_only) for m in s.microbatches])
-                for s in shares
-            ]
+            return fill_once(
+                batch.updates, shares, lambda own: [self._passes.with_proximal(m, is_only=is_only) for m in own]
+            )
 
     def _shares(self, updates: Updates) -> list[Share]:
         return [self._share(update) for update in updates]
 
     def _share(self, update: Sequence[Sample]) -> Share:
         """This rank's part of one optimiser step."""
-        microbatches = self._pack(update)
-        rank, world = rank_and_world()
-        if world == 1:
-            return Share(microbatches, list(range(len(microbatches))))
-        if self._shard is None:
-            raise BackendError(f"{world} trainer ranks but no `shard`: each would train the whole batch")
-        places = self._shard(microbatches, rank, world)
-        return Share([microbatches[place] for place in places], places)
+        return _share_of(self._pack(update), self._shard)
 
     def _facts(self, update: Sequence[Sample], number: int) -> StepFacts:
         return StepFacts(
@@ -316,7 +317,7 @@ class LocalTrainer:
         metrics = replace(metrics, totals={name: total / num_updates for name, total in metrics.totals.items()})
         finished = with_derived(explained(metrics.finish())) | {"policy/learning_rate": rate}
         loss = finished.pop("loss/total", 0.0)
-        finished |= applied.metrics()
+        finished |= applied.metrics() | measure_epochs(batch.updates, applied.sums)
         samples = [sample for update in batch.updates for sample in update]
         finished["data/trained_trajectories"] = float(len({(sample.group_id, sample.index) for sample in samples}))
         finished["data/tokens"] = float(sum(sample.num_actions for sample in samples))
@@ -329,6 +330,16 @@ class LocalTrainer:
                 self._optimizer.reset()
         traces, flops = applied.traces or None, self._counter.take()
         return TrainResult(loss=loss, metrics=finished, seconds=seconds, traces=traces, model_flops=flops)
+
+
+def _share_of(microbatches: list[Microbatch], shard: Shard | None) -> Share:
+    rank, world = rank_and_world()
+    if world == 1:
+        return Share(microbatches, list(range(len(microbatches))))
+    if shard is None:
+        raise BackendError(f"{world} trainer ranks but no `shard`: each would train the whole batch")
+    places = shard(microbatches, rank, world)
+    return Share([microbatches[place] for place in places], places)
 
 
 def policy_rate(settings: TrainerSettings, step: int, waiting_steps: int) -> float:
@@ -353,9 +364,14 @@ class _Applied:
     norms: list[tuple[Tensor, ...]] = field(default_factory=list)
     """Norms of each update: gradient before and after clipping, update over weights."""
     traces: dict[Key, Trace] = field(default_factory=dict)
+    sums: list[MetricSums] = field(default_factory=list)
+    """Metrics of each update."""
+
+    def lacks_traces(self, update: Sequence[Sample]) -> bool:
+        return any(key not in self.traces for key in keys_of(update))
 
     def trace(self, update: Sequence[Sample], share: Share, seen: Sequence[Tensor]) -> None:
-        """A row that was trained before keeps the trace of its first time."""
+        """A row that was trained before in this step keeps the trace of its first time."""
         keys = keys_of(update)
         for microbatch, values in zip(share.microbatches, seen, strict=True):
             self.traces = traces_of(microbatch, values, keys) | self.traces

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from temper.errors import UserError
 from temper.trainer.adamw.moments import States
 from temper.trainer.adamw.state import AdamState, states_of
-from temper.trainer.adamw.update import UpdateRule, apply_update, measure_update
+from temper.trainer.adamw.update import UpdateRule
 
 LAST_PART = 0.2
 """Share of the steps after warm-up in which "wsd" falls: long enough to lose the noise of the full rate."""
@@ -44,6 +44,8 @@ class OptimizerSettings:
     """Whether moments and masters live in the memory of the host."""
     noise_seed: int = 0
     """Of the random bits that compact moments are rounded with."""
+    kernels: bool = True
+    """Whether a kernel updates compact moments where there is one. False is for comparing: the bits are the same."""
 
 
 _SHAPES: dict[str, Callable[[float], float]] = {
@@ -73,7 +75,13 @@ class MasterAdamW:
     def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
         self._settings = settings
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._state = AdamState(self._parameters, settings.states, offload=settings.offload, seed=settings.noise_seed)
+        self._state = AdamState(
+            self._parameters,
+            settings.states,
+            offload=settings.offload,
+            seed=settings.noise_seed,
+            kernels=settings.kernels,
+        )
         self._sums: dict[str, Tensor] = {}
         """Gradients of parameters with masters, in float32. Others have theirs in .grad, where autograd adds them."""
         self._num_steps = 0
@@ -132,10 +140,7 @@ class MasterAdamW:
         changes, befores = [], []
         for bucket in self._state.visit(self._num_steps):
             parts = [gradients[piece.name][piece.start : piece.stop] for piece in bucket.slices]
-            torch._foreach_mul_(parts, shrink)
-            rule = self._rule(learning_rate, bucket.is_decayed)
-            apply_update(rule, bucket.masters, parts, bucket.means, bucket.squares)
-            change, before = measure_update(rule, bucket.masters, bucket.means, bucket.squares)
+            change, before = bucket.update(self._rule(learning_rate, bucket.is_decayed), parts, shrink)
             changes.append(change)
             befores.append(before)
         self.discard_gradients()

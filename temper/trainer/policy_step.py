@@ -7,7 +7,7 @@ place. Refuses: applying them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from temper.trainer.passes.forward import (
     enable_checkpointing,
     forward_backward,
     forward_only,
+    rehearse_backward,
 )
 from temper.trainer.passes.scoring import Share
 from temper.trainer.passes.work import FlopCounter
@@ -100,6 +101,20 @@ class PolicyStep:
             )
         return metrics, norm
 
+    def rehearse(self, part: Part, facts: StepFacts) -> None:
+        """A forward and a backward pass as in a step. Its gradient is thrown away, and nothing is counted."""
+        microbatch, measured = part
+        arguments = (self._model, microbatch, self._objective)
+        try:
+            with self._recomputing(), self._optimizer.collecting():
+                rehearse_backward(*arguments, temperature=self._temperature, facts=facts, measured=measured)
+            nn.utils.get_total_norm(list(self._optimizer.gradients().values()))
+        finally:
+            self._optimizer.discard_gradients()
+
+    def _recomputing(self) -> AbstractContextManager[None]:
+        return checkpointing(self._model) if self._is_recomputing else nullcontext()
+
     def _rescale(self, scale: LossScale, metrics: MetricSums, norm: Tensor, total: Tensor) -> tuple[MetricSums, bool]:
         """Moves the scale of the loss; returns metrics with it, and whether this update is skipped. One that cannot be
         mended by a smaller scale is not skipped, and refused as in any precision."""
@@ -137,7 +152,7 @@ class PolicyStep:
                 self._counter.count(microbatch, has_backward=False)
                 return found
             self._trains_all = True
-        with checkpointing(self._model) if self._is_recomputing else nullcontext(), self._optimizer.collecting():
+        with self._recomputing(), self._optimizer.collecting():
             loss, metrics = forward_backward(*arguments, **options)
         self._counter.count(microbatch, has_backward=True)
         return loss, metrics

@@ -155,17 +155,41 @@ class Microbatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptHistory:
+    """What a stage has seen of one prompt, over all draws of it that steps consumed, trained and dropped alike."""
+
+    task_id: str
+    source: str = ""
+    """Name of its source, where the stage tells its sources apart."""
+    draws: int = 0
+    """Groups that were drawn of it."""
+    attempts: int = 0
+    """Answers of the policy that have a score."""
+    passed: float = 0.0
+    """How many of them passed; where credit is partial, the sum of their shares."""
+    rate: float | None = None
+    """Running pass rate, in which late groups count more; None: no answer was ever scored."""
+    last_step: int = 0
+    """Step that consumed its newest group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """What one training step consumes: rows with credit, and the groups they came from."""
 
     updates: tuple[tuple[Sample, ...], ...]
-    """One tuple per optimiser step; each is its own global batch with its own denominators."""
+    """One tuple per optimiser step; each is its own global batch with its own denominators. A batch of several epochs
+    has its rows again in later ones, with weights of their own."""
     groups: tuple[Group, ...] = ()
     """Trained groups in draw order; empty for supervised data."""
     dropped: tuple[tuple[Group, str], ...] = ()
     """Groups that were rolled and not trained, each with the reason."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    system: Mapping[str, float] = field(default_factory=dict)
+    """What its source did, in numbers that differ from run to run."""
+    histories: tuple[PromptHistory, ...] = ()
+    """Of the prompts that the step consumed, after it; empty where no reward judges what is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from temper.types.checks import hold, require_parallel
 from temper.types.columns import array_of, floats, integers, ragged
@@ -221,6 +222,8 @@ class Completion:
     """Which tokens could be drawn at each position, the drawn one among them. None: all of them."""
     params: SamplingParams | None = None
     """What the sampler really applied. None: a completion that no sampler drew."""
+    injected: range = range(0)
+    """Places of tokens that were put in, not drawn: log-probability 0, version -1, empty lists, and never trained."""
 
     def __post_init__(self) -> None:
         hold(self, integers, "token_ids", "versions")
@@ -230,15 +233,31 @@ class Completion:
         optional = ("top_ids", "top_logprobs", "entropies", "keep_ids")
         given = [name for name in optional if getattr(self, name) is not None]
         require_parallel(self, "token_ids", "logprobs", "versions", *given)
+        for name, nothing in (("logprobs", 0), ("versions", -1)):
+            assert all(array_of(getattr(self, name))[self.injected] == nothing), "what was put in was not drawn"
+
+    def drawn(self, column: Sequence[Any]) -> NDArray[Any]:
+        """What a column, parallel to token_ids, has at drawn tokens."""
+        return np.delete(array_of(column), self.injected) if self.injected else array_of(column)
+
+    @property
+    def loss_mask(self) -> NDArray[np.uint8]:
+        """1 at drawn tokens, 0 at those that were put in."""
+        first = self.injected.start
+        return np.repeat(np.array((1, 0, 1), np.uint8), (first, len(self.injected), self.num_drawn - first))
+
+    @property
+    def num_drawn(self) -> int:
+        return len(self.token_ids) - len(self.injected)
 
     @property
     def oldest_version(self) -> int | None:
         """None: nothing was drawn; the same below."""
-        return int(array_of(self.versions).min()) if self.versions else None
+        return int(self.drawn(self.versions).min()) if self.versions else None
 
     @property
     def newest_version(self) -> int | None:
-        return int(array_of(self.versions).max()) if self.versions else None
+        return int(self.drawn(self.versions).max()) if self.versions else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +326,7 @@ class Trajectory:
     @property
     def num_tokens(self) -> int:
         """Tokens the model drew, over all turns."""
-        return sum(len(turn.completion.token_ids) for turn in self.turns)
+        return sum(turn.completion.num_drawn for turn in self.turns)
 
     @property
     def oldest_version(self) -> int:

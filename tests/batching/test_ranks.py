@@ -45,6 +45,7 @@ def different(results: Results, alone: Results) -> list[str]:
     return [name for name in results if not same(results[name], alone[name])]
 
 
+@pytest.mark.heavy
 def test_every_preset_has_a_gradient(ranks) -> None:
     (alone,) = ranks[ALONE]
     assert set(alone) == set(POLICY_GRADIENTS)

@@ -9,6 +9,8 @@ from types import ModuleType
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.fakes.selection import mostly_heavy
+
 FOLDER = Path(__file__).parents[2]
 TABLE = json.loads((FOLDER / "temper" / "models" / "families.json").read_text())
 COMMON = (
@@ -31,7 +33,7 @@ def families(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return families
 
 
-@pytest.mark.parametrize("name", COMMON)
+@pytest.mark.parametrize("name", mostly_heavy(COMMON, keep=COMMON[::4]))
 def test_a_common_family_is_computed_as_transformers_computes_it(name: str, families: ModuleType) -> None:
     assert name in TABLE["tried"]
     assert families.try_family(name, seeds=(0,)).verdict == "tried"

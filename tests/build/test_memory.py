@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from temper.build import memory as build_memory
+from temper.build import stage as build_stages
 from temper.build.check import check_stage
 from temper.build.memory import explain_misfit, plan_stage, settle, workload_of
 from temper.build.models import first_model
@@ -151,12 +152,18 @@ def test_a_run_remembers_what_was_chosen(config: RunConfig) -> None:
     assert with_stored_choice(config, {}) == config
 
 
-@pytest.mark.parametrize("where", ["trainer", "engine"])
+@pytest.mark.parametrize("where", ["loading", "trainer", "engine"])
 def test_a_full_gpu_is_explained_and_the_run_goes_on_after(
     where: str, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = with_keys(config, "steps=4", "checkpoint.every=1")
-    gradient, decode, count = PolicyStep.gradient, Runner.decode, [0]
+    gradient, decode, load, count = PolicyStep.gradient, Runner.decode, build_stages.load_models, [0]
+
+    def full_load(*arguments: Any) -> Any:
+        count[0] += 1
+        if count[0] == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
+        return load(*arguments)
 
     def full_gradient(self: PolicyStep, *arguments: Any, **options: Any) -> Any:
         count[0] += 1
@@ -170,7 +177,9 @@ def test_a_full_gpu_is_explained_and_the_run_goes_on_after(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
         return decode(self, *arguments)
 
-    if where == "trainer":
+    if where == "loading":
+        monkeypatch.setattr(build_stages, "load_models", full_load)
+    elif where == "trainer":
         monkeypatch.setattr(PolicyStep, "gradient", full_gradient)
     else:
         monkeypatch.setattr(Runner, "decode", full_decode)
@@ -178,6 +187,7 @@ def test_a_full_gpu_is_explained_and_the_run_goes_on_after(
         train_stages([short], run=tmp_path / "run")
     said = str(found.value)
     phase, key = {
+        "loading": ("loading", "optim.offload = true"),
         "trainer": ("forward_backward", "trainer.tokens_per_microbatch = 4096"),
         "engine": ("rollout", "trainer.tokens_per_microbatch = 4096"),
     }[where]

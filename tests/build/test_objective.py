@@ -13,6 +13,7 @@ from temper.errors import UserError
 from temper.objectives import PRESETS
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+TWO_EPOCHS = {"trainer": {"epochs": 2}}
 HELDOUT = {"heldout": {"generator": "spell_backward", "size": 4}}
 
 
@@ -45,7 +46,25 @@ def config_of(objective: dict[str, Any], **changes: Any) -> RunConfig:
         ({"preset": "prorl", "reference": {"patience": 2}}, HELDOUT | {"evaluation": {"every": 5}}, None),
         ({"preset": "kl_cov"}, {}, "kl_cov would do nothing"),
         ({"preset": "kl_cov"}, {"trainer": {"updates_per_batch": 2}}, None),
+        ({"preset": "kl_cov"}, {"trainer": {"epochs": 2}}, None),
         ({"preset": "kl_cov", "proximal": "behavior"}, {}, None),
+        ({"preset": "grpo"}, TWO_EPOCHS, None),
+        ({"preset": "ppo"}, TWO_EPOCHS, None),
+        ({"preset": "a3po"}, TWO_EPOCHS, None),
+        ({"preset": "reinforce_is"}, TWO_EPOCHS, None),
+        ({"preset": "opd", "gate": "clip"}, TWO_EPOCHS | {"stage": [{"kind": "distill"}]}, None),
+        (
+            {"preset": "reinforce"},
+            TWO_EPOCHS,
+            "would not notice that the policy has moved since it was drawn: gate none",
+        ),
+        ({"preset": "reinforce", "corrections": ["token_tis"]}, TWO_EPOCHS, "would not notice"),
+        ({"preset": "grpo", "proximal": "current"}, TWO_EPOCHS, "gate clip, proximal current"),
+        ({"preset": "trpo"}, TWO_EPOCHS, "to the edge of its trust region in one step"),
+        ({}, TWO_EPOCHS | {"stage": [{"kind": "sft"}]}, "sft is no policy gradient.* Use more steps"),
+        ({"preset": "online_dpo"}, TWO_EPOCHS | {"stage": [{"kind": "preference"}]}, "is no policy gradient"),
+        ({"preset": "gkd"}, TWO_EPOCHS | {"stage": [{"kind": "distill"}]}, "is no policy gradient"),
+        ({}, TWO_EPOCHS | {"stage": [{"kind": "rejection"}]}, "a stage of kind rejection trains nothing"),
         ({"preset": "grpo"}, {"stage": [{"kind": "distill"}]}, "reads no teacher: it would learn nothing"),
         ({"preset": "opd"}, {"stage": [{"kind": "distill"}]}, None),
     ],

@@ -138,7 +138,7 @@ def test_a_runs_model_is_its_last_policy_and_never_a_reward_model(tmp_path: Path
             (folder / "manifest.json").write_text("{}")
 
     (tmp_path / "run.db").touch()
-    with pytest.raises(UserError, match=r"without a checkpoint of a policy yet$"):
+    with pytest.raises(UserError, match=r"without a checkpoint of a policy yet: one is written every .* last$"):
         find_model(tmp_path)
     leave("0-reward_model", 5)
     with pytest.raises(UserError, match="Name a checkpoint directory of its reward model"):
@@ -290,6 +290,7 @@ def test_a_process_reward_model_learns_step_labels_and_rewards_a_later_stage(
     assert find_model(run) == run / "checkpoints" / "1-rl" / "step-1"
 
 
+@pytest.mark.heavy
 def test_a_discriminator_learns_to_tell_the_students_texts_from_the_teachers(
     chain: dict[str, Any], tmp_path: Path
 ) -> None:

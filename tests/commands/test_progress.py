@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -49,11 +50,12 @@ def written(console: Console) -> str:
 def test_a_log_gets_lines_with_answers_and_tokens(log: Console) -> None:
     with show_work("gsm8k", total=200, sampler=Counting(), console=log) as work:
         work.advance(12)
-        wait_for(lambda: "12 of 200 answers, 20 tokens drawn (0:" in written(log))
+        wait_for(lambda: len(re.findall(r"12 of 200 answers, \d+ tokens drawn \(0:", written(log))) >= 2)
         work.rename("math")
         wait_for(lambda: "math: 12 of 200 answers" in written(log))
     lines = written(log).splitlines()
     assert lines[0].startswith("gsm8k: ")
+    assert "10 tokens drawn" in lines[0]
     assert "20 tokens drawn" in lines[1], "it moves though no answer was finished in between"
 
 
@@ -90,7 +92,7 @@ def test_a_terminal_gets_a_bar_that_moves_with_the_tokens(monkeypatch: pytest.Mo
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     with show_work("gsm8k", total=4, sampler=Counting(), console=console) as work:
         work.advance(1)
-        wait_for(lambda: "1 of 4 answers, 10 tokens" in written(console) and "1 of 4 answers, 50" in written(console))
+        wait_for(lambda: len(set(re.findall(r"1 of 4 answers, (\d+) tokens", written(console)))) >= 3)
 
 
 @pytest.fixture

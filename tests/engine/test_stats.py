@@ -92,16 +92,18 @@ def test_what_any_sampler_counts_can_be_read(engine: Callable[[Any, Path], Any],
         assert all(describe(name) is not None and math.isfinite(value) for name, value in metrics.items())
         for name in ("kv_use", "preemptions", "prefix_hit_rate"):
             assert metrics.get(f"sys/{name}") == stats.get(name), "shown as counted, or left out"
+        if engine in (local, sglang_server, vllm):
+            assert 0 <= metrics["sys/sampler_idle"] <= 1, "every engine that draws says for how long"
 
 
 def test_no_single_count_is_needed() -> None:
     """Whatever one name a sampler leaves out, the rest is still read."""
     names = ("kv_use", "preemptions", "prefill_tokens", "decode_tokens", "running", "waiting", "occupancy",
-             "prefix_hit_rate", "prefill_tok_s", "decode_tok_s")  # fmt: skip
+             "prefix_hit_rate", "prefill_tok_s", "decode_tok_s", "drawing_seconds")  # fmt: skip
     full = dict.fromkeys(names, 0.5)
     for missing in names:
         time_metrics({"rollout": 1.0}, {name: value for name, value in full.items() if name != missing})
-    assert time_metrics({"rollout": 1.0}, {}) == {"sys/step_time": 1.0, "sys/trainer_idle_frac": 1.0}
+    assert time_metrics({"rollout": 1.0}, {}) == {"sys/step_time": 1.0, "sys/trainer_idle": 1.0}
 
 
 def test_shares_of_prompts_found_in_a_cache_are_told_by_servers_too(sglang: Any, tmp_path: Path) -> None:

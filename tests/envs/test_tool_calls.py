@@ -116,7 +116,7 @@ def test_a_prefix_makes_prose_safe_and_what_follows_it_strict() -> None:
 
 
 @given(st.dictionaries(st.text(max_size=5), st.none() | st.booleans() | st.integers() | st.text(), max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_written_is_read_back(arguments: dict[str, object]) -> None:
     for call_format in ("hermes", "llama3", "mistral"):
         assert parse_of(call_format, write_call(call_format, "add", arguments)) == Call("add", arguments)

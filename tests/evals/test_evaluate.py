@@ -127,6 +127,14 @@ def test_weights_that_change_during_an_evaluation_end_it(when: str) -> None:
     assert again.score == 1.0, "at the new version from its start, nothing is wrong"
 
 
+def test_a_sampler_that_breaks_is_one_error_and_not_one_for_every_attempt() -> None:
+    def broken(request: Request) -> list[int]:
+        raise BackendError("it was killed")
+
+    with pytest.raises(BackendError, match="it was killed"):
+        asyncio.run(evaluate(held_out(FakeSampler(broken), tasks("0", "1", "2")), GREEDY, stage=0, step=0))
+
+
 def test_the_held_out_verifier_gives_the_score_and_the_training_reward_shows_its_flattery() -> None:
     heldout = held_out(FakeSampler(echo), tasks("0", "1", "2", "9"), Generous())
     (result,), audits = asyncio.run(evaluate(heldout, GREEDY, stage=0, step=3, reward=0.95))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from itertools import combinations
 
 import numpy as np
@@ -79,12 +80,27 @@ def test_prompts_weigh_alike_and_empty_ones_are_left_out() -> None:
     assert mean == 0.5
 
 
-def test_graded_scores_use_the_t_interval_over_prompts() -> None:
-    # Prompt means .2 .4 .6 .8: standard deviation .258199, error .1290994, t(3) = 3.182446.
-    mean, low, high = clustered_interval([[0.2], [0.3, 0.5], [0.6], [0.8]])
-    assert mean == pytest.approx(0.5)
-    assert high - mean == pytest.approx(3.182446 * 0.1290994, rel=2e-3)
+def test_scores_without_bounds_use_the_t_interval_over_prompts() -> None:
+    # Prompt means 2 4 6 8: standard deviation 2.58199, error 1.290994, t(3) = 3.182446.
+    mean, low, high = clustered_interval([[2.0], [3.0, 5.0], [6.0], [8.0]])
+    assert mean == pytest.approx(5.0)
+    assert high - mean == pytest.approx(3.182446 * 1.290994, rel=2e-3)
     assert mean - low == pytest.approx(high - mean)
+    assert clustered_interval([[2.0, 3.0]])[1:] == (-math.inf, math.inf), "one prompt says nothing about others"
+
+
+def test_graded_scores_of_many_prompts_have_the_t_interval_nearly() -> None:
+    scores = [[place / 1000] for place in range(200, 801)]
+    mean, low, high = clustered_interval(scores)
+    half = t_quantile(600) * statistics.stdev(score for (score,) in scores) / math.sqrt(601)
+    assert (mean - low, high - mean) == pytest.approx((half, half), rel=0.01)
+
+
+@pytest.mark.parametrize("scores", [[0.5] * 4, [0.1, 0.1, 0.1, 0.9], [0.0, 0.05], [1.0, 0.95, 1.0], [0.3]])
+def test_intervals_of_shares_are_shares_and_never_without_width(scores: list[float]) -> None:
+    mean, low, high = clustered_interval([[score] for score in scores])
+    assert 0.0 <= low < mean < high <= 1.0
+    assert high - low > 0.2, "so few prompts leave doubt"
 
 
 def test_t_quantiles_agree_with_tables() -> None:
@@ -113,6 +129,14 @@ def test_the_interval_covers_the_truth_in_95_of_100_evaluations(
     num_prompts: int, samples: int, concentration: float, centre: float
 ) -> None:
     assert 0.93 <= coverage(num_prompts, samples, concentration, centre) <= 0.985
+
+
+@pytest.mark.parametrize(("num_prompts", "centre"), [(8, 0.5), (30, 0.2), (200, 0.9)])
+def test_the_interval_of_graded_scores_covers_the_truth(num_prompts: int, centre: float) -> None:
+    generator = np.random.default_rng(3)
+    scores = generator.beta(2 * centre, 2 * (1 - centre), (2000, num_prompts))
+    bounds = [clustered_interval([[score] for score in row])[1:] for row in scores.tolist()]
+    assert 0.93 <= np.mean([low <= centre <= high for low, high in bounds]) <= 0.99
 
 
 def test_ignoring_the_clusters_would_lose_the_coverage(monkeypatch: pytest.MonkeyPatch) -> None:

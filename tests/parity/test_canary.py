@@ -133,6 +133,7 @@ def test_a_publication_that_loses_a_tensor_ends_the_run_and_names_it(
         run(config, tmp_path, every=1)
 
 
+@pytest.mark.heavy
 def test_learning_rate_zero_leaves_weights_scores_and_agreement_as_they_were_for_fifty_steps(
     tiny_recipe: dict[str, Any], tmp_path: Path
 ) -> None:

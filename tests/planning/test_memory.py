@@ -54,6 +54,14 @@ def test_the_update_alone_is_what_was_measured(states: str, offload: bool, seen:
     assert 0.97 * seen <= planned <= 1.10 * seen
 
 
+def test_recordings_are_as_large_as_the_size_that_is_recorded(make_workload: Make) -> None:
+    """200 sequences are stepped by a graph of 256 rows."""
+    work = make_workload("1.5b")
+    graphs = [plan_memory(replace(work, max_running=n)).phases["rollout"]["graphs"] for n in (128, 129, 200, 256, 257)]
+    rows = [(one - graphs[0]) / (4 * work.shape.vocabulary) for one in graphs]
+    assert rows == [0, 128, 128, 128, 256]
+
+
 def test_parts_by_hand(make_workload: Make) -> None:
     """1.5B: two bytes a weight, four a gradient, two a master's rest, eight of moments; keys and values of a token."""
     work = make_workload("1.5b")

@@ -27,7 +27,7 @@ def plan(make_workload: Make) -> Callable[..., TimePlan]:
         (("1.5b",), {}, "forward and backward", 2.81),
         (("7b", 512, 16384, "8bit"), {"recomputes": True}, "decoding", 4.7),
         (("7b", 512, 16384, "8bit"), {"recomputes": True}, "forward and backward", 11.9),
-        (("7b", 512, 16384, "8bit"), {"recomputes": True}, "update", 1.8),
+        (("1.5b", 512, 16384, "8bit"), {}, "update", 0.042),
         (
             ("7b",),
             {"recomputes": True, "adapter": AdapterShape(rank=32), "engine": "copied"},

@@ -47,9 +47,48 @@ def test_equal_rewards_are_a_matter_of_difficulty() -> None:
     said = explain_drops([dropped(member(Score.of(0.0)), member(Score.of(0.0)))])
     assert "1 degenerate" in said
     assert "it was 0 for every answer" in said
-    assert "easier or harder tasks" in said
+    assert "2 answers to 1 prompts: 1 all wrong, 0 all right. Pass rates by prompt: 0% of 2 t" in said
+    assert "easier tasks in [[train]]" in said
+    assert "rollout.max_rounds bounds" in said
+    assert "max_new_tokens" not in said
     mixed = explain_drops([dropped(member(Score.of(v)), member(Score.of(v))) for v in (0.0, 1.0)])
     assert "for every answer" not in mixed
+
+
+def test_answers_without_room_to_be_right_are_told_of_the_key() -> None:
+    cut, whole = (member(Score.of(0.0), status=status) for status in (Status.TRUNCATED_LENGTH, Status.COMPLETED))
+    said = explain_drops([dropped(cut, cut), dropped(cut, whole)])
+    assert "3 of 4 answers were cut at their length: a larger sampling.max_new_tokens" in said
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+@pytest.mark.parametrize("is_slow", [False, True], ids=["in order", "behind a slow one"])
+def test_data_without_any_signal_ends_after_bounded_work(staleness: int, is_slow: bool) -> None:
+    """Whatever the staleness: as many groups as max_rounds says, once more behind a draw that holds them up, and those
+    that run meanwhile."""
+    per_step, rounds = 2, 3
+    started = 0
+
+    async def run() -> None:
+        nonlocal started
+        buffer = Buffer(groups_per_step=per_step, max_staleness=staleness, max_rounds=rounds)
+        taking = asyncio.ensure_future(buffer.take(5.0))
+        running: list[int] = []
+        while not taking.done():
+            for _ in range(buffer.room):
+                await buffer.start(started)
+                running.append(started)
+                started += 1
+            is_held = is_slow and buffer.room > 0 and len(running) > 1
+            for draw in running[1:] if is_held else running[:]:  # the first runs as long as anything else may start
+                running.remove(draw)
+                await buffer.finish(*dropped(member(Score.of(0.0)), member(Score.of(0.0)), draw=draw))
+            await asyncio.sleep(0)
+        taking.result()
+
+    with pytest.raises(BackendError, match=r"groups were rolled and dropped.*all wrong.*Pass rates by prompt: 0% of"):
+        asyncio.run(run())
+    assert per_step * rounds < started <= 2 * per_step * rounds + 2 * (staleness + 1) * per_step
 
 
 def test_a_verifier_that_fails_is_named_with_its_error_and_difficulty_is_not_blamed() -> None:

@@ -66,6 +66,29 @@ def panel_of(display: Display) -> str:
     return output.getvalue()
 
 
+def test_the_panel_counts_on_while_one_thing_is_being_done() -> None:
+    display = Display(SafeConsole(file=io.StringIO(), width=110, force_terminal=True, color_system=None))
+    display.doing("compiling kernels", "recording 1 of 22 sizes")
+    begun = display._doing
+    display.doing("compiling kernels", "recording 14 of 22 sizes")
+    assert display._doing is begun, "its seconds go on"
+    assert "compiling kernels, recording 14 of 22 sizes · 0 s" in panel_of(display)
+    display.doing("comparing sampler and trainer", "")
+    assert "comparing sampler and trainer · 0 s" in panel_of(display)
+
+
+def test_a_log_hears_at_once_and_then_now_and_then_what_is_being_done() -> None:
+    output, now = io.StringIO(), [0.0]
+    display = Display(SafeConsole(file=output, width=80))
+    display._doing = Waiting("compiling kernels", clock=lambda: now[0])
+    for seconds in range(25):
+        now[0] = float(seconds)
+        display.doing("compiling kernels", f"recording {seconds} of 25 sizes")
+    assert output.getvalue().splitlines() == [
+        f"compiling kernels, recording {done} of 25 sizes" for done in (0, 10, 20)
+    ]
+
+
 def test_the_panel_says_what_happens_before_the_first_step(
     make_step: StepMaker, make_evaluation: EvaluationMaker
 ) -> None:

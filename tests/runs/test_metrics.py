@@ -20,7 +20,7 @@ SPECIFIED = {
     "data": "all_pass all_fail degenerate group_std_mean p_hist/* prompt_repeat_rate effective_groups gen_factor "
     "unscorable env_error dup_response_rate",
     "stale": "mean max p95 token_hist/* in_flight in_queue mixed_version_frac",
-    "sys": "rollout_tok_s train_tok_s step_time trainer_idle_frac rollout_idle_frac queue_groups inflight kv_use "
+    "sys": "rollout_tok_s train_tok_s step_time trainer_idle sampler_idle queue_groups inflight kv_use "
     "preemptions prefix_hit_rate publish_latency mfu",
 }
 """There is no stale/dropped among them: no group is ever dropped for its age (rollout/buffer.py)."""

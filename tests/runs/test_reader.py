@@ -51,6 +51,8 @@ def test_evaluations_stages_seconds_and_failures_come_back(
         assert [(stage.name, stage.steps) for stage in reader.stages()] == [("rl", 7)]
         assert reader.seconds() == {(0, "rollout"): 6.0, (0, "train"): 2.0}
         assert reader.failures() == {"error: verifier timed out": 2}
+        (tasks,) = reader.failing_tasks().values()
+        assert tasks == tuple(sorted({entry.task_id for entry in reader.ledger() if entry.draw in (3, 5)})), tasks
         assert [entry.draw for entry in reader.ledger()] == [2, 3, 4, 5]
 
 

@@ -88,13 +88,20 @@ def test_every_step_of_a_run_accounts_for_its_wall_clock(
 
 def test_idle_shares_and_counters() -> None:
     phases = {"rollout": 6.0, "forward_backward": 1.0, "publish": 0.5, "other": 2.5}
-    stats = {"decode_tokens": 4000.0, "decode_tok_s": 1000.0, "running": 5.0, "waiting": 2.5, "prefix_hit_rate": 0.75}
+    stats = {
+        "decode_tokens": 4000.0,
+        "decode_tok_s": 1000.0,
+        "drawing_seconds": 4.0,
+        "running": 5.0,
+        "waiting": 2.5,
+        "prefix_hit_rate": 0.75,
+    }
     metrics = time_metrics(phases, stats)
     assert metrics["sys/step_time"] == 10.0
-    assert metrics["sys/trainer_idle_frac"] == 0.6
-    assert metrics["sys/rollout_idle_frac"] == 0.6  # 4 of 10 seconds inside its steps
+    assert metrics["sys/trainer_idle"] == 0.6
+    assert metrics["sys/sampler_idle"] == 0.6  # 4 of 10 seconds with something to draw
     assert metrics["sys/publish_latency"] == 0.5
     assert metrics["sys/inflight"] == 7.5
     assert metrics["sys/prefix_hit_rate"] == 0.75
-    assert time_metrics({"data": 1.0}, {}) == {"sys/step_time": 1.0, "sys/trainer_idle_frac": 1.0}
+    assert time_metrics({"data": 1.0}, {}) == {"sys/step_time": 1.0, "sys/trainer_idle": 1.0}
     assert all(describe(name) is not None for name in metrics)

@@ -302,7 +302,7 @@ def test_a_shutdown_records_every_completion_under_way(
     shutdown_seconds: float,
 ) -> None:
     engine = make_engine("a rather long answer")
-    engine.seconds_per_token = 0.02
+    engine.seconds_per_token = 0.1  # the last client asks before the first has its answer
     served = serve_scripted(engine, record=True, shutdown_seconds=shutdown_seconds)
     with ThreadPoolExecutor(8) as clients:
         asking = [clients.submit(served.post, CHAT, {**ASKED, "stream": is_streamed}) for _ in range(8)]

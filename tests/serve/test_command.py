@@ -32,6 +32,7 @@ serve(Path(sys.argv[1]), settings, lambda line: print(line, flush=True))
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_sigterm_lets_a_stream_end_and_the_exit_is_clean(
     tiny_folder: Path, tmp_path: Path, eventually: Callable[..., None]

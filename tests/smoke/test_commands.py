@@ -31,6 +31,7 @@ def test_the_demo_passes_its_dry_run() -> None:
     assert "reward of gold answers   mean 1" in out
 
 
+@pytest.mark.heavy
 def test_the_demo_recipe_trains(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "temper", "train", "recipes/demo.toml", "--run", str(tmp_path / "run")]
     small = ["steps=1", "optim.warmup_steps=1", "heldout.size=8", "rollout.groups_per_step=4", "engine.max_running=32"]

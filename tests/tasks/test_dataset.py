@@ -156,7 +156,7 @@ def test_every_epoch_of_a_file_is_a_new_permutation_of_all_its_tasks() -> None:
     assert ids(Stream([numbered("a", 20)], [1.0], seed=4), 20) != epochs[0]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     sizes=st.lists(st.one_of(st.none(), st.integers(1, 7)), min_size=1, max_size=3),
     seed=st.integers(0, 2**32),

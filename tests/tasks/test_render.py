@@ -76,6 +76,15 @@ def test_supervised_targets_end_with_the_templates_end_of_turn_and_have_no_bos()
     assert Renderer(tokenizer).completion_ids("ba")[-1] == eos
 
 
+def test_a_given_answer_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = characters()
+    seen, plain = [], tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **options: (seen.append(text), plain(text, **options))[1])
+    renderer = Renderer(tokenizer)
+    renderer.spoken_rows([user("ab"), Message(role="assistant", content="ba ab")])
+    assert seen.count("ba ab") == 1
+
+
 def test_prompt_plus_completion_is_what_the_template_would_render() -> None:
     tokenizer = characters()
     renderer = Renderer(tokenizer, eos_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")])

@@ -154,7 +154,7 @@ COLUMNS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.dictionaries(COLUMNS, VALUES, min_size=1, max_size=6))
 def test_whatever_a_row_holds_it_is_a_task_or_a_bad_row(row: dict[str, Any]) -> None:
     try:

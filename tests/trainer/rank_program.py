@@ -21,7 +21,17 @@ from temper.trainer.optim import OptimizerSettings
 from temper.types import Batch, Sample
 
 
-def train(model: Any, other: Any, rows: list[Sample], preset: str, budget: int) -> dict[str, Any]:
+def in_two_epochs(rows: list[Sample]) -> tuple[tuple[Sample, ...], ...]:
+    """Two updates in each epoch, with other groups: a rank gets rows in the second that another passed in the first."""
+    last = max(row.group_id for row in rows)
+    first = min(row.group_id for row in rows)
+    parts = [
+        [row for row in rows if (row.group_id == odd) == is_odd] for odd in (last, first) for is_odd in (True, False)
+    ]
+    return tuple(tuple(part) for part in parts)
+
+
+def train(model: Any, other: Any, rows: list[Sample], preset: str, budget: int, *, epochs: int) -> dict[str, Any]:
     objective, optimizer = resolve(preset), OptimizerSettings(learning_rate=0.01)
     together: Literal["group", "trajectory"] = "group" if isinstance(objective, DirectLoss) else "trajectory"
     critic = Critic(deepcopy(model), optimizer, total_steps=4) if "values" in objective.needs else None
@@ -34,7 +44,8 @@ def train(model: Any, other: Any, rows: list[Sample], preset: str, budget: int) 
         shard=shard,
         others=AuxiliaryModels(critic=critic, reference=other, teachers={"": other}),
     )
-    results = [trainer.step(Batch(updates=(tuple(rows),))) for _ in range(2)]
+    updates = (tuple(rows),) if epochs == 1 else in_two_epochs(rows)
+    results = [trainer.step(Batch(updates=updates)) for _ in range(2)]
     moments = {name: t for name, t in trainer._optimizer.tensors().items() if name.startswith("exp_avg.")}
     share = len(trainer._share(rows).microbatches)
     return {"share": share, "metrics": [dict(r.metrics) for r in results], "moments": moments}
@@ -64,7 +75,12 @@ def main(rank: int, world: int, folder: Path) -> None:
         is_policy_gradient = preset in POLICY_GRADIENTS
         ranks.dist = Averaging() if fault == "average" else dist  # type: ignore[attr-defined, assignment]
         reports[preset, budget, fault] = train(
-            deepcopy(model), other, rows if is_policy_gradient else pairs, preset, budget
+            deepcopy(model),
+            other,
+            rows if is_policy_gradient else pairs,
+            preset,
+            budget,
+            epochs=1 + (fault == "epochs"),
         )
     torch.save(reports, folder / f"{rank}of{world}.pt")
     if world > 1:

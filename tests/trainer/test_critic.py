@@ -325,6 +325,7 @@ def test_gradient_checkpointing_changes_no_bit(make_model: MakeModel, make_rows:
     assert is_same(*found)
 
 
+@pytest.mark.heavy
 def test_two_ranks_equal_one(
     make_model: MakeModel, make_rows: MakeRows, tmp_path: Path, run_ranks: Callable[..., None]
 ) -> None:

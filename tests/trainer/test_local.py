@@ -14,7 +14,7 @@ import torch
 
 from temper.batching.pack import pack
 from temper.errors import BackendError, UserError
-from temper.integrity import sha256_of
+from temper.folders.integrity import sha256_of
 from temper.models.load import load_model
 from temper.models.tiny import character_tokenizer
 from temper.objectives import PRESETS, Objective, resolve

@@ -70,6 +70,7 @@ def test_clipping_scales_by_the_global_norm() -> None:
     assert optimizer.tensors()["exp_avg.weight"].item() == pytest.approx(0.05 / math.sqrt(2), rel=1e-5)
 
 
+@pytest.mark.heavy
 def test_master_weights_collect_updates_too_small_for_bfloat16() -> None:
     model, optimizer = one_weight(1.0, torch.bfloat16)
     plain = model.weight.detach().clone()  # type: ignore[union-attr, operator]

@@ -27,11 +27,14 @@ from temper.trainer.optim import OptimizerSettings
 from temper.trainer.passes.forward import StepFacts, forward_backward
 from temper.trainer.passes.scoring import ScoringPasses, Share
 from temper.types import Batch, Sample
+from tests.fakes.selection import mostly_heavy
 
 OPTIMIZER = OptimizerSettings(learning_rate=0.01, max_grad_norm=1e6)
 FREQUENT = {"clip_cov": {"corrections": [{"name": "clip_cov", "share": 0.1, "low": 0.0}]}}
 """At the preset's 0.02% a test of sixty tokens would choose one; here several are."""
 
+USUAL = ("ppo", "grpo", "dapo", "gspo", "cispo", "sapo", "clip_cov", "prorl", "reinforce_pp")
+WITH_TERMS = ("grpo with kl", "grpo with entropy")
 WITH_GRADIENT = [name for name, preset in POLICY_GRADIENTS.items() if preset.step is None]
 """Those that take no step of their own."""
 
@@ -120,7 +123,7 @@ def shuffle(rows: Sequence[Sample]) -> list[Sample]:
     return [row for key in keys for row in rows if (row.group_id, row.index) == key]
 
 
-@pytest.mark.parametrize("name", POLICY_GRADIENTS)
+@pytest.mark.parametrize("name", mostly_heavy(POLICY_GRADIENTS, keep=USUAL))
 def test_a_step_does_not_depend_on_microbatches_or_order(
     make_model: Callable[..., Any], make_rows: Callable[..., list[Sample]], name: str
 ) -> None:
@@ -145,7 +148,7 @@ def half_without_credit(rows: Sequence[Sample]) -> list[Sample]:
     return [replace(row, advantages=[0.0] * len(row.advantages)) if row.group_id in groups else row for row in rows]
 
 
-@pytest.mark.parametrize("name", [*WITH_GRADIENT, "grpo with kl", "grpo with entropy"])
+@pytest.mark.parametrize("name", mostly_heavy([*WITH_GRADIENT, *WITH_TERMS], keep=[*USUAL, *WITH_TERMS]))
 def test_rows_without_credit_train_as_if_they_had_a_backward_pass(
     make_model: Callable[..., Any],
     make_rows: Callable[..., list[Sample]],

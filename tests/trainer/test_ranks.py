@@ -22,7 +22,12 @@ LOSSES = ("sft", "dpo", "beta_dpo", "kto", "nash_md", "gkd", "opd_top_k")
 """One of each way to read a batch; the other rules on pairs differ from dpo within a pair only."""
 NAMES = [*(name for name, preset in POLICY_GRADIENTS.items() if "router" not in preset.needs), *LOSSES]
 """Experts are not multiplied in float64."""
-CASES = [*((name, budget, "none") for name in NAMES for budget in (UNEVEN, WHOLE)), ("grpo", UNEVEN, "average")]
+CASES = [
+    *((name, budget, "none") for name in NAMES for budget in (UNEVEN, WHOLE)),
+    ("grpo", UNEVEN, "average"),
+    ("dapo", UNEVEN, "epochs"),
+    ("ppo", UNEVEN, "epochs"),
+]
 
 Reports = dict[tuple[str, int, str], dict[str, Any]]
 

@@ -291,6 +291,7 @@ def test_a_step_does_not_depend_on_the_partition(speck: Any, few_rows: list[Samp
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
+@pytest.mark.heavy
 def test_two_ranks_equal_one(
     speck: Any, few_rows: list[Sample], tmp_path: Path, run_ranks: Callable[..., None]
 ) -> None:

@@ -34,7 +34,7 @@ from temper.errors import UserError
 from temper.evals.attempts import Attempts, constant_score, play
 from temper.evals.scores import ROUNDING, suite_metrics
 from temper.evals.suites import DecodingConfig, Suite, answer_of, load_suite, prompts_sha256, read_tasks
-from temper.integrity import sha256_of
+from temper.folders.integrity import sha256_of
 from temper.models.decoder import FAMILIES
 from temper.plugins import load_function
 from temper.protocols import Env

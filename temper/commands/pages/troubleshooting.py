@@ -74,6 +74,12 @@ RECIPES = (
         "bring a folder.",
     ),
     Trouble(
+        said="lacks weights",
+        cause="A download that was interrupted, or files of another model: transformers would fill the rest with "
+        "random numbers.",
+        cure="Fetch the checkpoint again.",
+    ),
+    Trouble(
         said="is not there.",
         cause="A file was found neither beside the recipe nor in the working folder.",
         cure="Put it beside the recipe; the message has the nearest name.",

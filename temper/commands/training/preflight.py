@@ -24,7 +24,7 @@ from temper.build import (
     plan_stage,
 )
 from temper.commands.training.train import starts_elsewhere
-from temper.commands.training.trials import try_environment, try_reward
+from temper.commands.training.trials import IN_DOUBT, try_environment, try_reward
 from temper.config import FIRST, RewardConfig, RunConfig, SourceConfig, load_recipe, refer
 from temper.config.memory import CPU_CHOICE, settled_choice, with_choice
 from temper.errors import UserError
@@ -36,10 +36,13 @@ from temper.planning.table import settings_line
 from temper.stages.distill import teacher_folders
 from temper.stages.kind import StageKind
 from temper.stages.kinds import kind_of
+from temper.stages.reading.choosing import doubt_choosers
 from temper.stages.reading.data import StageData, open_data
 from temper.stages.trial import try_rows
+from temper.tasks.choice.registry import read_choosers
 
 REFERENCE = "stage:"
+WARNING = "warning:"
 
 
 def dry_run(recipe: Path, *, overrides: Sequence[str] = ()) -> str:
@@ -163,7 +166,8 @@ def _describe(stage: OpenedStage) -> str:
     rows = {
         "model": f"{shape.family}, {shape.num_layers} layers, context {shape.max_context}, {config.model.dtype}",
         **stage.awaited,
-        "tasks": f"first: {first.id}; held out: {len(data.heldout)} (removed from training where equal)",
+        "tasks": f"{f'{len(data.rows):,} to train on, ' if data.rows else ''}drawn first: {first.id}; "
+        f"held out: {len(data.heldout)} (removed from training where equal)",
         "prompt": f"{data.tokenizer.decode(prompt)!r} = {len(prompt)} tokens"
         + (f"; longest seen {data.longest_prompt}" if data.longest_prompt else ""),
         **({"left out": _left_out(data.left_out)} if data.left_out else {}),
@@ -183,9 +187,16 @@ def _describe(stage: OpenedStage) -> str:
         rows |= calls.run(try_reward(config, data, data.verifier, readable.evaluation.reward, "held-out verifier"))
     width = max(map(len, rows))
     body = "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
-    warnings = (*doubts_about(config, objective), contamination.check(data.known, data.heldout))
-    body = "\n".join([body, *(f"warning: {doubt}" for doubt in warnings if doubt)])
+    unchosen = doubt_choosers(config, data.stream.sources)
+    warnings = (*doubts_about(config, objective), unchosen, contamination.check(data.known, data.heldout))
+    body = "\n".join([body, *(f"{WARNING} {doubt}" for doubt in warnings if doubt)])
     return f"stage {stage.number}: {config.stage}, {config.steps} steps\n{body}"
+
+
+def count_doubts(found: str) -> int:
+    """How many lines of a dry run say that something may be wrong."""
+    lines = [line.strip() for line in found.splitlines()]
+    return sum(line.startswith(WARNING) or f" {IN_DOUBT}  " in line for line in lines)
 
 
 def _memory_row(plan: StagePlan) -> str:
@@ -221,7 +232,7 @@ def _batch_rows(stage: OpenedStage, kind: StageKind, objective: Objective, data:
 
 
 def _rollout_rows(config: RunConfig, data: StageData, *, trains: bool) -> dict[str, str]:
-    rollout, updates = config.rollout, config.trainer.updates_per_batch
+    rollout, updates = config.rollout, config.trainer.updates_of_batch
     completions = rollout.groups_per_step * rollout.group_size
     tokens = completions * (data.longest_prompt + config.sampling.max_new_tokens)
     microbatches = -(-tokens // settled_choice(with_choice(config, CPU_CHOICE)).tokens_per_microbatch)
@@ -229,5 +240,6 @@ def _rollout_rows(config: RunConfig, data: StageData, *, trains: bool) -> dict[s
         "batch": f"{rollout.groups_per_step} tasks x {rollout.group_size} = {completions} completions a step, "
         f"{f'{updates} optimiser step(s)' if trains else 'no training'}",
         "tokens": f"at most {tokens:,} a step, in about {microbatches} microbatches at most",
+        **({"chooses": ", ".join(one.name for one in read_choosers(config.data.choose))} if config.data.choose else {}),
         "staleness": f"{rollout.max_staleness} ({'synchronous' if rollout.max_staleness == 0 else 'asynchronous'})",
     }

@@ -30,7 +30,7 @@ from temper.commands.training.stopping import Stopped, run_until_stopped
 from temper.config import FIRST, RunConfig, load_recipe, read_table, refer, to_toml
 from temper.config.memory import settled_choice, with_choice, with_stored_choice
 from temper.errors import BackendError, TemperError, UserError
-from temper.integrity import verify
+from temper.folders.integrity import verify
 from temper.models.load import find_checkpoint
 from temper.rollout.source import StepFailure
 from temper.runs.alarms.alarms import Alarms, StopRun, line_of
@@ -160,7 +160,11 @@ async def run_stages(stages: Sequence[RunConfig], folder: Path, records: RunReco
         store.begin_stage(index, config.stage, config.steps)
         if done < config.steps:
             listeners = Listeners(
-                note=partial(store.event, "info"), warn=records.warn, show=display.show, audit=store.audit
+                note=partial(store.event, "info"),
+                warn=records.warn,
+                show=display.show,
+                doing=display.doing,
+                audit=store.audit,
             )
             caches = folder / "caches" / checkpoints.name
             stage = build_stage(
@@ -200,7 +204,8 @@ async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, records: 
         watch=alarms,
     )
     try:
-        with explain_out_of_memory(stage), _unfinished_kept(store, stage.index):
+        full = explain_out_of_memory(stage.config, stage.objective, stage.data, stage.origin)
+        with full, _unfinished_kept(store, stage.index):
             await loop.run(plan)
     finally:
         await stage.close()

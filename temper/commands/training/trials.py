@@ -6,7 +6,7 @@ Owns: which tasks are tried, and what makes a dry run fail. Refuses: drawing; no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
@@ -21,10 +21,17 @@ from temper.stages.reading.data import StageData
 from temper.types import Message, Score, ScoreKind, Status, Task, Trajectory
 
 REWARD_TRIALS = 16
+"""Training tasks, and as many held-out ones: a judge may cost a second each."""
+OWN_TRIALS = 512
+"""Rows of training files on which a function of the user's is tried: what it fails on would else be met in mid-run."""
 NO_BETTER = (
     "no gold answer is worth more than saying nothing. Either right answers are written in another way than the gold "
     "ones (in tags, in a box), or the reward is wrong and nothing can be learned from it"
 )
+BLANK = "all gold answers that were tried are blank. Name the column that has them (answer_field), or mend the file"
+IN_DOUBT = "in doubt"
+"""Ends the name of a line that says what may be wrong."""
+TRAINING, HELD_OUT = "training tasks", "held-out ones"
 
 
 async def try_environment(config: RunConfig, data: StageData) -> dict[str, str]:
@@ -55,7 +62,8 @@ async def try_reward(
 
     Raises UserError when a gold answer cannot be scored, or when it could not be said within the limit of tokens.
     """
-    tasks = [task for task in data.asked if task.answer is not None][:REWARD_TRIALS]
+    groups = _tried_tasks(data, rubric, has_own=any(":" in part.kind for part in parts))
+    tasks = [task for group in groups.values() for task in group]
     # Only a reward that the environment pays needs the environment.
     make_env = env_maker(config) if any(part.kind == "env" for part in parts) else None
     say = partial(_saying, make_env, seed=config.seed, seconds=config.rollout.episode_seconds)
@@ -74,10 +82,44 @@ async def try_reward(
         await rubric.close()
     worthy = [task for task, right, none in zip(tasks, gold, empty, strict=True) if _value(right) > _value(none)]
     _require_sayable(config, data, worthy)
-    found = {f"{name} of gold answers": _summary(gold), f"{name} of empty answers": _summary(empty)}
-    if not worthy and any((task.answer or "").strip() for task in tasks):
-        found[f"{name} in doubt"] = NO_BETTER
+    found = {f"{name} of gold answers": _by_group(groups, gold), f"{name} of empty answers": _by_group(groups, empty)}
+    doubts = _doubts(groups, {task.id for task in worthy})
+    if doubts:
+        found[f"{name} {IN_DOUBT}"] = "; ".join(f"of {' and '.join(labels)}, {text}" for text, labels in doubts.items())
     return found
+
+
+def _doubts(groups: Mapping[str, Sequence[Task]], worthy: Set[str]) -> dict[str, list[str]]:
+    """What to say of groups in which no gold answer is worth anything. Where none has a word, nothing is expected."""
+    with_words = {label for label, group in groups.items() if any((task.answer or "").strip() for task in group)}
+    doubts: dict[str, list[str]] = {}
+    for label, group in groups.items():
+        if with_words and not any(task.id in worthy for task in group):
+            doubts.setdefault(NO_BETTER if label in with_words else BLANK, []).append(label)
+    return doubts
+
+
+def _tried_tasks(data: StageData, rubric: CompositeReward, *, has_own: bool) -> dict[str, list[Task]]:
+    """By what they are for. Rows of files are taken from all over the files; a verifier judges held-out tasks alone."""
+    held_out = {task.id for task in data.heldout}
+    training: dict[str, Task] = {}
+    if rubric is data.rubric:
+        drawn = [task for task in data.asked if task.id not in held_out]
+        rows = data.rows if drawn else ()
+        limit = OWN_TRIALS if has_own else REWARD_TRIALS
+        spread = [rows[place * len(rows) // limit] for place in range(limit)] if len(rows) > limit else rows
+        training = {task.id: task for task in (spread or drawn[:REWARD_TRIALS]) if task.answer is not None}
+    asked = [task for task in data.asked if task.id in held_out and task.answer is not None][:REWARD_TRIALS]
+    return {label: group for label, group in ((TRAINING, list(training.values())), (HELD_OUT, asked)) if group}
+
+
+def _by_group(groups: Mapping[str, Sequence[Task]], scores: Sequence[Score]) -> str:
+    """What each group's tasks are worth; the scores are of all of them, in order."""
+    said, start = [], 0
+    for label, group in groups.items():
+        said.append(_summary(scores[start : start + len(group)], label))
+        start += len(group)
+    return ", ".join(said) if said else "none"
 
 
 async def _saying(
@@ -141,8 +183,8 @@ def _value(score: Score) -> float:
     return float("-inf") if score.value is None else score.value
 
 
-def _summary(scores: Sequence[Score]) -> str:
+def _summary(scores: Sequence[Score], label: str) -> str:
     values = [score.value for score in scores if score.value is not None]
     reasons = sorted({str(score.reason) for score in scores if score.value is None})
-    mean = f"mean {sum(values) / len(values):.3g} of {len(values)}" if values else "none"
+    mean = f"mean {sum(values) / len(values):.3g} of {len(values)} {label}" if values else f"none of {label}"
     return f"{mean}; not scored: {'; '.join(reasons)}" if reasons else mean

@@ -1,12 +1,17 @@
-// What the policy is taught with. Owns: pass rates, groups without signal, the prompt ledger, the curriculum.
+// What the policy is taught with. Owns: pass rates, groups without signal, the prompt ledger, the curriculum, what was
+// chosen.
 import { remembered } from "./api.js";
 import { Chart } from "./charts.js";
 import { curves } from "./curves.js";
 import { card, el, empty, fill, isNumber, label, number, percent, table, tile } from "./dom.js";
+import { promptCard, stacked } from "./prompts.js";
 import { boundaries, layOut } from "./stages.js";
 import { COLORS } from "./traces.js";
 
-export async function mount(root, { run, address, isCurrent }) {
+const LEFT = /^data\/(skipped|solved|in_band)/;
+const SHARED = /^data\/(pool_|weight\/)/;
+
+export async function mount(root, { run, view, address, isCurrent }) {
   const state = { run };
   const tiles = el("div", { class: "tiles" });
   const histogram = new Chart(
@@ -23,13 +28,34 @@ export async function mount(root, { run, address, isCurrent }) {
     height: 260,
     y: "pass rate",
   });
+  const rates = new Chart(
+    "Prompts by pass rate",
+    "Share of the prompts seen so far, by their running pass rate. A growing middle can be learned from; ends that grow cannot.",
+    { height: 260, y: "share of prompts", hasLog: false },
+  );
+  const passed = new Chart(
+    "What draws passed over",
+    "By data.choose: prompts that draws came upon and left, and known prompts that are solved or lie in the band.",
+    { height: 260, y: "share" },
+  );
+  const pools = new Chart(
+    "What draws were shared out over",
+    "By data.choose: pools of the prompts that were drawn, and weights of the sources for the next draws.",
+    { height: 260, y: "share of draws" },
+  );
+  const every = promptCard({ run, view, address, isCurrent });
   const dropped = card("Why groups were dropped", "Prompts that were drawn but not trained, by reason.");
   const hard = card("Hardest prompts", "Lowest pass rates. Many at 0: too hard, or a broken verifier.");
   const easy = card("Easiest prompts", "Highest pass rates. Many at 1: nothing left to learn there.");
   fill(
     root,
     tiles,
-    el("div", { class: "grid two" }, histogram.node, signal.node, curriculum.node, dropped.node, hard.node, easy.node),
+    el(
+      "div",
+      { class: "grid two" },
+      [histogram, signal, rates, curriculum, passed, pools, hard, easy].map((one) => one.node),
+    ),
+    el("div", { class: "stack", style: { "margin-top": "16px" } }, every.node, dropped.node),
   );
 
   const open = (row) => {
@@ -59,15 +85,32 @@ export async function mount(root, { run, address, isCurrent }) {
       { ...boundaries(lay), yaxis: { rangemode: "tozero" }, showlegend: true },
       "Appears when tasks come from more than one source or family.",
     );
+    rates.set(
+      stacked(found.spread, state.run, lay),
+      { ...boundaries(lay), barmode: "stack", bargap: 0, showlegend: true, yaxis: { rangemode: "tozero", tickformat: ".0%" } },
+      "Appears with the first step that draws prompts and is judged by a reward.",
+    );
+    for (const [chart, names] of [
+      [passed, LEFT],
+      [pools, SHARED],
+    ]) {
+      const series = Object.fromEntries(Object.entries(found.chosen || {}).filter(([name]) => names.test(name)));
+      chart.node.hidden = !Object.keys(found.chosen || {}).length; // most recipes choose nothing
+      chart.set(
+        drawn(series),
+        { ...boundaries(lay), yaxis: { rangemode: "tozero" }, showlegend: true },
+        "The choosers of this recipe have no say in it.",
+      );
+    }
     fill(dropped.body, reasons(found.ledger || {}));
     fill(hard.body, prompts(found.hardest, "Hardest prompts", open, found.ties?.hardest));
     fill(easy.body, prompts(found.easiest, "Easiest prompts", open, found.ties?.easiest));
   }
-  await load();
+  await Promise.all([load(), every.load()]);
   return {
     update: (kinds, current) => {
       state.run = current;
-      return load();
+      return Promise.all([load(), every.isBusy() ? null : every.load()]);
     },
   };
 }

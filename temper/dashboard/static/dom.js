@@ -181,3 +181,22 @@ export function table(columns, rows, { open = null, label = "" } = {}) {
     el("table", {}, el("thead", {}, head), el("tbody", {}, body)),
   );
 }
+
+/** Titles of a table that sort it: of columns that have a key. order: the key, with - before it when the highest comes
+ * first. sort(order) is called with the new one. */
+export function sortHead(columns, order, sort) {
+  return columns.map((column) => {
+    if (!column.key) return el("th", { scope: "col", class: column.number && "number" }, column.title);
+    const isSorted = order.replace(/^-/, "") === column.key;
+    const isDown = order.startsWith("-");
+    const turn = () => {
+      sort(isSorted && !isDown ? `-${column.key}` : column.key);
+      document.querySelector(`[data-sort="${CSS.escape(column.key)}"]`)?.focus();
+    };
+    const mark = isSorted ? (isDown ? " ↓" : " ↑") : "";
+    const attributes = { type: "button", class: "sort", data: { sort: column.key }, on: { click: turn } };
+    const button = el("button", attributes, column.title, mark);
+    const sorting = isSorted ? (isDown ? "descending" : "ascending") : "none";
+    return el("th", { scope: "col", class: column.number && "number", "aria-sort": sorting }, button);
+  });
+}

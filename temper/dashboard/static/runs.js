@@ -1,6 +1,6 @@
 // All runs in one table. Owns: sorting, searching, choosing runs to compare, tags and notes.
 import { ask, send } from "./api.js";
-import { ago, badge, card, duration, el, empty, exact, failure, fill, isNumber, number, runLabel } from "./dom.js";
+import { ago, badge, card, duration, el, empty, exact, failure, fill, isNumber, number, runLabel, sortHead } from "./dom.js";
 import { address } from "./view.js";
 
 const TONES = { running: "good", finished: "", failed: "bad", dead: "bad", stopped: "warn" };
@@ -116,7 +116,11 @@ function columnsOf(state, view, edit, choose) {
   const planned = (run) => run.stages.reduce((sum, one) => sum + one.steps, 0);
   const alarms = (run) => Object.values(run.alarms).reduce((sum, times) => sum + times, 0);
   return [
-    { key: "", title: "", cell: (run) => chooser(run, state, runs, choose) },
+    {
+      key: "",
+      title: el("span", { class: "hidden" }, "Compare"),
+      cell: (run) => chooser(run, state, runs, choose),
+    },
     {
       key: "name",
       title: "Run",
@@ -209,21 +213,9 @@ function sorted(runs, columns, order) {
 }
 
 function tableOf(columns, runs, view, draw) {
-  const order = view.get("sort", "name");
-  const head = columns.map((column) => {
-    if (!column.key) return el("th", { scope: "col" }, el("span", { class: "hidden" }, "Compare"));
-    const isSorted = order.replace(/^-/, "") === column.key;
-    const isDown = order.startsWith("-");
-    const sort = () => {
-      view.set({ sort: isSorted && !isDown ? `-${column.key}` : column.key });
-      draw();
-      document.querySelector(`[data-sort="${CSS.escape(column.key)}"]`)?.focus();
-    };
-    const mark = isSorted ? (isDown ? " ↓" : " ↑") : "";
-    const attributes = { type: "button", class: "sort", data: { sort: column.key }, on: { click: sort } };
-    const button = el("button", attributes, column.title, mark);
-    const sorting = isSorted ? (isDown ? "descending" : "ascending") : "none";
-    return el("th", { scope: "col", class: column.number && "number", "aria-sort": sorting }, button);
+  const head = sortHead(columns, view.get("sort", "name"), (sort) => {
+    view.set({ sort });
+    draw();
   });
   const open = (run) => {
     location.hash = address(run.id, "overview");

@@ -64,6 +64,13 @@ class Chunks:
             wanted=ends[is_done] - 1,
         )
 
+    @staticmethod
+    def none() -> Chunks:
+        """A pass that computes nothing."""
+        empty = np.zeros(0, dtype=np.int64)
+        columns = ("tokens_T", "positions_T", "slots_T", "starts_N", "counts_N", "wanted")
+        return Chunks(**dict.fromkeys(columns, empty), blocks_NM=empty.reshape(0, 0))
+
     @property
     def query_starts(self) -> NDArray[np.int64]:
         """[N + 1]: which tokens belong to which row."""
@@ -115,8 +122,8 @@ class ChunkGraphs:
 
     def wanted_states(self, chunks: Chunks) -> Tensor | None:
         """[wanted, D]. None: a pass of this size gains nothing from a graph."""
-        size = _size(chunks, len(self._blocks_NM))
-        if size.tokens > MOST_TOKENS:
+        size = self.size_of(len(chunks.tokens_T), len(chunks.counts_N), chunks.longest)
+        if size is None:
             return None
         self._fill(chunks, size)
         if size not in self._recorded:
@@ -129,6 +136,18 @@ class ChunkGraphs:
         replay, states_ND = self._recorded[size]
         replay()
         return states_ND[: len(chunks.wanted)]
+
+    def size_of(self, num_tokens: int, num_rows: int, longest: int) -> Size | None:
+        """Of the graph for such a pass; None: it gains nothing from one."""
+        size = _rounded(Size(num_tokens, num_rows, longest), len(self._blocks_NM))
+        return size if size.tokens <= MOST_TOKENS else None
+
+    def record_ahead(self, size: Size) -> None:
+        """Records the graph with nobody in it: its tokens belong to no row, and the scratch block takes what they
+        store. How often passes of this size were met is not changed."""
+        if size not in self._recorded and len(self._recorded) < MOST_GRAPHS:
+            self._fill(Chunks.none(), size)
+            self._recorded[size] = self._record(partial(self._run, size))
 
     def _run(self, size: Size) -> Tensor:
         tokens_T, positions_T, slots_T = self._integers_3T[:, : size.tokens]
@@ -158,9 +177,8 @@ class ChunkGraphs:
             target.copy_(torch.from_numpy(source), non_blocking=True)
 
 
-def _size(chunks: Chunks, most_rows: int) -> Size:
+def _rounded(asked: Size, most_rows: int) -> Size:
     """Powers of two, and no small ones: requests that come as others end make passes of every size, and to record one
     takes as long as many replays."""
-    asked = Size(len(chunks.tokens_T), len(chunks.counts_N), chunks.longest)
     size = Size(*(max(least, 1 << (count - 1).bit_length()) for least, count in zip(LEAST, asked, strict=True)))
     return size._replace(rows=min(size.rows, most_rows))

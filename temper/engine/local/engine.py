@@ -10,17 +10,19 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
+from temper.engine.in_flight import InFlight
 from temper.engine.local.attention import PagedCache
 from temper.engine.local.graphs import GraphLimits
 from temper.engine.local.runner import Runner
 from temper.engine.local.scheduler import Scheduler
 from temper.engine.local.sequence import Sequence, StopTexts, Watch, random_key
 from temper.engine.local.step import Stepper
+from temper.engine.local.warming import ExpectedRequests
 from temper.errors import BackendError, ContextFull, OutOfMemory, TaskError
 from temper.models.float8.layers import float8_layers
 from temper.models.load import shape_of
@@ -87,6 +89,7 @@ class LocalEngine:
         self._may_step = asyncio.Event()
         self._may_step.set()
         self._num_requests = 0
+        self._in_flight = InFlight()
         self._waiting: set[asyncio.Future[Completion]] = set()
         self._failure: BaseException | None = None
 
@@ -117,7 +120,8 @@ class LocalEngine:
         self._num_requests += 1
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive(), name="local engine")
-        return await self._delivered(future, sequence)
+        with self._in_flight.request():
+            return await self._delivered(future, sequence)
 
     async def abort(self, request_id: str) -> None:
         self._scheduler.stop(request_id, Finish.ABORT)
@@ -155,14 +159,31 @@ class LocalEngine:
         is faster than side by side: small decode steps would queue behind large ones, and both have one interpreter."""
         self._may_step.clear()
         try:
-            yield
+            with self._in_flight.held():
+                yield
         finally:
             self._may_step.set()
+
+    async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
+        """Compiles and records, on a GPU, what these requests will need. What is drawn later, and every count, is the
+        same as without it. `tell` hears, before each recording, how many are done, and of how many."""
+        assert not self.has_work, "a recording would overwrite what running requests draw"
+        rows = min(expected.num_rows, self._settings.max_running)
+        expected = replace(
+            expected, num_rows=rows, longest=min(expected.longest, self._settings.max_length),
+            num_prompts=min(expected.num_prompts, rows),
+        )  # fmt: skip
+        recordings = self._runner.recordings(expected, self._settings.tokens_per_step)
+        with self.paused():
+            for done, record in enumerate(recordings):
+                tell(done, len(recordings))
+                record()
+                await asyncio.sleep(0)  # a run may be stopped meanwhile
 
     def stats(self) -> Mapping[str, float]:
         """Since the last call. kv_use is the peak; running, waiting and occupancy are means over steps; tokens per
         second are over the time spent in steps."""
-        return self._stepper.meter.since_last()
+        return {**self._stepper.meter.since_last(), "drawing_seconds": self._in_flight.seconds()}
 
     def utilisation(self) -> Mapping[str, float]:
         """Gauges of now and totals since the start, named for a scraper of metrics. Reading resets nothing."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +23,26 @@ from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.sampling import Table
 from temper.engine.local.tables import BlockTables
 
-Forward = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""(tokens [N], positions [N], blocks [N, M], about how long the longest row is) -> hidden states [N, D]; stores the
-tokens' keys and values."""
+
+class DecodeWork(NamedTuple):
+    """What a decode step is made of."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    """(tokens [N], positions [N], blocks [N, M], splits) -> hidden states [N, D]; stores keys and values of the
+    tokens."""
+    logits: Callable[[Tensor], Tensor]
+    splits: Callable[[int, int], int]
+    """(rows, about how long the longest is) -> in how many parts the keys of a row are read at once."""
+
+
+class GraphKey(NamedTuple):
+    """What makes a recorded step another one."""
+
+    size: int
+    splits: int
+    draws: bool
+    """Whether it draws the next token, too, in place of ending with the hidden states."""
+
 
 SHORT = 256
 """Rows shorter than this count as this long."""
@@ -48,11 +65,9 @@ Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
 class DecodeGraphs:
     def __init__(
-        self, forward: Forward, logits: Callable[[Tensor], Tensor], limits: GraphLimits, block_size: int,
-        device: torch.device, record: Record,
+        self, work: DecodeWork, limits: GraphLimits, block_size: int, device: torch.device, record: Record
     ) -> None:  # fmt: skip
-        self._record = record
-        self._forward, self._logits = forward, logits
+        self._work, self._record = work, record
         rows = bucket(limits.max_rows)
         # Beyond its limit a row draws into the scratch block; what it draws there is thrown away.
         width = limits.max_blocks + -(-limits.max_steps // block_size) + 1
@@ -63,19 +78,19 @@ class DecodeGraphs:
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._drawn_SN = torch.zeros((limits.max_steps, rows), dtype=torch.int64, device=device)
         self._logprobs_SN = torch.zeros((limits.max_steps, rows), device=device)
-        self._recorded: dict[tuple[int, int, bool], tuple[Callable[[], None], Tensor]] = {}
+        self._recorded: dict[GraphKey, tuple[Callable[[], None], Tensor]] = {}
 
     def hidden(self, decode_R: Rows_R, rows: Rows) -> Tensor:
         """Hidden states of every row's last token."""
         self._fill(decode_R, rows)
-        replay, output = self._graph(bucket(len(decode_R)), _length(decode_R, rows), draws=False)
+        replay, output = self._graph(self.key_of(len(decode_R), _longest(decode_R, rows), draws=False))
         replay()
         return output[: len(decode_R)]
 
     def draw(self, decode_R: Rows_R, rows: Rows, steps: int) -> Table:
         """The next `steps` tokens of every row. The table is valid until the next call."""
         self._fill(decode_R, rows)
-        replay, _ = self._graph(bucket(len(decode_R)), _length(decode_R, rows), draws=True)
+        replay, _ = self._graph(self.key_of(len(decode_R), _longest(decode_R, rows), draws=True))
         for _ in range(steps):
             replay()
         count = len(decode_R)
@@ -96,27 +111,41 @@ class DecodeGraphs:
         self.tables.seat(decode_R, rows, size)
         self._step.zero_()
 
-    def _graph(self, size: int, length: int, *, draws: bool) -> tuple[Callable[[], None], Tensor]:
-        """The graph for this many rows of about this length, recorded the first time it is needed."""
-        if (size, length, draws) not in self._recorded:
+    def key_of(self, num_rows: int, longest: int, *, draws: bool) -> GraphKey:
+        """Which graph steps so many rows, the longest of them about this long."""
+        size = bucket(num_rows)
+        return GraphKey(size, self._work.splits(size, rounded_length(longest)), draws)
+
+    def record_ahead(self, key: GraphKey) -> None:
+        """Records the graph with nobody in it: all rows compute the first position of the scratch block. Whoever was
+        seated is seated anew by the next step."""
+        self.tables.clear()
+        self._tokens_N.zero_()
+        self._positions_N.zero_()
+        self._graph(key)
+
+    def _graph(self, key: GraphKey) -> tuple[Callable[[], None], Tensor]:
+        """The graph, recorded the first time it is needed."""
+        if key not in self._recorded:
             moved = (self._tokens_N, self._positions_N)
             saved = [tensor.clone() for tensor in moved]
-            self._recorded[size, length, draws] = self._record(partial(self._run, size, length, draws))
+            self._recorded[key] = self._record(partial(self._run, key))
             # Recording ran the work and moved the rows on. Keys and values it wrote are written again by replays.
             for tensor, value in zip(moved, saved, strict=True):
                 tensor.copy_(value)
             self._step.zero_()
-        return self._recorded[size, length, draws]
+        return self._recorded[key]
 
-    def _run(self, size: int, length: int, draws: bool) -> Tensor:
+    def _run(self, key: GraphKey) -> Tensor:
         from temper.models.kernels.draw import draw_tokens
 
+        size = key.size
         tokens_N, positions_N = self._tokens_N[:size], self._positions_N[:size]
-        hidden_ND = self._forward(tokens_N, positions_N, self.tables.blocks_NM[:size], length)
-        if not draws:
+        hidden_ND = self._work.forward(tokens_N, positions_N, self.tables.blocks_NM[:size], key.splits)
+        if not key.draws:
             return hidden_ND
         drawn_N, logprobs_N = draw_tokens(
-            self._logits(hidden_ND), self._temperature_N[:size], self._keys_N[:size], positions_N + 1
+            self._work.logits(hidden_ND), self._temperature_N[:size], self._keys_N[:size], positions_N + 1
         )
         # Modulo: recording runs the work more often than there are steps.
         place = self._step % len(self._drawn_SN)
@@ -132,9 +161,11 @@ class CudaRecorder:
     def __init__(self) -> None:
         # One pool for all graphs: only one of them runs at a time, and its output is consumed before the next.
         self._pool = torch.cuda.graph_pool_handle()
+        # And one stream: what is cached for a stream, and the workspaces of libraries, no other can use.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels compile and libraries allocate on first use, which a capture forbids
             for _ in range(2):
@@ -175,9 +206,13 @@ def bucket(count: int) -> int:
     return 1 << (count - 1).bit_length() if count <= 256 else -(-count // 128) * 128
 
 
-def _length(decode_R: Rows_R, rows: Rows) -> int:
-    """Length of the longest of these rows, down to a power of two: few values, as each needs a recording."""
-    return max(SHORT, 1 << (int(rows.length[decode_R].max()).bit_length() - 1))
+def rounded_length(length: int) -> int:
+    """Down to a power of two: few values, as another one may need another recording."""
+    return max(SHORT, 1 << (length.bit_length() - 1))
+
+
+def _longest(decode_R: Rows_R, rows: Rows) -> int:
+    return int(rows.length[decode_R].max())
 
 
 def _to(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -21,11 +21,13 @@ from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.runner import Runner
 from temper.engine.local.sampling import Draws, Table, draw
 from temper.engine.local.scheduler import Schedule
+from temper.engine.local.warming import ExpectedRequests
+from temper.engine.wrapped import WrappedSampler
 from temper.models.save import saved_tensors
 from temper.models.states import Head
 from temper.objectives.losses.unpaired import geometric_mixture
 from temper.protocols import Sampler
-from temper.types import Completion, Publication, Request
+from temper.types import Publication
 
 NO_VERSION = -1
 """Version of tokens that no version of the policy drew."""
@@ -76,8 +78,8 @@ class MixedRunner(Runner):
         return draw(geometric_mixture(*logits_RV, self._share), draws)
 
 
-class Opponent:
-    """Implements protocols.Sampler. Its log-probabilities are of the distribution it draws from, not the policy's."""
+class Opponent(WrappedSampler):
+    """Its log-probabilities are of the distribution it draws from, not the policy's."""
 
     def __init__(
         self,
@@ -99,19 +101,7 @@ class Opponent:
             caches = make_cache(policy, settings), make_cache(reference, settings)
             self._model, runner = policy, MixedRunner(policy, reference, caches, share)
         self._engine = LocalEngine(self._model, settings, version=NO_VERSION, decode=decode, runner=runner)
-
-    @property
-    def version(self) -> int:
-        return self._engine.version
-
-    async def generate(self, request: Request) -> Completion:
-        return await self._engine.generate(request)
-
-    async def abort(self, request_id: str) -> None:
-        await self._engine.abort(request_id)
-
-    async def interrupt(self, request_id: str) -> None:
-        await self._engine.interrupt(request_id)
+        super().__init__(self._engine)
 
     async def load(self, publication: Publication) -> None:
         """Looks at its models again. The policy's own sampler has loaded the new weights before; both share them."""
@@ -122,41 +112,28 @@ class Opponent:
         seen = Publication(version=NO_VERSION, tensors=saved_tensors(self._model))
         await self._engine.load(seen)
 
-    def stats(self) -> Mapping[str, float]:
-        return self._engine.stats()
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         with self._engine.paused():
             yield
 
-    async def close(self) -> None:
-        await self._engine.close()
 
-
-class WithOpponent:
-    """Implements protocols.Sampler: that of the policy, whose opponent sees every new version too."""
+class WithOpponent(WrappedSampler):
+    """That of the policy, whose opponent sees every new version too."""
 
     def __init__(self, sampler: Sampler, opponent: Opponent) -> None:
-        self._sampler, self._opponent = sampler, opponent
-
-    @property
-    def version(self) -> int:
-        return self._sampler.version
-
-    async def generate(self, request: Request) -> Completion:
-        return await self._sampler.generate(request)
-
-    async def abort(self, request_id: str) -> None:
-        await self._sampler.abort(request_id)
-
-    async def interrupt(self, request_id: str) -> None:
-        await self._sampler.interrupt(request_id)
+        super().__init__(sampler)
+        self._opponent = opponent
 
     async def load(self, publication: Publication) -> None:
         """In this order, and without a step between: the opponent draws from the weights that the first one loads."""
         await self._sampler.load(publication)
         await self._opponent.load(publication)
+
+    async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
+        """The opponent computes with the same kernels, and records its steps when it plays."""
+        assert isinstance(self._sampler, LocalEngine), "an opponent shares the weights of an engine of this process"
+        await self._sampler.warm_up(expected, tell)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -165,11 +142,12 @@ class WithOpponent:
             yield
 
     def stats(self) -> Mapping[str, float]:
-        """The policy's stats, except that kv_use is the larger of the two and preemptions are those of both."""
+        """The policy's stats, except that preemptions are those of both, and the longer drawing and larger kv_use."""
         own, other = self._sampler.stats(), self._opponent.stats()
         return {
             **own,
             "kv_use": max(own["kv_use"], other["kv_use"]),
+            "drawing_seconds": max(own["drawing_seconds"], other["drawing_seconds"]),
             "preemptions": own["preemptions"] + other["preemptions"],
         }
 

@@ -7,8 +7,9 @@ Shapes: _T tokens, _R rows, N rows of a pass, M blocks per row, _K most likely t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from temper.engine.local.attention import DecodeAttend, GpuAttend, PagedCache, PrefillAttend
 from temper.engine.local.chunks import ChunkGraphs, Chunks, ChunkTensors
-from temper.engine.local.graphs import CudaRecorder, DecodeGraphs, GraphLimits, Record
+from temper.engine.local.graphs import CudaRecorder, DecodeGraphs, DecodeWork, GraphLimits, Record
 from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.sampling import Drawn, Draws, Table, draw
 from temper.engine.local.scheduler import Schedule
+from temper.engine.local.warming import ExpectedRequests, chunk_sizes, decode_keys
 from temper.models.decoder import numerics_of
 from temper.models.nan import explain_nan
 from temper.models.states import Head, hidden_states
@@ -47,7 +49,8 @@ class Runner:
         self._chunk_graphs: ChunkGraphs | None = None
         if graphs is not None and self._is_gpu:
             record = record or CudaRecorder()
-            self._graphs = DecodeGraphs(self._decode_pass, self._logits, graphs, cache.block_size, device, record)
+            work = DecodeWork(self._decode_pass, self._logits, self._splits)
+            self._graphs = DecodeGraphs(work, graphs, cache.block_size, device, record)
             self._chunk_graphs = ChunkGraphs(self._chunk_pass, graphs, device, record)
         self._multiprocessors = 1
         if device.type == "cuda":
@@ -94,7 +97,7 @@ class Runner:
         last_R = rows.tokens[decode_R, positions].astype(np.int64)
         tokens_N, positions_N = self._tensor(last_R), self._tensor(positions)
         blocks_NM, longest = self._tensor(rows.blocks[decode_R, :width]), int(positions.max()) + 1
-        hidden_ND = self._decode_pass(tokens_N, positions_N, blocks_NM, longest)
+        hidden_ND = self._decode_pass(tokens_N, positions_N, blocks_NM, self._splits(len(decode_R), longest))
         return self.draw(hidden_ND, draws)
 
     @torch.inference_mode()
@@ -120,6 +123,27 @@ class Runner:
         tokens_R, logprobs_R = draw_tokens(logits_RV, temperature_R, integers[0], integers[1])
         drawn = {"tokens_RS": tokens_R.unsqueeze(1), "logprobs_RS": logprobs_R.unsqueeze(1)}
         return Table(**drawn) if draws.is_plain else replace(draw(logits_RV, draws), **drawn)
+
+    def recordings(self, expected: ExpectedRequests, tokens_per_step: int) -> list[Callable[[], None]]:
+        """What is compiled and recorded for these requests, piece by piece, in the order in which it saves memory.
+
+        Nothing is drawn for anybody: no request, random key or cached prefix is touched. Empty: nothing is recorded.
+        """
+        if self._graphs is None or self._chunk_graphs is None:
+            return []
+        keys = decode_keys(self._graphs, expected)
+        sizes = chunk_sizes(self._chunk_graphs, expected, tokens_per_step)
+        pieces: list[Callable[[], None]] = [
+            *(partial(self._graphs.record_ahead, key) for key in keys),
+            *(partial(self._chunk_graphs.record_ahead, size) for size in sizes),
+            partial(self._draw_for_nobody, expected.first_draw),
+        ]
+        return [torch.inference_mode()(piece) for piece in pieces]
+
+    def _draw_for_nobody(self, draws: Draws) -> None:
+        """First tokens are drawn outside of recorded steps."""
+        width, dtype = self._head.weight.shape[1], next(self._model.parameters()).dtype
+        self.fetch([self.draw(torch.zeros((1, width), dtype=dtype, device=self._device), draws)])
 
     def fetch(self, tables: Sequence[Table]) -> list[Drawn]:
         """Everything that was drawn, on the host. Tokens and log-probabilities of all tables come in one transfer."""
@@ -170,7 +194,7 @@ class Runner:
             attend = PrefillAttend(self._cache, chunks.slots_T, *rows, exact=self._is_exact)
         return hidden_states(self._model, chunks.tokens_T, chunks.positions_T, attend)
 
-    def _decode_pass(self, tokens_N: Tensor, positions_N: Tensor, blocks_NM: Tensor, longest: int) -> Tensor:
+    def _decode_pass(self, tokens_N: Tensor, positions_N: Tensor, blocks_NM: Tensor, splits: int) -> Tensor:
         block_size = self._cache.block_size
         block_N = blocks_NM.gather(1, (positions_N // block_size).unsqueeze(1)).squeeze(1)
         slots_N = block_N * block_size + positions_N % block_size
@@ -183,14 +207,16 @@ class Runner:
                 positions_N=positions_N,
                 query_starts=torch.arange(len(tokens_N) + 1, device=self._device),
                 longest_query=1,
-                splits=0 if self._is_exact else self._splits(len(tokens_N), longest),
+                splits=splits,
             )
         else:
             attend = DecodeAttend(self._cache, slots_N, blocks_NM, positions_N + 1, exact=self._is_exact)
         return hidden_states(self._model, tokens_N, positions_N, attend)
 
     def _splits(self, num_rows: int, longest: int) -> int:
-        """Few long rows are shared out among all multiprocessors."""
+        """Few long rows are shared out among all multiprocessors; 0 in exact mode, whose kernel does not split."""
+        if self._is_exact or not self._is_gpu:
+            return 0
         from temper.models.kernels.tiled_attention import choose_splits
 
         return choose_splits(num_rows, self._cache.num_kv_heads, longest, self._multiprocessors)

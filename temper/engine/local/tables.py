@@ -45,6 +45,12 @@ class BlockTables:
             self.blocks_NM.view(-1).scatter_(0, sent[0], sent[1])
             self._sent_R = self._sent_R + counts_R
 
+    def clear(self) -> None:
+        """Makes every line scratch. Whoever was seated is sent anew."""
+        self.blocks_NM.fill_(SCRATCH_BLOCK)
+        self._rows_R = self._arrival_R = self._sent_R = np.empty(0, dtype=np.int64)
+        self._size = 0
+
     def _move(self, rows_R: Rows_R, arrival_R: Rows_R, size: int) -> None:
         """Lines of sequences that stay go to their new places, on the device; all others become scratch."""
         nobody = len(self.blocks_NM) - 1

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from temper.engine.in_flight import InFlight
 from temper.engine.manifest import Manifest, manifest_of
 from temper.engine.sglang.client import FIRST_PAUSE_SECONDS, SglangClient, within
 from temper.engine.sglang.probes import (
@@ -28,7 +29,7 @@ from temper.engine.sglang.probes import (
 from temper.engine.sglang.weights import take_over, write_checkpoint
 from temper.engine.sglang.wire import PartialCompletion, body_of, check_drawn, require_supported
 from temper.errors import BackendError, ContextFull, TaskError
-from temper.integrity import refuse_code
+from temper.folders.integrity import refuse_code
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
@@ -80,6 +81,7 @@ class SglangEngine:
         """Why nothing may be drawn; '' when all is well."""
         self._active: dict[str, Active] = {}
         self._counts: Counter[str] = Counter()
+        self._drawing = InFlight()
         self._starting, self._publishing = asyncio.Lock(), asyncio.Lock()
         self._is_started = False
         self._vocabulary = self._max_prompt = self._page_size = 0
@@ -115,7 +117,8 @@ class SglangEngine:
             raise TaskError(f'request "{request.id}" is under way already')
         active = self._active[request.id] = Active()
         try:
-            return await self._complete(request, active)
+            with self._drawing.request():
+                return await self._complete(request, active)
         finally:
             del self._active[request.id]
 
@@ -158,7 +161,8 @@ class SglangEngine:
         counts = {name: float(self._counts[name]) for name in names}
         self._counts.clear()
         asked = counts["cached_tokens"] + counts["prefill_tokens"]
-        return counts | {"prefix_hit_rate": counts["cached_tokens"] / asked if asked else 0.0}
+        rate = counts["cached_tokens"] / asked if asked else 0.0
+        return counts | {"prefix_hit_rate": rate, "drawing_seconds": self._drawing.seconds()}
 
     async def close(self) -> None:
         for request_id in list(self._active):

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from safetensors.torch import save_file
 
+from temper.engine.in_flight import InFlight
 from temper.engine.manifest import Manifest, check_received, manifest_of
 from temper.engine.vllm.sampling import read_back, require_supported, to_completion, to_vllm
 from temper.errors import BackendError, ContextFull, TaskError, TemperError, UserError
@@ -124,6 +125,7 @@ class VllmEngine:
         self._lock = asyncio.Lock()
         self._in_flight: dict[str, Finish | None] = {}
         """By request id: how it is being ended from outside, if it is."""
+        self._drawing = InFlight()
         self._refusal: str | None = None
         """Why nothing may be drawn now."""
         self._is_asleep, self._has_weights = False, True
@@ -154,7 +156,8 @@ class VllmEngine:
             raise TaskError(f"request {request.id} is already running")
         self._in_flight[request.id] = None
         try:
-            completion = await self._generate(request)
+            with self._drawing.request():
+                completion = await self._generate(request)
             finish = self._in_flight[request.id]
         except TemperError:
             raise
@@ -197,7 +200,8 @@ class VllmEngine:
         seen, self._monitor.counts = self._monitor.counts, {}
         counts = {name: seen.get(name, 0.0) for name in COUNTERS}
         asked = counts["prefix_hit_tokens"] + counts["prefill_tokens"]
-        return counts | {"prefix_hit_rate": counts["prefix_hit_tokens"] / asked if asked else 0.0}
+        rate = counts["prefix_hit_tokens"] / asked if asked else 0.0
+        return counts | {"prefix_hit_rate": rate, "drawing_seconds": self._drawing.seconds()}
 
     async def held(self, manifest: Manifest) -> Manifest:
         """What vLLM's model holds now, under the names of `manifest`."""

@@ -9,10 +9,13 @@ Shapes: _T packed tokens, _D width in, _O width out.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from temper.models.float8.tiles import tiles_of
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -20,11 +23,23 @@ LEAST_SCALE = 1e-12
 """Rows of zeros have a scale too."""
 WHOLE = 16
 """Widths must be multiples of this for the GPU's product."""
+HOPPER = 9
+"""The compute capability, before its point, that tiles.py is made for; others have less shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Rows:
+    """States as a product takes them: they stand for codes * scale."""
+
+    codes_TD: Tensor
+    scale_T1: Tensor
+    dtype: torch.dtype
+    """That of the states before they were quantised, in which products with them are given."""
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """(x / scale in float8, scale [rows, 1] in float32) of a matrix, row by row."""
-    if x.is_cuda:
+    if has_float8(x.device):
         from temper.models.kernels.float8 import quantize_rows as on_gpu  # triton is there with a GPU only
 
         return on_gpu(x)
@@ -35,37 +50,46 @@ def spelled_quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """What the kernel computes, in torch's words."""
     wide = x.float()
     scale = (wide.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=LEAST_SCALE)
-    # Clamped: the largest entry over its own scale may round to a little more than 448, which is NaN in float8.
-    return (wide / scale).clamp(-LARGEST, LARGEST).to(FLOAT8), scale
+    # Times the reciprocal: a kernel divides once a row. The largest entry may come out a little above 448, whence it
+    # rounds to 448; only from 464 on it would be NaN.
+    return (wide * (1.0 / scale)).to(FLOAT8), scale
 
 
-def float8_linear(hidden_TD: Tensor, weight_OD: Tensor, scale_O: Tensor, bias_O: Tensor | None) -> Tensor:
-    """hidden @ (scale * weight).T + bias, with the states quantised row by row; in the dtype of the states."""
-    rows_TD, scale_T1 = quantize_rows(hidden_TD)
-    if _can_multiply(hidden_TD, weight_OD):
-        return _device_product(rows_TD, scale_T1, weight_OD, scale_O, bias_O, hidden_TD.dtype)
-    product_TO = rows_TD.float() @ weight_OD.float().t() * scale_T1 * scale_O
+def float8_linear(states_TD: Tensor | Float8Rows, weight_OD: Tensor, scale_O: Tensor, bias_O: Tensor | None) -> Tensor:
+    """states @ (scale * weight).T + bias, with the states quantised row by row; in the dtype of the states."""
+    rows = states_TD
+    if isinstance(rows, Tensor):
+        rows = Float8Rows(*quantize_rows(rows), rows.dtype)
+    if _can_multiply(weight_OD):
+        return _device_product(rows, weight_OD, scale_O, bias_O)
+    product_TO = rows.codes_TD.float() @ weight_OD.float().t() * rows.scale_T1 * scale_O
     product_TO = product_TO if bias_O is None else product_TO + bias_O.float()
-    return product_TO.to(hidden_TD.dtype)
+    return product_TO.to(rows.dtype)
 
 
-def _device_product(
-    rows_TD: Tensor, scale_T1: Tensor, weight_OD: Tensor, scale_O: Tensor, bias_O: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Row-wise scales come with results in bfloat16 only; other dtypes are made from those."""
-    bias_O = None if bias_O is None else bias_O.to(torch.bfloat16)
+def _device_product(rows: Float8Rows, weight_OD: Tensor, scale_O: Tensor, bias_O: Tensor | None) -> Tensor:
+    tiles = tiles_of(len(rows.codes_TD), *weight_OD.shape)
+    if tiles is not None and _capability(weight_OD.device)[0] == HOPPER:
+        from temper.models.kernels.float8_products import few_rows_product  # triton is there with a GPU only
+
+        return few_rows_product(rows.codes_TD, rows.scale_T1, weight_OD, scale_O, bias_O, rows.dtype, tiles)
+    # Row-wise scales come with results in bfloat16 only; other dtypes are made from those.
     out_TO = torch._scaled_mm(
-        rows_TD, weight_OD.t(), scale_a=scale_T1, scale_b=scale_O.view(1, -1), bias=bias_O, out_dtype=torch.bfloat16,
-        use_fast_accum=True,
+        rows.codes_TD, weight_OD.t(), scale_a=rows.scale_T1, scale_b=scale_O.view(1, -1),
+        bias=None if bias_O is None else bias_O.to(torch.bfloat16), out_dtype=torch.bfloat16, use_fast_accum=True,
     )  # fmt: skip
-    return out_TO.to(dtype)
+    return out_TO.to(rows.dtype)
 
 
-def _can_multiply(hidden_TD: Tensor, weight_OD: Tensor) -> bool:
-    return hidden_TD.is_cuda and _has_products(hidden_TD.device) and not any(n % WHOLE for n in weight_OD.shape)
+def _can_multiply(weight_OD: Tensor) -> bool:
+    return has_float8(weight_OD.device) and not any(n % WHOLE for n in weight_OD.shape)
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether it rounds to float8 and multiplies it: GPUs from Ada and Hopper on. Elsewhere torch's words are used."""
+    return device.type == "cuda" and _capability(device) >= (8, 9)
 
 
 @cache
-def _has_products(device: torch.device) -> bool:
-    """Compute capability 8.9 (Ada) and 9.0 (Hopper) brought products of float8."""
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

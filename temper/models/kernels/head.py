@@ -58,7 +58,10 @@ def logits_gradient(
     return grad_RV
 
 
-@triton.jit
+# A row reads one number of each of these: where a chunk of rows begins does not matter, and must not compile anew.
+
+
+@triton.jit(do_not_specialize_on_alignment=["normalizer", "entropy"])
 def _entropy_kernel(logits, normalizer, entropy, logits_stride, temperature, num_words, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     shift = tl.load(normalizer + row)
@@ -71,7 +74,7 @@ def _entropy_kernel(logits, normalizer, entropy, logits_stride, temperature, num
     tl.store(entropy + row, tl.sum(sums_E, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens", "normalizer", "grad_logprobs", "entropy", "grad_entropy"])
 def _gradient_kernel(
     logits, tokens, normalizer, grad_logprobs, entropy, grad_entropy, grad,
     logits_stride, temperature, num_words, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,

@@ -1,7 +1,8 @@
 """RMS norm of packed rows, alone or after a residual addition, with gradients: Llama's rounding, float32 inside.
 
-Owns: both norms. Refuses: atomics, autotuning and blocks chosen by the number of rows, so that a row's result
-depends on that row and its width alone. Shapes: T packed tokens, H heads, D width.
+Owns: both norms, and their rows in float8 for the product that follows. Refuses: atomics, autotuning and blocks
+chosen by the number of rows, so that a row's result depends on that row and its width alone.
+Shapes: T packed tokens, H heads, D width.
 """
 # Triton has no types, and its kernels are not Python functions.
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def, no-untyped-call"
@@ -17,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from temper.models.kernels.float8 import codes_of, empty_rows, scale_of_largest
+
 TILES = 16
 """Tiles that one program of the backward pass adds up before it writes its part of the weight's gradient."""
 
@@ -28,9 +31,10 @@ def scale_of(x, epsilon, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_rows(
-    x_ptr, residual_ptr, weight_ptr, summed_ptr, normed_ptr, num_rows, outer, inner, epsilon,
+    x_ptr, residual_ptr, weight_ptr, summed_ptr, normed_ptr, float8_scale_ptr, num_rows, outer, inner, epsilon,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """With a place for scales, `normed` is float8: quantised from what would have been written otherwise."""
     dtype = x_ptr.dtype.element_ty
     # 64 bits: rows times stride passes 2**31 in long batches.
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -44,7 +48,17 @@ def norm_rows(
         x = x.to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(dtype).to(tl.float32)
     normed = (x * scale_of(x, epsilon, WIDTH)).to(dtype).to(tl.float32)
-    tl.store(normed_ptr + place, (normed * weight).to(dtype), mask=mask)
+    normed = (normed * weight).to(dtype)
+    if float8_scale_ptr is not None:
+        wide = normed.to(tl.float32)
+        scale = scale_of_largest(tl.max(tl.abs(wide), axis=1))[:, None]
+        tl.store(float8_scale_ptr + row, scale, mask=row < num_rows)
+        # As many a thread as there are 16 bytes of before: wider stores would divide the row, and with it the order of
+        # the sum, in another way, and these codes would not be those of the row that is written otherwise.
+        target = tl.max_contiguous(normed_ptr + place, (1, 128 // dtype.primitive_bitwidth))
+        tl.store(target, codes_of(wide, tl.div_rn(1.0, scale)), mask=mask)
+    else:
+        tl.store(normed_ptr + place, normed, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -114,7 +128,7 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float) 
     num_rows, options = x.numel() // x.shape[-1], launch_options(x.shape[-1])
     if num_rows:
         norm_rows[(triton.cdiv(num_rows, options["ROWS"]),)](
-            x, None if residual is None else aligned(residual), aligned(weight), summed, normed,
+            x, None if residual is None else aligned(residual), aligned(weight), summed, normed, None,
             num_rows, outer, inner, epsilon, HEADS=heads, **options,
         )  # fmt: skip
     return normed, summed
@@ -188,3 +202,20 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: f
     normed, summed = forward(x_TD, residual_TD, weight_D, epsilon)
     assert summed is not None
     return normed, summed
+
+
+def add_rms_norm_float8(
+    x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, epsilon: float
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """((codes, scales) of what add_rms_norm gives, the sum), without gradient. No x: of the residual alone."""
+    num_rows, width = residual_TD.shape
+    codes, scale = empty_rows(num_rows, width, residual_TD.device)
+    options = launch_options(width)
+    x, residual, summed = aligned(residual_TD), None, None
+    if x_TD is not None:
+        x, residual, summed = aligned(x_TD), x, torch.empty_like(x)
+    if num_rows:
+        norm_rows[(triton.cdiv(num_rows, options["ROWS"]),)](
+            x, residual, aligned(weight_D), summed, codes, scale, num_rows, width, 0, epsilon, HEADS=1, **options
+        )
+    return (codes, scale), residual_TD if summed is None else summed

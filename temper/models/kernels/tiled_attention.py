@@ -165,9 +165,13 @@ def _launch_tiles(
     grid = (triton.cdiv(longest_query * per_kv, lines), num_kv_heads, len(starts) - 1)
     if 0 in grid:
         return
+    # Packed keys are one block, whose stride would grow with the number of tokens.
+    key_strides, value_strides = (
+        (tensor.stride(0) if block_size else 0, *tensor.stride()[1:3]) for tensor in (key, value)
+    )
     _tiles_kernel[grid](
         query, key, value, output, table, starts, positions,
-        scaling * _LOG2_E, sliding_window or _UNLIMITED, *query.stride()[:2], *key.stride()[:3], *value.stride()[:3],
+        scaling * _LOG2_E, sliding_window or _UNLIMITED, *query.stride()[:2], *key_strides, *value_strides,
         table.stride(0), PER_KV=per_kv, HEAD=head_dim, WIDE=wide, LINES=lines, TILE=TILE_KEYS,
         BLOCK_SIZE=block_size, PRECISION=_precision(query), **_launch_shape(wide, key),
         # Fused products and sums would round differently wherever the compiler happens to fuse them.
@@ -191,6 +195,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     assert query.shape[1] % key.shape[-2] == 0
     assert query.dtype == key.dtype == value.dtype
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+
+
+# Strides of queries, keys and values belong to the model, and that 16 divides them lets a thread load 16 bytes at once:
+# they are specialised. What changes from step to step is not: a kernel would be compiled in the midst of a run.
 
 
 @triton.jit
@@ -240,7 +248,7 @@ def _sweep(
     return maximum_R, normalizer_R, sum_RD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["table", "starts", "positions"])
 def _tiles_kernel(
     query, key, value, output, table, starts, positions, scale, window,
     query_token, query_head, key_block, key_slot, key_head, value_block, value_slot, value_head, table_row,
@@ -277,7 +285,7 @@ def _tiles_kernel(
     tl.store(output_R[:, None] + column_D[None, :], result_RD, mask=is_real_RD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "num_norms", "splits"], do_not_specialize_on_alignment=["table", "lengths"])
 def _decode_kernel(
     query, key, value, sums, norms, table, lengths, scale, window,
     query_token, query_head, key_block, key_slot, key_head, value_block, value_slot, value_head, table_row,
@@ -315,7 +323,7 @@ def _decode_kernel(
     tl.store(sums + place_R[:, None] * HEAD + column_D[None, :], sum_RD.to(sums.dtype.element_ty), mask=is_real_RD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_norms", "splits"])
 def _merge_kernel(
     sums, norms, output, num_norms, splits, HEAD: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip

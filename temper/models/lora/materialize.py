@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import BackendError, UserError
-from temper.integrity import write_manifest
+from temper.folders.integrity import write_manifest
 from temper.models.load import load_model, load_tokenizer
 from temper.models.lora.wrapping import (
     LoadModel,

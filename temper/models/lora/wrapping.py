@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from temper.errors import BackendError, UserError, did_you_mean, install_line
-from temper.integrity import verify
+from temper.folders.integrity import verify
 from temper.models.lora.low_rank import ADAPTER, is_adapted, merged_weight
 from temper.models.nf4.holding import hold_in_four_bits, hold_in_full, whole_linear
 from temper.models.nf4.layers import FourBitLinear, holds_four_bits

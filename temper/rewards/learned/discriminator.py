@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from temper.errors import BackendError, TaskError, UserError
-from temper.integrity import verify
+from temper.folders.pretrained import read_pretrained
 from temper.protocols import Reward
 from temper.rewards.learned.model import Batcher, ConversationTooLong, conversation_of, encode_chat, require_room
 from temper.types import Group, Message, Scalar, Score, Task, Trajectory
@@ -231,24 +231,14 @@ def _load(path: str, device: str, where: str) -> tuple[Any, Any]:
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         raise UserError(f'{where}: path="{path}" has no config.json. Give a Hugging Face directory on this machine.')
-    verify(folder)
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # it would report the head as missing; what may be missing is checked
     try:
-        model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
-            folder,
-            local_files_only=True,
-            dtype=torch.float32,
-            num_labels=1,
-            output_loading_info=True,
-            trust_remote_code=False,
+        model, info = read_pretrained(
+            transformers.AutoModelForSequenceClassification, folder, is_quiet=True, dtype=torch.float32, num_labels=1
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model = model.to(device).eval()  # no dropout: a score must be a function of the text
     except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last: torch without CUDA
         raise UserError(f'{where}: path="{path}" cannot be loaded ({error}).') from error
-    finally:
-        transformers.logging.set_verbosity(verbosity)
     if not tokenizer.chat_template:
         raise UserError(f'{where}: path="{path}" has no chat template. Put a chat_template.jinja into it.')
     head = {name: p for name, p in model.named_parameters() if p.shape[0] == 1 and not name.startswith("model.")}

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from temper.errors import UserError
-from temper.integrity import verify
+from temper.folders.integrity import verify
+from temper.folders.pretrained import read_pretrained
 from temper.markers import markers_of
 from temper.protocols import Reward
 from temper.types import Message, Score, Task, Trajectory
@@ -110,13 +111,7 @@ def load_classifier(path: str, device: str, *, where: str) -> tuple[Any, Any, bo
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         is_per_token = (config.architectures or [""])[0].endswith("ForTokenClassification")
         kind = "AutoModelForTokenClassification" if is_per_token else "AutoModelForSequenceClassification"
-        model, info = getattr(transformers, kind).from_pretrained(
-            folder,
-            local_files_only=True,
-            dtype=torch.float32,
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
+        model, info = read_pretrained(getattr(transformers, kind), folder, dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model = model.to(device).eval()
     except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last: torch without CUDA

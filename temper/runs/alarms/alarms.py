@@ -19,6 +19,7 @@ import numpy as np
 from temper.errors import TemperError
 from temper.runs.alarms.conditions import NORMAL
 from temper.runs.alarms.rules import LEVELS, AlarmRule
+from temper.runs.pass_rates import PassRates
 from temper.runs.reader import RunReader
 from temper.runs.records import AlarmRecord
 from temper.terminal import print_line
@@ -88,6 +89,7 @@ class Alarms:
     """Gets what a person must know about a pause."""
     _watched: list[_Watched] = field(init=False)
     _rewards: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=NOISE_STEPS))
+    _rates: PassRates = field(init=False, default_factory=PassRates)
     _called: tuple[AlarmRecord, AlarmRule] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -95,6 +97,9 @@ class Alarms:
         self._watched = [_Watched(rule, deque(maxlen=rule.window)) for rule in active]
 
     def append(self, report: StepReport, batch: Batch) -> None:
+        if report.step <= self._steps_with_prompts:
+            for group in batch.groups:
+                self._rates.add(group.task.id, group.rewards)
         self._raise(report.stage, report.step, self._see_step(step_values(report)))
 
     def evaluation(self, result: EvaluationResult) -> None:
@@ -105,11 +110,18 @@ class Alarms:
         resume a stopped run is to go on in spite of its alarm."""
         with RunReader(self.folder) as reader:
             steps, results = stored_steps(reader, stage), stored_results(reader, stage)
+            for task_id, reward in stored_rewards(reader, stage, self._steps_with_prompts):
+                self._rates.add(task_id, [reward])
         for step in sorted({*steps, *(result.step for result in results)}):
             if step in steps:
                 self._see_step(steps[step])
             for result in (result for result in results if result.step == step):
                 self._see_evaluation(result)
+
+    @property
+    def _steps_with_prompts(self) -> int:
+        """First steps of the stage of which pass rates by prompt are kept: no rule asks for later ones."""
+        return max((int(w.rule.thresholds["patience"]) for w in self._watched if w.rule.names_prompts), default=0)
 
     @property
     def is_called(self) -> bool:
@@ -157,6 +169,9 @@ class Alarms:
     def _raise(self, stage: int, step: int, found: Iterable[tuple[AlarmRule, dict[str, float]]]) -> None:
         for rule, seen in found:
             assert rule.level != "off", "a rule that is off is not watched"
+            text = rule.saw.format(**{**rule.thresholds, **seen})
+            if rule.names_prompts and (by_prompt := self._rates.describe()):
+                text = f"{text}. {by_prompt}"
             alarm = AlarmRecord(
                 stage=stage,
                 step=step,
@@ -164,7 +179,7 @@ class Alarms:
                 rule=rule.name,
                 level=rule.level,
                 value=seen["value"] if math.isfinite(seen["value"]) else None,
-                text=rule.saw.format(**{**rule.thresholds, **seen}),
+                text=text,
                 meaning=rule.meaning,
                 advice=rule.advice,
             )
@@ -198,6 +213,18 @@ def stored_steps(reader: RunReader, stage: int) -> dict[int, dict[str, float]]:
 
 def stored_results(reader: RunReader, stage: int) -> list[EvaluationResult]:
     return [result for result in reader.evaluations() if result.stage == stage]
+
+
+def stored_rewards(reader: RunReader, stage: int, steps: int) -> list[tuple[str, float]]:
+    """Task and reward of every trained answer of the first steps of a stage."""
+    rows = reader.query(
+        "SELECT g.task_id, t.score FROM trajectories t JOIN groups g USING (stage, step, group_id) "
+        "WHERE stage = ? AND step <= ? AND t.score IS NOT NULL AND g.outcome = 'trained' "
+        "ORDER BY step, g.draw, t.member",
+        stage,
+        steps,
+    )
+    return [(row["task_id"], row["score"]) for row in rows]
 
 
 def _number(value: float | None) -> float:

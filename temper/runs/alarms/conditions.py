@@ -134,6 +134,16 @@ def signal_is_gone(rows: Rows, given: Given) -> Sight:
     return Sight(is_true, {"value": share, "passes": passes, "fails": fails})
 
 
+def nothing_was_learned(rows: Rows, given: Given) -> Sight:
+    """Since the stage began, in so many checks, no group told answers apart and no gradient came from elsewhere. Asked
+    once: a stage that had a signal and lost it is the subject of other rules."""
+    degenerate, norm = rows["data/degenerate"], rows["policy/grad_norm"]
+    is_time = degenerate.shape[-1] == int(given["patience"])
+    is_true = is_time & (degenerate.min(axis=-1) == 1) & (norm.max(axis=-1) <= given["norm"])
+    passes, fails = (rows[name].mean(axis=-1) for name in ("data/all_pass", "data/all_fail"))
+    return Sight(np.asarray(is_true), {"value": norm.max(axis=-1), "passes": passes, "fails": fails})
+
+
 def members_are_identical(rows: Rows, given: Given) -> Sight:
     return Sight(_is_repeating(rows, given), {"value": _median(_recent(rows["data/dup_response_rate"], given))})
 

@@ -44,6 +44,8 @@ class AlarmRule:
     """Checks in a row that must be quiet before it is raised again."""
     pause_hours: float = 24.0
     """With level "pause": how long the run waits for a person before it stops."""
+    names_prompts: bool = False
+    """Whether it also says how often each prompt was solved, in its first checks of a stage."""
     is_about_nan: bool = False
     """Values that are not finite are its subject; all other rules leave such checks out."""
     saw: str
@@ -114,6 +116,15 @@ RULES: tuple[AlarmRule, ...] = (
         saw="{value:.0%} of groups have equal rewards ({passes:.0%} all right, {fails:.0%} all wrong)",
         meaning="Tasks are too easy or too hard for this policy, or the reward does not tell answers apart.",
         advice="Mix in tasks of another difficulty, give partial credit, use larger groups or supervised warm-up.",
+    ),
+    AlarmRule(
+        name="nothing_to_learn", level="stop", window=200, least=1, condition=conditions.nothing_was_learned,
+        needs=("data/degenerate", "policy/grad_norm"), otherwise={**_ALL_PASS, "data/all_fail": 0.0},
+        thresholds={"patience": 30, "norm": 1e-8}, names_prompts=True,
+        saw="in none of the first {patience:.0f} steps had a group two different rewards, and the gradient was 0 "
+            "({passes:.0%} of groups all right, {fails:.0%} all wrong)",
+        meaning="Nothing has been trained. Tasks are too easy or too hard, or the reward does not tell answers apart.",
+        advice="Change [[train]] or [[reward]], raise rollout.group_size, or train a stage of kind \"sft\" first.",
     ),
     AlarmRule(
         name="zero_gradient", level="warn", window=3, least=3, condition=conditions.gradient_is_zero,

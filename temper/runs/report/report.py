@@ -17,9 +17,10 @@ from statistics import fmean
 from typing import Any
 
 from temper.errors import UserError
-from temper.integrity import sha256_of, verify
+from temper.folders.integrity import sha256_of, verify
 from temper.runs.reader import LedgerEntry, Point, RunReader, StepRecord
 from temper.runs.records import AlarmRecord
+from temper.runs.report.idle import describe_idle, idle_by_stage
 from temper.runs.report.sparkline import sparkline
 from temper.runs.report.stage_table import stage_lines
 from temper.runs.report.summary import Kept, ScoreChange, StageSummary, Work
@@ -46,6 +47,8 @@ class Report:
     """Every held-out score in order, by name."""
     failures: Mapping[str, int]
     """Rollouts that broke or could not be scored, by reason."""
+    failing_tasks: Mapping[str, tuple[str, ...]]
+    """Whose they were, by the same reasons."""
     alarms: tuple[AlarmRecord, ...]
     """In the order in which they rang."""
     checkpoint: str | None
@@ -67,10 +70,10 @@ def make_report(folder: Path) -> Report:
         degenerate, alarms = reader.metric("data/degenerate"), reader.alarms()
         names = {record.stage: record.name for record in reader.stages()}
         numbers = sorted({record.stage for record in steps} | {result.stage for result in evaluations} | names.keys())
-        failures, state = reader.failures(), reader.state
+        failures, failing_tasks, state = reader.failures(), reader.failing_tasks(), reader.state
         memory = _largest(reader.metric("sys/peak_memory_bytes"))
         since_start = _largest(reader.metric("sys/peak_memory_since_start"))
-        kept = _kept(reader)
+        kept, idle = _kept(reader), idle_by_stage(reader)
     origins = _origins(folder)
     stages = tuple(
         StageSummary(
@@ -84,6 +87,7 @@ def make_report(folder: Path) -> Report:
             peak_is_since_start=bool(since_start.get(number)),
             starts_from=origins.get(number, ""),
             kept=kept.get(number),
+            idle=idle.get(number, {}),
         )
         for number in numbers
     )
@@ -99,6 +103,7 @@ def make_report(folder: Path) -> Report:
         stages=stages,
         heldout={name: tuple(r.score for r in evaluations if r.name == name) for name in _names(evaluations)},
         failures=failures,
+        failing_tasks=failing_tasks,
         alarms=tuple(alarms),
         checkpoint=None if checkpoint is None else str(checkpoint.relative_to(folder)),
         weights=None if weights is None else weights.name,
@@ -235,7 +240,7 @@ def render(report: Report) -> str:
     lines += [*trouble, ""] if trouble else []
     lines += _work_lines(report)
     for reason, times in list(report.failures.items())[:5]:
-        lines.append(f"  failed rollouts  {times:,} x {reason}")
+        lines.append(f"  failed rollouts  {times:,} x {reason} ({_few(report.failing_tasks.get(reason, ()))})")
     if report.damage:
         lines += ["", f"  damaged          {report.damage}"]
     elif report.weights:
@@ -245,6 +250,12 @@ def render(report: Report) -> str:
             f"  sha256           {report.weights_sha256}",
         ]
     return "\n".join(lines)
+
+
+def _few(tasks: Sequence[str]) -> str:
+    """Where to look: a fault that shows in the reward is often one row's."""
+    more = f" and {len(tasks) - 3} more" if len(tasks) > 3 else ""
+    return f"{'task' if len(tasks) == 1 else 'tasks'} {', '.join(tasks[:3])}{more}"
 
 
 def _score_lines(report: Report) -> list[str]:
@@ -257,7 +268,10 @@ def _score_lines(report: Report) -> list[str]:
         lines.append(f"  {_whole(report):<32}{'before':<26}{'after':<26}gain")
     for change in shown:
         gain = f"{100 * change.gain:+.1f} points" if change.gain is not None else _why_not(change)
-        lines.append(f"  {change.name:<32}{score(change.first):<26}{score(change.last):<26}{gain}")
+        after = score(change.last)
+        if (change.first.stage, change.first.step) == (change.last.stage, change.last.step):
+            after, gain = "not measured yet", ""
+        lines.append(f"  {change.name:<32}{score(change.first):<26}{after:<26}{gain}".rstrip())
     last = every[0].last
     samples = {change.name: f"{change.name} {change.last.samples_per_prompt} per prompt" for change in every}
     lines.append(f"  {last.num_prompts} held-out prompts; {', '.join(samples.values())}")
@@ -311,6 +325,8 @@ def _work_lines(report: Report) -> list[str]:
         f"  prompts          {work.prompts_trained:,} distinct, trained {work.groups_trained:,} times",
         f"  time             {shares}",
     ]
+    if idle := "; ".join(describe_idle(stage) for stage in report.stages if stage.idle):
+        lines.append(f"  idle             {idle}")
     if report.peak_memory_bytes:
         lines.append(f"  peak memory      {report.peak_memory_bytes / 2**30:.2f} GiB{_memory_by_stage(report)}")
     if work.groups_dropped:

@@ -73,3 +73,6 @@ class StageSummary:
     """The earlier stage whose model it takes, "first" for the run's; empty: it goes on from the one before."""
     kept: Kept | None
     """What rejection sampling made; None for other stages."""
+    idle: Mapping[str, float]
+    """By side, trainer and sampler: the share of its wall time in which that had nothing to do. Empty: it draws nothing
+    that it trains on, or nobody measured."""

@@ -52,6 +52,15 @@ def ledger_rows(report: StepReport, batch: Batch) -> Iterator[Row]:
         yield (report.stage, report.step, place, *entry)
 
 
+def prompt_rows(report: StepReport, batch: Batch) -> list[Row]:
+    """Histories of the prompts that the step consumed, after it."""
+    place = (report.stage, report.step)
+    return [
+        (place[0], one.task_id, place[1], one.source, one.draws, one.attempts, one.passed, one.rate)
+        for one in batch.histories
+    ]
+
+
 def _split_name(name: str) -> tuple[int | None, str]:
     task_id, _, draw = name.rpartition("#")
     return (int(draw), task_id) if task_id and draw.isdecimal() else (None, name)
@@ -109,10 +118,10 @@ def untrained_rows(report: StepReport, trajectory: Trajectory) -> Iterator[Row]:
     """Token arrays of a rollout that was not trained: one row per turn, without credit."""
     for row, turn in enumerate(trajectory.turns):
         completion = turn.completion
-        size, drawn = len(completion.prompt_ids), len(completion.token_ids)
+        size = len(completion.prompt_ids)
         arrays = {
             "token_ids": np.concatenate((np.array(completion.prompt_ids, np.int32), array_of(completion.token_ids))),
-            "loss_mask": np.repeat([0, 1], [size, drawn]),
+            "loss_mask": np.concatenate((np.zeros(size, np.uint8), completion.loss_mask)),
             "behavior_logprobs": np.concatenate((np.zeros(size), array_of(completion.logprobs))),
             "versions": np.concatenate((np.full(size, -1), array_of(completion.versions))),
         }

@@ -11,7 +11,7 @@ import sqlite3
 
 from temper.errors import UserError
 
-VERSION = "5"
+VERSION = "6"
 
 SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -62,6 +62,12 @@ CREATE TABLE ledger (
     outcome TEXT NOT NULL, PRIMARY KEY (stage, step, place)) WITHOUT ROWID;
 CREATE UNIQUE INDEX ledger_draws ON ledger (stage, draw);
 
+CREATE TABLE prompts (
+    stage INTEGER, task_id TEXT, step INTEGER, source TEXT NOT NULL, draws INTEGER NOT NULL,
+    attempts INTEGER NOT NULL, passed REAL NOT NULL, rate REAL,
+    PRIMARY KEY (stage, task_id, step)) WITHOUT ROWID;
+CREATE INDEX prompts_by_step ON prompts (stage, step);
+
 CREATE TABLE verdicts (
     stage INTEGER, step INTEGER, part TEXT NOT NULL, task_id TEXT NOT NULL, group_id TEXT NOT NULL,
     member INTEGER NOT NULL, kind TEXT NOT NULL, value REAL, reason TEXT, fingerprint TEXT NOT NULL, detail TEXT);
@@ -79,12 +85,13 @@ CREATE TABLE alarms (
     text TEXT NOT NULL, meaning TEXT NOT NULL, advice TEXT NOT NULL,
     PRIMARY KEY (stage, step, rule));
 """
+# prompts: the history of a prompt after every step that consumed a group of it; the newest row is how it stands.
 # transcripts: the steps whose rollouts still have their texts and tokens, and what these take.
 # The unique draw makes the ledger exactly-once: a prompt that is consumed twice fails the step instead of the science.
 
 STEP_TABLES = (
     "steps", "metrics", "seconds", "groups", "trajectories", "token_rows", "transcripts", "evaluations", "ledger",
-    "verdicts", "audits", "alarms",
+    "prompts", "verdicts", "audits", "alarms",
 )  # fmt: skip
 """What a rewind cuts back to a step. Events stay: they tell what happened to the process, killed attempts included."""
 
@@ -97,10 +104,16 @@ CREATE TEMP VIEW verdicts AS SELECT NULL AS rowid, NULL AS stage, NULL AS step, 
 
 _RAW_ARRAYS = "CREATE TEMP VIEW token_rows AS SELECT *, 'raw' AS codec FROM main.token_rows;"
 
+_NO_PROMPTS = """
+CREATE TEMP VIEW prompts AS SELECT NULL AS stage, NULL AS task_id, NULL AS step, NULL AS source, NULL AS draws,
+    NULL AS attempts, NULL AS passed, NULL AS rate WHERE 0;
+"""
+
 OLD_LAYOUTS = {
-    "4": _RAW_ARRAYS,
-    "3": f"{_NO_VERDICTS} {_RAW_ARRAYS}",
-    "2": f"""{_NO_VERDICTS}
+    "5": _NO_PROMPTS,
+    "4": f"{_NO_PROMPTS} {_RAW_ARRAYS}",
+    "3": f"{_NO_PROMPTS} {_NO_VERDICTS} {_RAW_ARRAYS}",
+    "2": f"""{_NO_PROMPTS} {_NO_VERDICTS}
 CREATE TEMP VIEW token_rows AS SELECT *, NULL AS entropies, 'raw' AS codec FROM main.token_rows;
 CREATE TEMP VIEW evaluations AS SELECT *, NULL AS details FROM main.evaluations;
 CREATE TEMP VIEW audits AS SELECT NULL AS stage, NULL AS step, NULL AS evaluation, NULL AS place, NULL AS kind,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from temper.rollout.source import TaskStream
+from temper.rollout.draws import TaskStream
 from temper.types import Scalar
 
 

@@ -40,8 +40,19 @@ def split(master: Tensor) -> tuple[Tensor, Tensor, Exceptions]:
     return weight, remainder, Exceptions(places, bits[places])
 
 
+def split_settled(master: Tensor) -> tuple[Tensor, Tensor]:
+    """(bfloat16 weight, int16 remainder) without exceptions: a master that would be one is moved by one unit in its
+    last place, towards 0. The weight is what it rounds to all the same.
+
+    For masters beside compact moments, which are rounded far more: a list would have to be counted by the host.
+    """
+    bits = master.view(torch.int32)
+    bits = bits - ((bits & 0x1FFFF) == 0x8000).int()
+    return bits.view(torch.float32).to(torch.bfloat16), bits.to(torch.int16)
+
+
 def join(weight: Tensor, remainder: Tensor, exceptions: Exceptions | None) -> Tensor:
-    """The float32 master, flat. No exceptions: none were listed yet."""
+    """The float32 master, flat. No exceptions: none were listed yet, or there are none (split_settled)."""
     bits = _joined(weight, remainder)
     if exceptions is not None and len(exceptions.places):
         bits[exceptions.places] = exceptions.bits

@@ -18,6 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from temper.trainer.adamw.roots import rounded_root
+
 States = Literal["float32", "bfloat16", "8bit"]
 Held = Mapping[str, Tensor]
 """Parts of what is held of one bucket, by name."""
@@ -31,7 +33,8 @@ BLOCK = 256
 SMALL_TENSOR = 4096
 """Tensors of fewer values are held in float32: together they weigh nothing."""
 
-_MEAN_LEVELS, _SQUARE_LEVELS = 127, 255
+MEAN_LEVELS, SQUARE_LEVELS = 127, 255
+"""Largest codes in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +120,17 @@ def quantize_mean(values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
     """
     blocks = values.float().view(-1, BLOCK)
     scales = blocks.abs().amax(1)
-    units = (blocks.abs() / _divisors(scales)).mul_(_MEAN_LEVELS**2)
-    lower = units.sqrt().floor_().clamp_(max=_MEAN_LEVELS - 1)
+    units = (blocks.abs() / _divisors(scales)).mul_(MEAN_LEVELS**2)
+    lower = rounded_root(units).floor_().clamp_(max=MEAN_LEVELS - 1)
     units.sub_(lower.square()).div_(lower * 2 + 1)  # how far it is from this code to the next
     codes = lower.add_(units > _uniform(random).view_as(units)).mul_(blocks.sign())
     return codes.to(torch.int8).flatten(), scales
 
 
 def dequantize_mean(codes: Tensor, scales: Tensor) -> Tensor:
+    """Scales are multiplied by a reciprocal: a GPU divides by a constant so, and a CPU would round otherwise."""
     units = codes.float().view(-1, BLOCK)
-    units.mul_(units.abs()).mul_((scales / _MEAN_LEVELS**2)[:, None])
+    units.mul_(units.abs()).mul_((scales * MEAN_LEVELS**-2)[:, None])
     return units.flatten()
 
 
@@ -138,8 +142,8 @@ def quantize_square(values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
     """
     blocks = values.float().view(-1, BLOCK)
     scales = blocks.amax(1)
-    units = (blocks / _divisors(scales)).mul_(float(_SQUARE_LEVELS**4))
-    lower = units.sqrt().sqrt_().floor_().clamp_(1, _SQUARE_LEVELS - 1)
+    units = (blocks / _divisors(scales)).mul_(float(SQUARE_LEVELS**4))
+    lower = rounded_root(rounded_root(units)).floor_().clamp_(1, SQUARE_LEVELS - 1)
     below = lower.square().square_()
     above = (lower + 1).square_().square_()
     units.sub_(below).div_(above.sub_(below))
@@ -149,7 +153,7 @@ def quantize_square(values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize_square(codes: Tensor, scales: Tensor) -> Tensor:
     units = codes.float().view(-1, BLOCK)
-    units.square_().square_().mul_((scales / _SQUARE_LEVELS**4)[:, None])
+    units.square_().square_().mul_((scales * SQUARE_LEVELS**-4)[:, None])
     return units.flatten()
 
 

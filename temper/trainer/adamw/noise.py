@@ -23,10 +23,10 @@ def random_bits(key: int, first: int, count: int, device: torch.device) -> Tenso
     The hash of integers "lowbias32" (Wellons, 2018) on place + key. Products wrap, as they do on every device.
     """
     bits = torch.arange(count, dtype=torch.int32, device=device)
-    bits += _signed(first + key)
+    bits += signed(first + key)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         bits ^= _shifted(bits, shift)
-        bits *= _signed(factor)
+        bits *= signed(factor)
     bits ^= _shifted(bits, 16)
     return bits
 
@@ -46,7 +46,7 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
     return (bits >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """The int32 of the same bits."""
     number %= _WORD
     return number - _WORD if number >= _WORD // 2 else number

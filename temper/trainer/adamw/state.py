@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import UserError
-from temper.trainer.adamw.layout import BUCKET_VALUES, Bucket, Slice, make_buckets
-from temper.trainer.adamw.masters import Exceptions, join, join_float16, split, split_float16
+from temper.trainer.adamw.buckets import REMAINDER, HeldBucket, WideBucket, has_kernels, ranges_of
+from temper.trainer.adamw.layout import BUCKET_VALUES, Bucket, make_buckets
+from temper.trainer.adamw.masters import Exceptions, join, join_float16, split, split_float16, split_settled
 from temper.trainer.adamw.moments import Held, HeldPart, MomentFormat, States, formats_for
 from temper.trainer.adamw.noise import high_half, key_of, low_half, random_bits
 from temper.trainer.adamw.residence import Residence
+from temper.trainer.adamw.update import apply_in_order, apply_update
 
-_REMAINDER = "remainder"
-"""Part of a bucket with masters: what its weights leave out of them."""
 REMAINDERS = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 """Types of weights that have masters, and of what they leave out of them. Zeros mean that weights are their masters."""
 
@@ -45,43 +45,39 @@ class BucketKind:
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
+    def is_compact(self) -> bool:
+        """Whether moments are rounded at random when they are held."""
+        return self.mean.is_random or self.square.is_random
+
+    @property
     def moments(self) -> dict[str, HeldPart]:
         return {**self.mean.parts, **self.square.parts}
 
     @property
     def parts(self) -> dict[str, HeldPart]:
-        return ({_REMAINDER: HeldPart(REMAINDERS[self.dtype])} if self.has_masters else {}) | self.moments
-
-
-@dataclass(frozen=True, slots=True)
-class WideBucket:
-    """A bucket to compute with: tensors of its slices, to be changed in place."""
-
-    slices: tuple[Slice, ...]
-    is_decayed: bool
-    masters: list[Tensor]
-    means: list[Tensor]
-    squares: list[Tensor]
+        return ({REMAINDER: HeldPart(REMAINDERS[self.dtype])} if self.has_masters else {}) | self.moments
 
 
 class AdamState:
-    def __init__(self, parameters: Mapping[str, nn.Parameter], states: States, *, offload: bool, seed: int) -> None:
-        """seed: of the random bits that compact moments are rounded with."""
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], states: States, *, offload: bool, seed: int, kernels: bool
+    ) -> None:
+        """seed: of the random bits that compact moments are rounded with. kernels: whether to use those there are."""
         self._parameters, self._states = parameters, states
-        self._offload, self._seed = offload, seed
+        self._offload, self._seed, self._kernels = offload, seed, kernels
         self._kinds = {name: _kind_of(name, parameter, states) for name, parameter in parameters.items()}
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
         self._buckets = make_buckets(sizes, self._kinds, BUCKET_VALUES)
         self._made: Residence | None = None
         """None before the first update: moments are 0 and masters are their weights."""
         self._exceptions: dict[int, Exceptions] = {}
-        """By bucket; on the device, for they are few."""
+        """By bucket, of those with wide moments; on the device, for they are few."""
 
     def has_master(self, name: str) -> bool:
         """Whether the master of a parameter is another tensor than the parameter."""
         return self._kinds[name].has_masters
 
-    def visit(self, num_steps: int) -> Iterator[WideBucket]:
+    def visit(self, num_steps: int) -> Iterator[WideBucket | HeldBucket]:
         """All buckets, one after the other. What was changed in one is kept when the next is asked for.
 
         num_steps counts the update that is being made: every update rounds with random bits of its own.
@@ -90,6 +86,10 @@ class AdamState:
         # The residence comes first in the zip: it is asked once more after the last bucket, and brings that one home.
         for held, bucket in zip(self._residence().visit(), self._buckets, strict=True):
             kind = self._kind(bucket)
+            if self._has_kernel(kind):
+                noise_at = key + bucket.first
+                yield HeldBucket(bucket.slices, kind.is_decayed, self._weights(bucket), held, kind.moments, noise_at)
+                continue
             masters = self._masters(bucket, held) if kind.has_masters else None
             means, squares = (each.read(held).to(kind.master_dtype) for each in (kind.mean, kind.square))
             yield WideBucket(
@@ -98,18 +98,25 @@ class AdamState:
                 self._weights(bucket) if masters is None else _views(masters, bucket),
                 _views(means, bucket),
                 _views(squares, bucket),
+                apply_in_order if kind.is_compact else apply_update,
             )
             if masters is not None:
                 self._keep_masters(bucket, held, masters)
-            if kind.mean.is_random or kind.square.is_random:
+            if kind.is_compact:
                 bits = random_bits(key, bucket.first, bucket.size, means.device)
                 kind.mean.write(held, means, low_half(bits))
                 kind.square.write(held, squares, high_half(bits))
 
+    def _has_kernel(self, kind: BucketKind) -> bool:
+        """Wide moments have none: their bits are those of torch's own kernel."""
+        device = next(iter(self._parameters.values())).device
+        is_fit = kind.is_compact and kind.master_dtype == torch.float32
+        return self._kernels and is_fit and has_kernels(device.type)
+
     def forget_moments(self) -> None:
         if self._made is not None:
             for home in self._made.homes():
-                for name in home.keys() - {_REMAINDER}:
+                for name in home.keys() - {REMAINDER}:
                     home[name].zero_()
 
     def tensors(self, *, moments: bool) -> Mapping[str, Tensor]:
@@ -138,7 +145,7 @@ class AdamState:
             for piece in bucket.slices:
                 for name, part in kind.moments.items():
                     if (key := f"{name}.{piece.name}") in tensors:
-                        inside, outside = _ranges(piece, part)
+                        inside, outside = ranges_of(piece, part)
                         home[name][inside].copy_(tensors[key].reshape(-1)[outside])
 
     def outlines(self, *, moments: bool) -> dict[str, Tensor]:
@@ -172,15 +179,18 @@ class AdamState:
         flat = torch.zeros(bucket.size, dtype=self._kind(bucket).dtype, device=weights[0].device)
         torch._foreach_copy_(_views(flat, bucket), weights)
         if flat.dtype == torch.float16:
-            return join_float16(flat, held[_REMAINDER])
-        return join(flat, held[_REMAINDER], self._exceptions.get(bucket.number))
+            return join_float16(flat, held[REMAINDER])
+        return join(flat, held[REMAINDER], self._exceptions.get(bucket.number))
 
     def _keep_masters(self, bucket: Bucket, held: Held, masters: Tensor) -> None:
-        if self._kind(bucket).dtype == torch.float16:
+        kind = self._kind(bucket)
+        if kind.dtype == torch.float16:
             rounded, remainder = split_float16(masters)
+        elif kind.is_compact:
+            rounded, remainder = split_settled(masters)
         else:
             rounded, remainder, self._exceptions[bucket.number] = split(masters)
-        held[_REMAINDER].copy_(remainder)
+        held[REMAINDER].copy_(remainder)
         torch._foreach_copy_(self._weights(bucket), _views(rounded, bucket))
 
     def _master(self, name: str) -> Tensor:
@@ -191,7 +201,7 @@ class AdamState:
             else:
                 home = self._made.homes()[bucket.number]
                 device = self._parameters[name].device
-                masters = _views(self._masters(bucket, {_REMAINDER: home[_REMAINDER].to(device)}), bucket)
+                masters = _views(self._masters(bucket, {REMAINDER: home[REMAINDER].to(device)}), bucket)
             pieces += [m.cpu() for m, piece in zip(masters, bucket.slices, strict=True) if piece.name == name]
         return torch.cat(pieces).view(self._parameters[name].shape)
 
@@ -200,7 +210,7 @@ class AdamState:
         pieces = []
         for bucket in self._buckets_of(name):
             home = self._residence().homes()[bucket.number]
-            pieces += [home[part_name][_ranges(s, part)[0]].cpu() for s in bucket.slices if s.name == name]
+            pieces += [home[part_name][ranges_of(s, part)[0]].cpu() for s in bucket.slices if s.name == name]
         flat = torch.cat(pieces)
         return flat.view(self._parameters[name].shape) if part.values_each == 1 else flat
 
@@ -244,10 +254,3 @@ def _kind_of(name: str, parameter: nn.Parameter, states: States) -> BucketKind:
 
 def _views(flat: Tensor, bucket: Bucket) -> list[Tensor]:
     return [flat[piece.place : piece.place + piece.size] for piece in bucket.slices]
-
-
-def _ranges(piece: Slice, part: HeldPart) -> tuple[slice, slice]:
-    """Where a part of a slice lies in its bucket, and in the tensor of the parameter."""
-    each, count = part.values_each, -(-piece.size // part.values_each)
-    inside, outside = piece.place // each, piece.start // each
-    return slice(inside, inside + count), slice(outside, outside + count)

@@ -5,10 +5,13 @@ Owns: the update and how far it went. Refuses: how its tensors are held, and whi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from temper.trainer.adamw.roots import rounded_root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,36 @@ class UpdateRule:
     epsilon: float
     num_steps: int
     """Steps of these moments, this one included."""
+
+    @property
+    def factors(self) -> UpdateFactors:
+        return UpdateFactors(
+            mean_kept=self.beta1,
+            mean_added=1 - self.beta1,
+            square_kept=self.beta2,
+            square_added=1 - self.beta2,
+            root=1 / math.sqrt(1 - self.beta2**self.num_steps),
+            epsilon=self.epsilon,
+            rate=self.learning_rate / (1 - self.beta1**self.num_steps),
+            decay=self.learning_rate * self.weight_decay,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateFactors:
+    """What the values of one update are multiplied by, and epsilon. Each is rounded to the masters' precision when it
+    is used, and not before."""
+
+    mean_kept: float
+    mean_added: float
+    square_kept: float
+    square_added: float
+    root: float
+    """Of the second moment, corrects its bias."""
+    epsilon: float
+    rate: float
+    """Corrects the bias of the first moment, too."""
+    decay: float
 
 
 def apply_update(
@@ -46,6 +79,34 @@ def apply_update(
         amsgrad=False,
         maximize=False,
     )
+
+
+def apply_in_order(
+    rule: UpdateRule,
+    masters: list[Tensor],
+    gradients: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+) -> None:
+    """The same equations in operations that round once each, in this order: one result on every device, and that of the
+    kernel (kernels.py). torch's own kernel fuses some of them: others on a CPU than on a GPU, others in other versions.
+    """
+    factors = rule.factors
+    torch._foreach_mul_(means, factors.mean_kept)
+    torch._foreach_add_(means, torch._foreach_mul(gradients, factors.mean_added))
+    squared = torch._foreach_mul(gradients, gradients)
+    torch._foreach_mul_(squared, factors.square_added)
+    torch._foreach_mul_(squares, factors.square_kept)
+    torch._foreach_add_(squares, squared)
+    del squared
+    sizes = [rounded_root(square) for square in squares]
+    torch._foreach_mul_(sizes, factors.root)
+    torch._foreach_add_(sizes, factors.epsilon)
+    pushes = torch._foreach_div(means, sizes)
+    del sizes
+    torch._foreach_mul_(pushes, factors.rate)
+    torch._foreach_sub_(masters, torch._foreach_mul(masters, factors.decay))
+    torch._foreach_sub_(masters, pushes)
 
 
 def measure_update(

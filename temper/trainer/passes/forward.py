@@ -125,6 +125,25 @@ def forward_backward(
     return loss.detach(), metrics
 
 
+def rehearse_backward(
+    model: nn.Module,
+    microbatch: Microbatch,
+    objective: Objective,
+    *,
+    temperature: float,
+    facts: StepFacts,
+    measured: Mapping[str, Tensor] | None = None,
+) -> None:
+    """The passes of forward_backward over rows that nobody drew. A policy gradient takes its own loss; direct losses
+    read rows of their own kind, and in their place stands a sum of what the model says."""
+    if not isinstance(objective, DirectLoss):
+        forward_backward(model, microbatch, objective, temperature=temperature, facts=facts, measured=measured)
+        return
+    scored = _scored_for(objective.loss, model, microbatch, temperature, facts)
+    said = (scored.logprobs, scored.uniform, scored.divergence)
+    torch.stack([part.mean() for part in said if part is not None]).sum().backward()  # type: ignore[no-untyped-call]
+
+
 @torch.no_grad()
 def forward_only(
     model: nn.Module,

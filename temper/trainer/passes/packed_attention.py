@@ -1,8 +1,8 @@
 """The trainer's attention: packed rows that cannot see each other.
 
-Where there is a kernel for rows of any lengths (varlen.py), nothing is padded. Elsewhere rows are padded, on the right,
-so that plain causal attention keeps rows apart without a mask. Rows of like length are padded together, so padding at
-most doubles T.
+Where there is a kernel for rows of any lengths (varlen.py), nothing is padded, and long rows are attended to one by one
+(long_rows.py). Elsewhere rows are padded, on the right, so that plain causal attention keeps rows apart without a mask.
+Rows of like length are padded together, so padding at most doubles T.
 Owns: row layout, sliding windows, the exact form of the same. Refuses: caches (the engine has its own attend).
 Shapes: _T packed tokens, _P padded slots, _S rows, H heads, D head size.
 """
@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from temper.models.exact import exact_attention
 from temper.models.ops import lacks_products
-from temper.trainer.passes import varlen
+from temper.trainer.passes import long_rows, varlen
 from temper.trainer.passes.gathering import place_rows, take_rows
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -41,7 +41,10 @@ class PackedAttention:
         self._slots_T = None if is_dense else slots.to(device)
         self._masks: dict[tuple[int, int], Tensor] = {}
         self._longest = max(lengths)
-        self._starts_S1 = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+        self._starts_S1 = _starts(lengths, device)
+        segments = long_rows.cut_at_long_rows(lengths, is_ordered=is_ordered)
+        self._has_long = any(segment.is_long for segment in segments)
+        self._segments = [(segment, _starts(segment.lengths, device)) for segment in segments if self._has_long]
 
     def computed_tokens(self, query: Tensor) -> int:
         """Slots that attention of such queries goes over, padding included."""
@@ -56,6 +59,9 @@ class PackedAttention:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None
     ) -> Tensor:
+        has_window = sliding_window is not None and sliding_window < self._longest
+        if self._has_long and not has_window and varlen.has_kernel(query):
+            return self._by_segment(query, key, value, scaling)
         if self._is_varlen(query, sliding_window):
             output = varlen.varlen_attention(
                 query, key, value, self._starts_S1, longest=self._longest, scaling=scaling, window=sliding_window
@@ -73,6 +79,23 @@ class PackedAttention:
             return output.transpose(1, 2)
 
         return self.by_bucket(query, key, value, attend)
+
+    def _by_segment(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Long rows one by one, those between them together."""
+        outputs = []
+        # Split, not sliced: the gradient of a slice is a tensor of all tokens, filled with zeros around it.
+        sizes = [sum(segment.lengths) for segment, _ in self._segments]
+        parts = zip(*(torch.split(tensor, sizes) for tensor in (query, key, value)), strict=True)
+        for (segment, starts), (q, k, v) in zip(self._segments, parts, strict=True):
+            if segment.is_long:
+                output = long_rows.attend_row(q, k, v, scaling=scaling, is_ordered=self._is_ordered)
+            else:
+                longest = max(segment.lengths)
+                output = varlen.varlen_attention(q, k, v, starts, longest=longest, scaling=scaling, window=None)
+            if self._is_ordered:
+                order_gradients(output)
+            outputs.append(output)
+        return torch.cat(outputs)
 
     def by_bucket(self, query: Tensor, key: Tensor, value: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """attend(query, key, value), each [S, L, heads, D], for every bucket of padded rows."""
@@ -97,6 +120,11 @@ class PackedAttention:
             ones = torch.ones(longest, longest, dtype=torch.bool, device=device)
             self._masks[longest, window] = ones.tril().triu(1 - window)
         return self._masks[longest, window]
+
+
+def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Where rows start, and the end."""
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
 class ExactPackedAttention:

@@ -90,7 +90,7 @@ def test_a_dry_run_tries_the_held_out_verifier_too(tiny_recipe: dict[str, Any], 
     tiny_recipe["evaluation"] = {"reward": [{"kind": "exact"}]}
     path = write_recipe(tiny_recipe, tmp_path)
     assert load_recipe(path)[0].evaluation.reward[0].kind == "exact", "the verifier survives being stored"
-    assert "held-out verifier of gold answers   mean 1 of 16" in dry_run(path)
+    assert "held-out verifier of gold answers   mean 1 of 8 held-out ones" in dry_run(path)
 
 
 def test_a_dry_run_doubts_a_reward_that_pays_gold_answers_no_more_than_silence(
@@ -295,7 +295,7 @@ def test_a_gold_answer_that_cannot_be_scored_fails_the_dry_run_with_the_rewards_
     name: str, reason: str, users_own: str, tiny_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     tiny_recipe["reward"] = [{"kind": f"{users_own}:{name}"}]
-    wanted = rf"16 of 16 gold answers cannot be scored\. Task .*: {reason}, in .*users_own.*\.py, line \d+"
+    wanted = rf"24 of 24 gold answers cannot be scored\. Task .*: {reason}, in .*users_own.*\.py, line \d+"
     tiny_recipe["stage"] = tiny_recipe["stage"][1:]
     with pytest.raises(UserError, match=wanted):
         dry_run(write_recipe(tiny_recipe, tmp_path))

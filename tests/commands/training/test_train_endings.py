@@ -48,6 +48,43 @@ def test_a_step_that_fails_leaves_its_transcripts_and_its_error(
     assert "failed rollouts" in text
 
 
+@pytest.fixture
+def never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A reward that finds no answer right."""
+    (tmp_path / "never_right.py").write_text("def score(prompt, response, answer):\n    return 0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    return "reward=[{kind='never_right:score'}]"
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_data_in_which_no_group_differs_ends_with_pass_rates_by_prompt_and_the_key_to_change(
+    recipe: Path, tmp_path: Path, never: str, staleness: int
+) -> None:
+    rollout = (
+        f"rollout={{groups_per_step=2, group_size=2, drop_degenerate=true, max_rounds=2, max_staleness={staleness}}}"
+    )
+    with pytest.raises(BackendError, match=r"all wrong, 0 all right\. Pass rates by prompt: 0% of 2 .*\[\[train\]\]"):
+        train(recipe, overrides=[rollout, never], run=tmp_path / "run")
+    with RunReader(tmp_path / "run") as reader:
+        assert "Pass rates by prompt" in reader.state.text
+        num_groups = len(reader.trajectories(0, 1)) // 2
+    assert 2 * 2 < num_groups <= 2 * 2 * 2 + 2 * (staleness + 1) * 2
+
+
+def test_a_stage_that_trains_equal_groups_stops_when_none_ever_differed(
+    recipe: Path, tmp_path: Path, never: str
+) -> None:
+    rollout = "rollout={groups_per_step=2, group_size=2, drop_degenerate=false}"
+    alarm = "alarms={readiness='off', nothing_to_learn={patience=2}}"
+    train(recipe, overrides=[rollout, never, alarm], run=tmp_path / "run")
+    with RunReader(tmp_path / "run") as reader:
+        assert [(found.rule, found.step) for found in reader.alarms()] == [("nothing_to_learn", 2)]
+        assert reader.state.name == "stopped"
+        assert "Pass rates by prompt: 0% of 2 " in reader.state.text
+        assert len(reader.steps()) == 2
+
+
 @pytest.mark.parametrize(
     ("error", "state", "told"),
     [(KeyboardInterrupt(), "stopped", "interrupted"), (ValueError("bad tensor"), "failed", "ValueError: bad tensor")],

@@ -143,6 +143,7 @@ def plant(folder: Path) -> None:
         connection.execute("UPDATE trajectories SET text = ?, reason = ?, messages = NULL", (ATTACK, ATTACK))
         prompt = json.dumps([{"role": "user", "content": ATTACK}])
         connection.execute("UPDATE groups SET prompt = ?, answer = ?, task_id = ? || task_id", (prompt, ATTACK, ATTACK))
+        connection.execute("UPDATE prompts SET task_id = ? || task_id, source = ?", (ATTACK, ATTACK))
         alarm = (1, 3, time.time(), "rule" + ATTACK, "warn", 0.5, ATTACK, ATTACK, ATTACK)
         connection.execute(
             "INSERT INTO alarms (stage, step, time, rule, level, value, text, meaning, advice) "
@@ -209,9 +210,9 @@ class Browser:
         return self.driver.execute_script(script, *values)
 
     def wait(self, condition: str, what: str) -> None:
-        """Until the JavaScript expression is true."""
+        """Until the JavaScript expression is true. One that fails is not true yet: what it reads may not be there."""
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not self.run(f"return Boolean({condition})"):
+        while not self.run(f"try {{ return Boolean({condition}) }} catch {{ return false }}"):
             assert time.monotonic() < deadline, f"waited in vain for {what}: {self.text('body')[:600]}"
             time.sleep(0.05)
 

@@ -351,6 +351,42 @@ def test_ties_among_the_hardest_prompts_are_said(browser: Browser) -> None:
     assert told[0].startswith(f"{data['ties'][side]['all']} prompts have the pass rate")
 
 
+def test_prompts_are_sorted_searched_and_opened(browser: Browser, query: Query) -> None:
+    names = query("plain", "SELECT task_id, MAX(rate) FROM prompts GROUP BY task_id ORDER BY 2 DESC")
+    browser.open("plain", "data")
+    rows = "document.querySelectorAll('[aria-label=\"Prompts\"] .row')"
+    browser.wait(f"{rows}.length === {min(50, len(names))}", "all prompts")
+    for _ in range(2):
+        browser.click('[data-sort="rate"]')  # as it was: ascending; so the first click turns it round
+        browser.wait(f"{rows}.length > 0", "prompts in another order")
+    browser.click('[data-sort="attempts"]')
+    browser.wait("location.hash.includes('sort=attempts')", "the order in the address")
+    browser.choose("#prompt-search", names[0][0])
+    browser.wait("document.querySelector('.prompt-list').innerText.includes('that fit')", "the search")
+    assert names[0][0] in browser.text('[aria-label="Prompts"] .row')
+    browser.copy_link()
+    browser.wait(f"{rows}.length > 0 && {rows}.length < {len(names)}", "the same search from the link")
+    browser.click('[aria-label="Prompts"] .row')
+    browser.wait("document.querySelectorAll('.member').length === 4", "its newest group")
+    assert browser.problems() == []
+
+
+def test_pass_rates_of_prompts_are_drawn_as_shares_of_the_whole(browser: Browser) -> None:
+    browser.open("plain", "data")
+    curves = browser.curves("prompts_by_pass_rate")
+    sums = [sum(values) for values in zip(*(curve["y"] for curve in curves.values()), strict=True)]
+    assert sums == pytest.approx([1.0] * 6)
+    assert browser.count('[data-chart="what_draws_passed_over"][hidden]') == 1, "this recipe chooses nothing"
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_of_data_fits_its_width(browser: Browser, width: int) -> None:
+    browser.size(width)
+    browser.open("plain", "data")
+    browser.wait("document.querySelector('[aria-label=\"Prompts\"] .row')", "prompts")
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+
+
 def test_no_chart_of_the_system_mixes_units(browser: Browser) -> None:
     browser.open("plain", "systems")
     browser.wait("[...document.querySelectorAll('.chart')].every((one) => one.chart.traces)", "charts")

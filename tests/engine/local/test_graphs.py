@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,6 +23,7 @@ from temper.models.load import prepare
 from temper.models.nf4.holding import hold_in_four_bits
 from temper.models.save import saved_tensors
 from temper.types import Completion, Publication, Request, SamplingParams
+from tests.fakes.selection import mostly_heavy
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 pytestmark = [
@@ -126,6 +126,7 @@ def test_recorded_steps_draw_what_single_steps_on_a_cpu_draw(temperature: float,
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.heavy
 def test_recorded_steps_of_float8_matrices_follow_a_publication() -> None:
     single, recorded = (make_engine(as_gpu=as_gpu, steps=4, weights="float8") for as_gpu in (False, True))
     before = generate(recorded, requests(1.0))
@@ -145,6 +146,7 @@ def test_recorded_steps_of_float8_matrices_follow_a_publication() -> None:
         )
 
 
+@pytest.mark.heavy
 def test_rows_that_want_more_than_tokens_are_drawn_from_the_recorded_states() -> None:
     expected = generate(make_engine(as_gpu=False), requests(1.0, top_logprobs=3, top_k=5))
     actual = generate(make_engine(as_gpu=True, steps=4), requests(1.0, top_logprobs=3, top_k=5))
@@ -218,7 +220,7 @@ def test_sizes_are_few_and_close(count: int, size: int) -> None:
 def test_prefills_of_every_size_need_few_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "LEAST", LEAST)
     sizes = {
-        chunks._size(chunks_of([length] * rows), most_rows=12)
+        chunks._rounded(chunks.Size(rows * length, rows, length), most_rows=12)
         for rows in (1, 2, 3, 5, 7, 12)
         for length in (1, 9, 100, 130, 255, 300)
     }
@@ -226,17 +228,11 @@ def test_prefills_of_every_size_need_few_recordings(monkeypatch: pytest.MonkeyPa
     assert max(size.rows for size in sizes) == 12, "no more than the tensors of a recording have"
 
 
-def chunks_of(lengths: list[int]) -> chunks.Chunks:
-    none = np.zeros(0, dtype=np.int64)
-    counts, tokens = np.asarray(lengths), np.zeros(sum(lengths), dtype=np.int64)
-    return chunks.Chunks(
-        tokens_T=tokens, positions_T=tokens, slots_T=tokens, blocks_NM=none, starts_N=none, counts_N=counts, wanted=none
-    )
-
-
 @pytest.mark.parametrize("as_gpu", [False, True], ids=["cpu", "recorded"])
-@pytest.mark.parametrize("asked", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_logprobs": 2}], ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "asked", mostly_heavy([{}, {"top_k": 5}, {"top_p": 0.9}, {"top_logprobs": 2}], keep=({}, {"top_k": 5})), ids=str
+)
+@pytest.mark.parametrize("temperature", mostly_heavy([0.0, 1.0], keep=(1.0,)))
 def test_logits_that_are_nan_stop_the_engine_and_name_the_weights(
     temperature: float, asked: dict[str, Any], as_gpu: bool
 ) -> None:

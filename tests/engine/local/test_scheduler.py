@@ -285,7 +285,7 @@ def play_all() -> list[Driver]:
     return [play(Random(seed)) for seed in LIVES]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.randoms(use_true_random=False))
 def test_every_request_ends_with_the_text_it_has_alone(random: Random) -> None:
     play(random)

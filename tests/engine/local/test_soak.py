@@ -7,6 +7,7 @@ import gc
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -89,6 +90,7 @@ def reachable(*roots: Any) -> int:
     return len(seen)
 
 
+@pytest.mark.heavy
 def test_a_thousand_random_requests_leave_nothing_behind() -> None:
     engine, random = make_engine(), Random(3)
     with torch.no_grad():

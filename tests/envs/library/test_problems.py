@@ -169,6 +169,7 @@ def sandbox_problem() -> str:
     return ""
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(bool(sandbox_problem()), reason=f"no sandbox: {sandbox_problem()}")
 @pytest.mark.parametrize("kind", ["mbpp", "humaneval"])
 def test_reference_programs_of_the_samples_pass_all_tests_and_the_program_of_another_row_does_not(kind: str) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from temper.models.float8.arithmetic import FLOAT8, float8_linear, quantize_rows
+from temper.models.float8 import arithmetic
+from temper.models.float8.arithmetic import FLOAT8, LARGEST, float8_linear, quantize_rows
 
 SIZES = torch.logspace(-3, 3, 12).unsqueeze(1)
 
@@ -42,6 +43,13 @@ def test_the_largest_entry_of_a_row_is_kept_and_zeros_stay_zeros() -> None:
     assert rows.float().isfinite().all()
 
 
+def test_largest_entries_of_any_size_become_the_largest_code() -> None:
+    """Whichever way their scale and its reciprocal were rounded."""
+    largest = torch.rand(20000, 1, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    rows, _ = quantize_rows(largest * torch.logspace(-3, 38, 20000).unsqueeze(1))
+    assert torch.equal(rows.float(), largest.sign() * LARGEST)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_product_is_that_of_what_was_quantised(dtype: torch.dtype) -> None:
     hidden, weight, bias = draw(7, 32).to(dtype), draw(24, 32) * SIZES.repeat(2, 1), draw(24)
@@ -61,3 +69,12 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     louder[5] *= 1e4
     together, beside = (float8_linear(x, rows, scale[:, 0], None)[:5] for x in (hidden, louder))
     assert torch.equal(together, beside)
+
+
+@pytest.mark.parametrize(("capability", "has"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_gpus_without_float8_compute_in_torchs_words(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], has: bool
+) -> None:
+    monkeypatch.setattr(arithmetic, "_capability", lambda device: capability)
+    assert arithmetic.has_float8(torch.device("cuda")) is has
+    assert not arithmetic.has_float8(torch.device("cpu"))

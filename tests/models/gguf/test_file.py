@@ -239,6 +239,7 @@ def test_the_tokenizer_built_from_metadata_equals_the_reference(name: str, tmp_p
     assert_same_tokenizer(AutoTokenizer.from_pretrained(tmp_path), reference)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("name", "other"), [(NAMES[0], "qwen2"), (NAMES[1], "smollm")])
 def test_the_comparison_notices_the_wrong_splitting_rule(name: str, other: str, tmp_path: Path) -> None:
     write_tokenizer(reference_metadata(name) | {"tokenizer.ggml.pre": other}, tmp_path, context=8192)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from temper.models.kernels import tiled_attention
 from temper.models.kernels.tiled_attention import choose_splits, decode_attention, packed_attention, paged_attention
+from tests.fakes.selection import mostly_heavy
 
 BLOCK_SIZE = 16
 TOLERANCE = {torch.float32: 8e-6, torch.bfloat16: 3e-2}
@@ -124,13 +125,16 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
     assert (found.double() - wanted).abs().max() < TOLERANCE[found.dtype]
 
 
+SHAPES = [((2, 2), 32), ((3, 1), 64), ((7, 1), 64), ((6, 2), 80), ((4, 2), 128), ((16, 1), 32)]
+"""(query heads, key heads), head size."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("heads", "size"), [((2, 2), 32), ((3, 1), 64), ((7, 1), 64), ((6, 2), 80), ((4, 2), 128), ((16, 1), 32)]
-)
+@pytest.mark.parametrize("shape", mostly_heavy(SHAPES, keep=SHAPES[1:4:2]))
 def test_attention_equals_float64_for_every_head_shape(
-    heads: tuple[int, int], size: int, dtype: torch.dtype, device: torch.device
+    shape: tuple[tuple[int, int], int], dtype: torch.dtype, device: torch.device
 ) -> None:
+    heads, size = shape
     rows = make_rows((66, 1), device, heads=heads, size=size, dtype=dtype)
     wanted = expected(rows)
     assert_close(attend_whole(rows), wanted)
@@ -140,7 +144,7 @@ def test_attention_equals_float64_for_every_head_shape(
         assert_close(decode_last(rows, splits=splits), wanted[last])
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 64, 100])
+@pytest.mark.parametrize("window", mostly_heavy([None, 1, 5, 64, 100], keep=(None, 64)))
 def test_rows_that_end_around_a_tile_border_are_right_with_and_without_a_window(
     window: int | None, device: torch.device
 ) -> None:
@@ -165,7 +169,7 @@ def test_more_splits_than_tiles_leave_empty_splits_without_weight(device: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", mostly_heavy([None, 40], keep=(40,)))
 def test_bits_do_not_depend_on_chunks_neighbours_order_or_table_width(
     dtype: torch.dtype, window: int | None, device: torch.device
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from temper.integrity import write_manifest
+from temper.folders.integrity import write_manifest
 from temper.runs.report.report import as_json, duration, make_report, newest_checkpoint, render
 from temper.runs.store.run_store import RunStore
 from temper.types import Batch, EvaluationResult, StepReport
@@ -79,6 +80,20 @@ def test_the_text_says_what_a_user_looks_for(run: Path) -> None:
         "checkpoints/1-rl/step-10",
     ):  # fmt: skip
         assert part in text, part
+
+
+def test_a_failure_names_its_tasks_and_a_score_that_is_alone_has_no_gain(
+    run: Path, store: RunStore, make_evaluation: EvaluationMaker
+) -> None:
+    report = make_report(run)
+    (tasks,) = report.failing_tasks.values()
+    assert f"4 x error: verifier timed out (tasks {', '.join(tasks)})" in render(report)
+    one = dataclasses.replace(report, failing_tasks={"error: verifier timed out": ("a", "b", "c", "d")})
+    assert "(tasks a, b, c and 1 more)" in render(one)
+    first = dataclasses.replace(report.scores[0], last=report.scores[0].first)
+    text = render(dataclasses.replace(report, scores=(first,), stages=report.stages[:1]))
+    assert "10.0% [5.0, 15.0]         not measured yet" in text
+    assert " points" not in text
 
 
 def test_the_json_is_strict_and_complete(run: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,11 +14,16 @@ from temper.errors import UserError
 from temper.runs.reader import RunReader
 from temper.runs.store.arrays import ARRAY_TYPES, PLANES, unpack_array
 from temper.runs.store.run_store import RunStore, open_run
-from temper.types import Batch, EvaluationResult, StepReport
+from temper.types import Batch, EvaluationResult, PromptHistory, StepReport
 
 StepMaker = Callable[..., tuple[StepReport, Batch]]
 
-TO_LAYOUT_4 = """
+TO_LAYOUT_5 = """
+DROP TABLE prompts;
+UPDATE meta SET value = '5' WHERE name = 'schema';
+"""
+TO_LAYOUT_4 = f"""
+{TO_LAYOUT_5}
 DROP TABLE transcripts;
 ALTER TABLE token_rows DROP COLUMN codec;
 UPDATE meta SET value = '4' WHERE name = 'schema';
@@ -91,6 +97,18 @@ def test_a_run_of_layout_4_reads_with_its_arrays_as_they_lie_there(store: RunSto
     assert (store.folder / "run.db").read_bytes() == content, "reading changes nothing"
 
 
+def test_a_run_of_layout_5_reads_as_if_no_prompt_had_a_history(store: RunStore, make_step: StepMaker) -> None:
+    report, batch = make_step(1)
+    seen = PromptHistory(task_id="t", draws=1, attempts=4, passed=1.0, rate=0.25, last_step=1)
+    store.append(report, replace(batch, histories=(seen,)))
+    store.close()
+    with RunReader(store.folder) as reader:
+        assert [prompt.task_id for prompt in reader.prompts()] == ["t"]
+    change(store.folder, TO_LAYOUT_5)
+    with RunReader(store.folder) as reader:
+        assert reader.prompts() == reader.prompt_history(0, "t") == []
+
+
 def test_a_run_of_layout_3_reads_as_if_nobody_had_judged_or_been_paid_by_turn(
     store: RunStore, make_step: StepMaker
 ) -> None:
@@ -107,13 +125,15 @@ def test_a_run_of_layout_3_reads_as_if_nobody_had_judged_or_been_paid_by_turn(
     assert (store.folder / "run.db").read_bytes() == content, "reading changes nothing"
 
 
-@pytest.mark.parametrize(("layout", "script"), [("2", TO_LAYOUT_2), ("3", TO_LAYOUT_3), ("4", TO_LAYOUT_4)])
+@pytest.mark.parametrize(
+    ("layout", "script"), [("2", TO_LAYOUT_2), ("3", TO_LAYOUT_3), ("4", TO_LAYOUT_4), ("5", TO_LAYOUT_5)]
+)
 def test_an_older_run_cannot_be_gone_on_with_and_the_message_says_what_can_be_done(
     layout: str, script: str, store: RunStore
 ) -> None:
     store.close()
     change(store.folder, script)
-    expected = rf"has layout {layout} .* writes layout 5\. Finish the run with the version"
+    expected = rf"has layout {layout} .* writes layout 6\. Finish the run with the version"
     with pytest.raises(UserError, match=expected) as caught:
         open_run(store.folder, config="", resume=True)
     assert "with another --run" in str(caught.value)
@@ -122,14 +142,14 @@ def test_an_older_run_cannot_be_gone_on_with_and_the_message_says_what_can_be_do
 def test_a_run_that_says_another_layout_than_it_has_is_not_read_as_empty(store: RunStore) -> None:
     store.close()
     change(store.folder, TO_LAYOUT_2)
-    change(store.folder, "UPDATE meta SET value = '5' WHERE name = 'schema'")  # the planted fault: it says 5 and is not
+    change(store.folder, "UPDATE meta SET value = '6' WHERE name = 'schema'")  # the planted fault: it says 6 and is not
     with RunReader(store.folder) as reader, pytest.raises(sqlite3.OperationalError, match="no such table: audits"):
         reader.audits()
 
 
 def test_a_layout_of_the_future_is_neither_read_nor_written(store: RunStore) -> None:
     store.close()
-    change(store.folder, "UPDATE meta SET value = '6' WHERE name = 'schema'")
+    change(store.folder, "UPDATE meta SET value = '7' WHERE name = 'schema'")
     for attempt in (RunReader, lambda folder: open_run(folder, config="", resume=True)):
-        with pytest.raises(UserError, match="has layout 6; this version of Temper reads layout 5"):
+        with pytest.raises(UserError, match="has layout 7; this version of Temper reads layout 6"):
             attempt(store.folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from temper.trainer.adamw.masters import join, join_float16, split, split_float16
+from temper.trainer.adamw.masters import join, join_float16, split, split_float16, split_settled
 
 
 def floats(*uppers: int) -> Tensor:
@@ -30,6 +30,17 @@ def test_every_lower_half_comes_back_also_halfway_between_two_weights() -> None:
     assert len(exceptions.places) == 2
     alone = join(weight, remainder, None)
     assert int((alone != masters).sum()) == 2
+
+
+def test_settled_masters_need_no_exceptions_and_move_by_one_unit_where_they_would_be_one() -> None:
+    masters = floats(EVEN, ODD, NEGATIVE, 0xBF80, TINY, LARGEST)
+    weight, remainder = split_settled(masters)
+    assert torch.equal(weight, masters.to(torch.bfloat16)), "rounding stays what it is"
+    moved = masters.view(torch.int32) - join(weight, remainder, None).view(torch.int32)
+    # The even upper halves have one each, of either sign.
+    ties = torch.tensor([0x3F808000, 0xBF808000, 0x00008000]).to(torch.int32)
+    assert masters.view(torch.int32)[moved != 0].tolist() == ties.tolist()
+    assert moved[moved != 0].tolist() == [1, 1, 1], "towards 0"
 
 
 def test_random_masters_come_back_and_almost_none_is_an_exception() -> None:

@@ -58,7 +58,7 @@ def test_a_checkpoint_holds_moments_as_the_command_said(
     (folder,) = (tmp_path / "runs").glob("tiny/checkpoints/*/step-2/trainer")
     tensors = read_tensors(folder, "optimizer")
     assert {tensors[name].dtype for name in tensors} == HELD[states]
-    assert offloads == [offload]
+    assert set(offloads) == {offload}
 
 
 def test_rounding_follows_the_seed_of_the_run(tiny_recipe: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from temper.trainer.adamw.moments import States
 from temper.trainer.local import LocalTrainer, TrainerSettings
 from temper.trainer.optim import MasterAdamW, OptimizerSettings
 from temper.types import Batch, Sample
+from tests.fakes.selection import mostly_heavy
 
 EVERY_STATES: tuple[States, ...] = ("float32", "bfloat16", "8bit")
 SETTINGS = OptimizerSettings(learning_rate=0.01, weight_decay=0.1, max_grad_norm=0.5)
@@ -177,7 +178,7 @@ def to_imitate(rows: list[Sample]) -> Batch:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", mostly_heavy([torch.float32, torch.bfloat16, torch.float16], keep=(torch.bfloat16,)))
 @pytest.mark.parametrize("states", EVERY_STATES)
 def test_a_resumed_trainer_ends_with_the_same_bits(
     make_model: Callable[..., Any],
@@ -302,6 +303,7 @@ def test_compact_moments_solve_a_quadratic_as_well(monkeypatch: pytest.MonkeyPat
     assert quadratic_loss("8bit") == pytest.approx(wide, rel=0.1)
 
 
+@pytest.mark.heavy
 def test_a_model_learns_as_well_with_compact_moments(
     make_model: Callable[..., Any], make_rows: Callable[..., list[Sample]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

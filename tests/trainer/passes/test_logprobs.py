@@ -189,6 +189,7 @@ def test_within_keep_sets_only_the_drawn_log_probability_is_that_of_the_kept_tok
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.heavy
 def test_the_gradient_within_keep_sets_passes_a_numerical_check_and_that_of_the_whole_vocabulary_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

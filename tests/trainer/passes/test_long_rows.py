@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from temper.models.load import prepare
 from temper.models.long_rows import feed_forward, host
 from temper.models.long_rows.host import HostInputs
 from temper.objectives import PRESETS
-from temper.trainer.passes import varlen
+from temper.trainer.passes import long_rows, varlen
 from temper.trainer.passes.forward import (
     StepFacts,
     checkpointing,
@@ -175,3 +176,72 @@ def test_on_a_gpu_inputs_on_the_host_change_no_bit() -> None:
         enable_checkpointing(model, kind)  # type: ignore[arg-type]
         found.append(gradients(model, torch.float32))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_every_row_is_in_one_segment_and_long_ones_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_rows, "LONG", 10)
+    for lengths in ([3, 4, 12, 10, 9, 1, 30], [12], [9, 9], [30, 2]):
+        segments = long_rows.cut_at_long_rows(lengths, is_ordered=False)
+        assert [length for segment in segments for length in segment.lengths] == lengths
+        assert all(segment.is_long == (max(segment.lengths) >= 10) for segment in segments)
+        assert all(len(segment.lengths) == 1 for segment in segments if segment.is_long)
+        assert all(a.is_long or b.is_long for a, b in pairwise(segments)), "short neighbours are together"
+    assert not long_rows.cut_at_long_rows([long_rows.LONG_ORDERED - 1], is_ordered=True)[0].is_long
+
+
+def test_kernels_are_planned_for_few_lengths_that_waste_little() -> None:
+    lengths = range(long_rows.LONG, 32769)
+    planned = [long_rows.planned_length(length) for length in lengths]
+    assert all(length <= plan <= length * 17 / 16 for length, plan in zip(lengths, planned, strict=True))
+    assert len(set(planned)) == 65
+    assert all(long_rows.planned_length(plan) == plan for plan in set(planned))
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_long_rows_attend_as_they_would_among_others(is_ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [5, 41, 9, 7, 100, 64]
+    made = [torch.randn(sum(lengths), heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)]
+    cotangent = torch.randn_like(made[0])
+
+    def run() -> list[Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in made]
+        output = PackedAttention(lengths, CPU, is_ordered=is_ordered)(0, *leaves, scaling=0.3, sliding_window=None)
+        return [output, *torch.autograd.grad(output, leaves, cotangent)]
+
+    expected = run()
+    for name in ("LONG", "LONG_ORDERED"):
+        monkeypatch.setattr(long_rows, name, 40)
+    # Single rows of the reference must not come back here.
+    monkeypatch.setattr(varlen, "has_kernel", lambda query: len(query) == sum(lengths))
+    monkeypatch.setattr(varlen, "varlen_attention", by_rows)
+    monkeypatch.setattr(long_rows, "_has_cudnn", lambda *_: True)
+    seen: list[int] = []
+    plain = long_rows.attend_row
+    monkeypatch.setattr(long_rows, "attend_row", lambda q, *a, **o: (seen.append(len(q)), plain(q, *a, **o))[1])
+    for ours, theirs in zip(run(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert seen == [41, 100, 64]
+    if not is_ordered:  # padding on the other side is seen
+        monkeypatch.setattr(long_rows, "pad", lambda x, sides: torch.nn.functional.pad(x, (*sides[:4], sides[5], 0)))
+        assert not torch.allclose(run()[0], expected[0], atol=1e-2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_long_rows_are_what_they_are_among_others_and_ordered_ones_have_their_bits() -> None:
+    device, lengths = torch.device("cuda"), [100, 4100, 3000, 2050, 4097]
+    made = [torch.randn(sum(lengths), heads, 128, device=device).bfloat16() for heads in (6, 2, 2)]
+    cotangent = torch.randn_like(made[0])
+
+    def run(is_ordered: bool, is_long: bool = True) -> list[Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in made]
+        attend = PackedAttention(lengths, device, is_ordered=is_ordered)
+        attend._has_long &= is_long
+        output = attend(0, *leaves, scaling=0.09, sliding_window=None)
+        return [output, *torch.autograd.grad(output, leaves, cotangent)]
+
+    expected = run(is_ordered=False, is_long=False)
+    first, again = run(is_ordered=True), run(is_ordered=True)
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    for found in (first, run(is_ordered=False)):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.float(), theirs.float(), rtol=3e-2, atol=4e-2)  # both round to bfloat16

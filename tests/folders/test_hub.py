@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from temper.errors import UserError
-from temper.hub import RowsName, choose_files, find_checkpoint, is_model_name, rows_name
+from temper.folders.hub import RowsName, choose_files, find_checkpoint, is_model_name, rows_name
 from temper.models.load import load_model, load_tokenizer
 from temper.models.tiny import make_tiny_model
 from temper.tasks.dataset import read_file

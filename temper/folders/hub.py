@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from temper.errors import UserError, did_you_mean, nearest_file
-from temper.integrity import verify
+from temper.folders.integrity import verify
 from temper.terminal import SafeConsole
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from temper import cli, integrity
+from temper import cli
 from temper.commands.training.train import train
 from temper.config import resolve, to_toml
 from temper.errors import UserError
-from temper.integrity import sha256_of, verify, write_manifest
+from temper.folders import integrity
+from temper.folders.integrity import sha256_of, verify, write_manifest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LOADERS = {"from_pretrained", "from_config", "AsyncEngineArgs", "EngineArgs", "LLM"}
 """Calls that can run code of a checkpoint."""
 

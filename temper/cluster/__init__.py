@@ -1,0 +1,1 @@
+"""Processes beside the driver: how one is started and ended, and the main that it runs."""

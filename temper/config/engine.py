@@ -1,0 +1,102 @@
+"""What a recipe says of the engine that draws completions.
+
+Owns: the table. Refuses: choosing an implementation (build/sampler.py). The text under each field is its help.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from temper.config.section import Section, require_auto_or_number
+
+
+class EngineConfig(Section):
+    """What draws completions."""
+
+    kind: Literal["local", "vllm", "sglang"] = "local"
+    """Who draws the tokens: Temper's own engine, vLLM in this process, or an SGLang server."""
+    address: str = ""
+    """Where the SGLang server listens, e.g. "http://127.0.0.1:30000"."""
+    place: Literal["here", "process"] = "here"
+    """Where Temper's own engine draws what a stage trains on: in the trainer's process, by turns with it; or in a
+    process of its own, with its own copy of the weights. With rollout.max_staleness above 0 both then work at once."""
+    threads: int | Literal["auto"] = "auto"
+    """Threads of a sampler process on a CPU. auto: half of torch's, or all while rollout.max_staleness is 0 and the two
+    take turns. Above 0 the trainer has the rest of them, and at least one."""
+    numerics: Literal["fast", "exact"] = "fast"
+    """exact: local engine and trainer compute log-probabilities that are equal to the bit, whatever is batched."""
+    weights: Literal["model", "fp8"] = "model"
+    """How the local engine holds the matrices of decoder layers: as the model, or quantised to float8 when they are
+    published, half the bytes of a decode step. Unless objective.corrections says otherwise, fp8 brings "token_tis"."""
+    kv_tokens: int | Literal["auto"] = "auto"
+    """Tokens the KV cache can hold; 0: enough for max_running sequences of the longest prompt and completion. auto: as
+    0, and less where a GPU has no room for that."""
+    kv_after_load: Literal["keep", "recompute"] = "keep"
+    """Keys and values of running sequences when new weights arrive between two of their tokens."""
+    max_running: int = Field(256, ge=1)
+    """Sequences decoded together."""
+    tokens_per_step: int = Field(4096, ge=16)
+    """Prefill and decode tokens of one engine step."""
+    graphs: bool = True
+    """On a GPU: decode steps are recorded as CUDA graphs and replayed."""
+    steps_per_sync: int = Field(8, ge=1)
+    """On a GPU: replayed decode steps between two looks of the host. A sequence that ends in between wastes the rest of
+    them."""
+    max_logprob_gap: float | None = None
+    """Largest mean |sampled - recomputed| log-probability that may start. Unset: the checked-in budget."""
+
+    @field_validator("kv_tokens", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: object) -> object:
+        return require_auto_or_number(value, least=0)
+
+    @field_validator("threads", mode="before")
+    @classmethod
+    def _threads_or_auto(cls, value: object) -> object:
+        return require_auto_or_number(value, least=1)
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _address_apart(cls, value: object) -> object:
+        if isinstance(value, str) and value.startswith("sglang+"):
+            address = value.removeprefix("sglang+")
+            raise ValueError(f'the address has a key of its own: engine = {{kind = "sglang", address = "{address}"}}')
+        return value
+
+    @field_validator("steps_per_sync", mode="before")
+    @classmethod
+    def _graphs_apart(cls, value: object) -> object:
+        if value == 0:
+            raise ValueError("0 is no number of steps. Without graphs is engine.graphs = false")
+        return value
+
+    @model_validator(mode="after")
+    def _has_address(self) -> EngineConfig:
+        if (self.kind == "sglang") != bool(self.address):
+            raise ValueError(
+                'an engine of kind "sglang" needs its address, and no other has one: '
+                'engine = {kind = "sglang", address = "http://127.0.0.1:30000"}'
+            )
+        if self.address and not self.address.startswith(("http://", "https://")):
+            raise ValueError(f'address "{self.address}" must begin with http:// or https://')
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_placed(self) -> EngineConfig:
+        if self.place == "process" and self.kind != "local":
+            raise ValueError(
+                f'place = "process" needs kind = "local": an engine of kind "{self.kind}" has processes of its own'
+            )
+        if self.threads != "auto" and self.place == "here":
+            raise ValueError('threads are those of a sampler process: set place = "process", or leave them out')
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_fp8(self) -> EngineConfig:
+        if self.weights == "fp8" and self.kind != "local":
+            raise ValueError(f'weights = "fp8" needs kind = "local": Temper does not quantise for "{self.kind}"')
+        if self.weights == "fp8" and self.numerics == "exact":
+            raise ValueError('weights = "fp8" and numerics = "exact" exclude each other: fp8 rounds on one side alone')
+        return self

@@ -1,0 +1,256 @@
+"""A sampler that lives in another process, asked over a socket.
+
+Owns: the Sampler protocol on this side, requests under way, publication as a transaction, what is said when the other
+process ends. Refuses: starting it (cluster/child.py), and repeating what was lost: a resume does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from temper.engine.in_flight import InFlight
+from temper.engine.process.weights import SharedWeights
+from temper.engine.process.wire import Frame, completion_of, error_of, read_frame, request_frame, to_bytes
+from temper.errors import BackendError
+from temper.types import Completion, Publication, Request
+
+if TYPE_CHECKING:
+    from temper.engine.local.warming import ExpectedRequests
+
+SETTLING_PASSES = 3
+"""Turns of the event loop without a new request before requests are sent, in one frame: what is admitted together then
+depends on the data and not on timing, as in an engine of this process."""
+OPEN_SECONDS = 900.0
+"""To load a model."""
+LOAD_SECONDS = 600.0
+"""To take over one publication."""
+END_SECONDS = 10.0
+"""For a process that hung up to end, so that it can be said how; and for one that was asked to end."""
+ORDER = 0
+"""Number of the first question."""
+
+
+class Process(Protocol):
+    """Whose sampler it is."""
+
+    name: str
+
+    def wait(self, seconds: float) -> str | None:
+        """How it ended, with its last lines. None: it still runs."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+class ProcessSampler:
+    """Implements protocols.Sampler. One event loop asks it."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        weights: SharedWeights,
+        process: Process,
+        *,
+        order: str,
+        closed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The order is sent at once: the other process opens its model while this one goes on.
+
+        closed: called once, when the sampler has ended.
+        """
+        self._connection, self._weights, self._process, self._closed = connection, weights, process, closed
+        self._writer: asyncio.StreamWriter | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._opening: asyncio.Future[Frame] | None = None
+        self._asked: dict[int, asyncio.Future[Frame]] = {}
+        self._progress: dict[int, Callable[[int, int], None]] = {}
+        self._num_calls = ORDER
+        self._outbox: list[tuple[int, Request]] = []
+        self._sender: asyncio.Task[None] | None = None
+        self._publishing = asyncio.Lock()
+        self._version, self._is_fed, self._is_closed = 0, False, False
+        self._failure = ""
+        """Why nothing can be asked any more; '' when all is well."""
+        self._in_flight = InFlight()
+        self._stats: Mapping[str, float] = {}
+        connection.sendall(to_bytes(Frame("order", ORDER, {"order": order})))
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: Request) -> Completion:
+        """Waits for: the other process. Unblocked by: its answer or its death; a deadline is the episode's."""
+        self._require_whole()
+        if not self._is_fed:
+            raise BackendError(f"{self._process.name} is stale: publish weights before asking for tokens")
+        call, answer = self._new_call()
+        self._outbox.append((call, request))
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send_settled(), name="requests to a sampler process")
+        with self._in_flight.request():
+            try:
+                return completion_of(await answer)
+            finally:
+                if self._asked.pop(call, None) is not None and not self._failure:  # its caller was cancelled
+                    await self.abort(request.id)
+
+    async def abort(self, request_id: str) -> None:
+        self._end(request_id, "abort")
+
+    async def interrupt(self, request_id: str) -> None:
+        self._end(request_id, "interrupt")
+
+    async def load(self, publication: Publication) -> None:
+        """A transaction: written aside while the sampler draws, checked as a whole, taken over between two tokens,
+        acknowledged. What does not fit changes nothing.
+
+        Also when its caller is cancelled: the next publication must not be written under one that is being read.
+        """
+        await asyncio.shield(asyncio.ensure_future(self._publish(publication)))
+
+    def stats(self) -> Mapping[str, float]:
+        """As counted up to the last publication; the seconds with requests in flight up to now."""
+        counted, self._stats = self._stats, {}
+        return {**counted, "drawing_seconds": self._in_flight.seconds()}
+
+    async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
+        """What LocalEngine.warm_up does, over there."""
+        await self._opened()
+        call, answer = self._new_call()
+        self._progress[call] = tell
+        self._send(Frame("warm_up", call, dataclasses.asdict(expected)))
+        await self._within(answer, OPEN_SECONDS, "warm up")
+
+    async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._writer is None:
+            self._connection.close()  # it sees that nobody is there
+        elif not self._failure:
+            self._send(Frame("close"))
+        if await asyncio.to_thread(self._process.wait, END_SECONDS) is None:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait, END_SECONDS)
+        self._break("it was closed")
+        if self._listener is not None:
+            await asyncio.wait([self._listener], timeout=END_SECONDS)
+        if self._writer is not None:
+            self._writer.close()
+        self._weights.close()
+        self._closed()
+
+    async def _publish(self, publication: Publication) -> None:
+        async with self._publishing:
+            await self._opened()
+            told = await asyncio.to_thread(self._weights.write, publication)
+            call, answer = self._new_call()
+            self._send(Frame("load", call, told))
+            loaded = await self._within(answer, LOAD_SECONDS, f"take over publication {publication.version}")
+            if loaded.fields["version"] != publication.version:
+                raise BackendError(
+                    f"{self._process.name} acknowledged version {loaded.fields['version']} instead of "
+                    f"{publication.version}"
+                )
+            self._version, self._is_fed = publication.version, True
+            self._stats = loaded.fields["stats"]
+
+    async def _opened(self) -> None:
+        """Connected, and the model over there is loaded."""
+        if self._opening is None:
+            self._opening = self._asked[ORDER] = asyncio.get_running_loop().create_future()
+            reader, self._writer = await asyncio.open_connection(sock=self._connection)
+            self._listener = asyncio.create_task(self._listen(reader), name="answers of a sampler process")
+        self._require_whole()
+        await self._within(self._opening, OPEN_SECONDS, "open its model")
+
+    async def _within(self, answer: asyncio.Future[Frame], seconds: float, what: str) -> Frame:
+        """The answer. A process that owes one for longer is of no use any more, and is ended."""
+        done, _ = await asyncio.wait([answer], timeout=seconds)
+        if not done:
+            self._process.kill()
+            self._break(f"it did not {what} within {seconds:g} s, and was ended")
+        return await answer
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        """Waits for: answers. Unblocked by: the other process's death, or close()."""
+        try:
+            while (frame := await read_frame(reader)) is not None:
+                self._take(frame)
+        except BackendError as error:
+            self._process.kill()
+            self._break(str(error))
+        except asyncio.CancelledError:  # the event loop ends, and nobody has closed this
+            self._process.kill()
+            raise
+        if self._failure or self._is_closed:
+            return
+        ended = await asyncio.to_thread(self._process.wait, END_SECONDS)
+        self._process.kill()
+        self._break(ended or "it hung up and did not end")
+
+    def _take(self, frame: Frame) -> None:
+        if frame.verb == "progress":
+            self._progress[frame.call](frame.fields["done"], frame.fields["total"])
+            return
+        self._progress.pop(frame.call, None)
+        answer = self._asked.pop(frame.call, None)
+        if answer is None or answer.done():
+            return  # its caller was cancelled
+        if frame.verb == "error":
+            answer.set_exception(error_of(frame))
+        else:
+            answer.set_result(frame)
+
+    async def _send_settled(self) -> None:
+        quiet, seen = 0, len(self._outbox)
+        while quiet < SETTLING_PASSES:
+            await asyncio.sleep(0)
+            quiet = quiet + 1 if len(self._outbox) == seen else 0
+            seen = len(self._outbox)
+        self._send_requests()
+
+    def _send_requests(self) -> None:
+        asked, self._outbox = [(call, request) for call, request in self._outbox if call in self._asked], []
+        if asked:
+            self._send(request_frame(asked))
+
+    def _end(self, request_id: str, verb: str) -> None:
+        """After the requests that were handed in before: one of them may be meant."""
+        if self._writer is not None and not self._failure:
+            self._send_requests()
+            self._send(Frame(verb, fields={"id": request_id}))
+
+    def _send(self, frame: Frame) -> None:
+        assert self._writer is not None, "nothing is sent before the first publication"
+        if not self._failure:  # else whoever waits for an answer has been told
+            self._writer.write(to_bytes(frame))
+
+    def _new_call(self) -> tuple[int, asyncio.Future[Frame]]:
+        self._require_whole()
+        self._num_calls += 1
+        answer = self._asked[self._num_calls] = asyncio.get_running_loop().create_future()
+        return self._num_calls, answer
+
+    def _require_whole(self) -> None:
+        if self._failure:
+            raise self._failed()
+
+    def _failed(self) -> BackendError:
+        return BackendError(
+            f"{self._process.name}: {self._failure}. Nothing that it drew since the last checkpoint counts; go on with "
+            "--resume"
+        )
+
+    def _break(self, why: str) -> None:
+        """Fails every question that waits, and every later one."""
+        self._failure = self._failure or why
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(self._failed())
+        self._asked.clear()

@@ -1,0 +1,67 @@
+"""What a sampler process is told to open: a model folder and the settings of an engine.
+
+Owns: the order, on both sides of the socket, and opening what it says. Refuses: recipes; build/ reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from temper.engine.local.engine import EngineSettings, LocalEngine
+from temper.engine.sampler_model import SamplerWeights, sampler_model
+from temper.models.decoder import Numerics
+from temper.models.load import load_model, load_tokenizer
+from temper.models.lora.wrapping import AdapterSettings, add_adapter, load_base
+from temper.tasks.render import decode_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerOrder:
+    """An engine of a process of its own. It holds the weights of `folder` until it is given those of the trainer."""
+
+    folder: str
+    dtype: str
+    """Of the weights, without "torch."."""
+    device: str
+    numerics: Numerics
+    weights: SamplerWeights
+    settings: EngineSettings
+    four_bit_adapter: AdapterSettings | None = None
+    """The trained adapter, where it lies over a base in 4 bits: the engine computes with its factors. None: it draws
+    from whole weights, merged ones where an adapter is trained."""
+    has_stop_texts: bool = False
+    """Whether requests may have stop texts, for which the engine needs the tokenizer."""
+    num_threads: int = 0
+    """Of torch on a CPU; 0: as torch chooses."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> SamplerOrder:
+        told = json.loads(text)
+        adapter = told.pop("four_bit_adapter")
+        if adapter is not None:
+            adapter = AdapterSettings(**{**adapter, "targets": tuple(adapter["targets"])})
+        return SamplerOrder(**{**told, "settings": EngineSettings(**told["settings"])}, four_bit_adapter=adapter)
+
+
+def open_engine(order: SamplerOrder) -> LocalEngine:
+    """Loads the model as the trainer does, and makes the engine's own of it."""
+    if order.num_threads:
+        torch.set_num_threads(order.num_threads)
+    folder, device, dtype = Path(order.folder), torch.device(order.device), getattr(torch, order.dtype)
+    load = partial(load_model, numerics=order.numerics)
+    if order.four_bit_adapter is None:
+        model = load(folder, dtype, device)
+    else:
+        model = add_adapter(load_base(folder, dtype, device, load=load, base="4bit"), order.four_bit_adapter, folder)
+    model = sampler_model(model.requires_grad_(False), weights=order.weights, runs_ahead=False)
+    decode = partial(decode_ids, load_tokenizer(folder)) if order.has_stop_texts else None
+    return LocalEngine(model, order.settings, decode=decode)

@@ -1,0 +1,162 @@
+"""A sampler that answers over a socket.
+
+Owns: the sampler process's side of every verb. Refuses: opening models (order.py), and drawing before it was fed:
+a sampler that joins, or that a publication did not reach, is stale.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from temper.engine.process.weights import SharedWeights
+from temper.engine.process.wire import (
+    Frame,
+    completion_frame,
+    error_frame,
+    params_of,
+    read_frame,
+    requests_of,
+    to_bytes,
+)
+from temper.errors import BackendError, TemperError
+from temper.protocols import Sampler
+from temper.types import Publication, Request
+
+if TYPE_CHECKING:
+    from temper.engine.local.warming import ExpectedRequests
+
+FLUSH_SECONDS = 10.0
+"""For the last words of a process that ends."""
+
+
+class ServedSampler(Sampler, Protocol):
+    """What a sampler process serves: Temper's own engine, or a fake in tests."""
+
+    async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None: ...
+
+
+Open = Callable[[str], ServedSampler]
+"""From the text of an order to a sampler; slow."""
+
+
+async def serve(connection: socket.socket, weights: SharedWeights, opener: Open) -> None:
+    """Answers until the other side asks to close or hangs up.
+
+    Waits for: questions. Unblocked by: the other side's death, which ends the connection.
+    """
+    reader, writer = await asyncio.open_connection(sock=connection)
+    order = await read_frame(reader)
+    if order is None:
+        return
+    try:
+        sampler = opener(str(order.fields["order"]))
+    except Exception as error:  # told to who asked, who raises it again
+        traceback.print_exc()
+        await _last_words(writer, error_frame(order.call, error))
+        return
+    server = Server(sampler, weights, writer)
+    server.send(Frame("opened", order.call))
+    try:
+        while (frame := await read_frame(reader)) is not None and frame.verb != "close":
+            await server.answer(frame)
+    finally:
+        await server.close()
+        writer.close()
+
+
+async def _last_words(writer: asyncio.StreamWriter, frame: Frame) -> None:
+    writer.write(to_bytes(frame))
+    async with asyncio.timeout(FLUSH_SECONDS):
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+
+class Server:
+    """One sampler and one connection."""
+
+    def __init__(self, sampler: ServedSampler, weights: SharedWeights, writer: asyncio.StreamWriter) -> None:
+        self._sampler, self._weights, self._writer = sampler, weights, writer
+        self._is_fed = False
+        self._drawing: set[asyncio.Task[None]] = set()
+        self._verbs: dict[str, Callable[[Frame], Any]] = {
+            "generate": self._generate,
+            "abort": lambda frame: self._sampler.abort(frame.fields["id"]),
+            "interrupt": lambda frame: self._sampler.interrupt(frame.fields["id"]),
+            "load": self._load,
+            "warm_up": self._warm_up,
+        }
+
+    def send(self, frame: Frame) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(to_bytes(frame))
+
+    async def answer(self, frame: Frame) -> None:
+        """In the order of questions. What is drawn is answered when it is done."""
+        try:
+            await self._verbs[frame.verb](frame)
+        except Exception as error:  # told to who asked, who raises it again
+            if not isinstance(error, TemperError):
+                traceback.print_exc()
+            self.send(error_frame(frame.call, error))
+
+    async def close(self) -> None:
+        for task in self._drawing:
+            task.cancel()
+        await self._sampler.close()
+
+    async def _generate(self, frame: Frame) -> None:
+        for call, request in requests_of(frame):
+            task = asyncio.create_task(self._draw(call, request))
+            self._drawing.add(task)
+            task.add_done_callback(self._drawing.discard)
+        await asyncio.sleep(0)  # they are in the engine before the next question, which may be to end one of them
+
+    async def _draw(self, call: int, request: Request) -> None:
+        try:
+            if not self._is_fed:
+                raise BackendError("the sampler is stale: no publication has reached it yet")
+            self.send(completion_frame(call, await self._sampler.generate(request)))
+        except Exception as error:  # told to who asked, who raises it again
+            self.send(error_frame(call, error))
+
+    async def _load(self, frame: Frame) -> None:
+        """Nothing is drawn between the first tensor and the last: engines take weights over between two steps. One that
+        breaks on the way is stale. The same publication once more changes nothing."""
+        publication = self._weights.read(frame.fields)
+        try:
+            await self._sampler.load(publication)
+        except BackendError:
+            raise  # refused before anything was changed
+        except BaseException:
+            self._is_fed = False
+            raise
+        _finish_copies(publication)
+        self._is_fed = True
+        # What it counted since the last publication goes along: whoever asks for counts cannot wait for an answer.
+        told = {"version": self._sampler.version, "stats": dict(self._sampler.stats())}
+        self.send(Frame("loaded", frame.call, told))
+
+    async def _warm_up(self, frame: Frame) -> None:
+        from temper.engine.local.warming import ExpectedRequests
+
+        told = frame.fields
+        expected = ExpectedRequests(**{**told, "params": params_of(told["params"])})
+
+        def tell(done: int, total: int) -> None:
+            self.send(Frame("progress", frame.call, {"done": done, "total": total}))
+
+        await self._sampler.warm_up(expected, tell)
+        self.send(Frame("warmed_up", frame.call))
+
+
+def _finish_copies(publication: Publication) -> None:
+    """The trainer may write to its own memory as soon as it has the acknowledgement."""
+    if any(tensor.is_cuda for tensor in publication.tensors.values()):
+        import torch
+
+        torch.cuda.synchronize()

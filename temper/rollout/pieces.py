@@ -1,0 +1,76 @@
+"""One completion of two pieces: drawn one after the other, with or without a text between them.
+
+Owns: columns that stay parallel, and stop texts that begin in the first piece and end in the second. Refuses: drawing
+them (thinking.py, controls/joined.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from temper.engine.local.sequence import StopTexts
+from temper.types import Column, Completion, Finish, Ragged, Request, array_of, join_ragged, no_lists
+
+Decode = Callable[[Sequence[int]], str]
+
+COLUMNS = ("token_ids", "logprobs", "versions", "entropies")
+LISTS = ("top_ids", "top_logprobs", "keep_ids")
+
+
+def join(first: Completion, given: Sequence[int], second: Completion) -> Completion:
+    """What was drawn, what was put in (nothing: the second goes on where the first ended), and what was drawn behind
+    it. Where nothing was drawn behind a text, nobody saw it, and it is left out."""
+    if not second.token_ids:
+        return replace(first, finish=second.finish)
+    if not first.token_ids and not given:
+        return replace(second, prompt_ids=first.prompt_ids)
+    start, size = len(first.token_ids), len(given)
+    lists: dict[str, Any] = {name: _join_lists(first, size, second, name) for name in LISTS}
+    has_entropies = first.entropies is not None and second.entropies is not None
+    return replace(
+        first,
+        token_ids=_join_columns(first.token_ids, given, second.token_ids),
+        logprobs=_join_columns(first.logprobs, [0.0] * size, second.logprobs),
+        versions=_join_columns(first.versions, [-1] * size, second.versions),
+        finish=second.finish,
+        entropies=_join_columns(first.entropies or (), [0.0] * size, second.entropies or ()) if has_entropies else None,
+        injected=range(start, start + size),
+        **lists,
+    )
+
+
+def as_asked(completion: Completion, request: Request) -> Completion:
+    """With the prompt and the limit of the whole answer, in place of those of its pieces."""
+    params = None if completion.params is None else request.params
+    return replace(completion, prompt_ids=request.prompt_ids, params=params)
+
+
+def cut_at_stop(completion: Completion, seam: int, stop: Sequence[str], decode: Decode) -> Completion:
+    """Ends it where a stop text ends that began before the seam: the sampler, to whom the first piece is a part of the
+    prompt, saw only what came behind it."""
+    texts, ids = StopTexts(tuple(stop), decode), completion.token_ids
+    behind = seam + len(completion.injected)
+    before, drawn = ids[max(0, behind - texts.window) : behind], ids[behind : behind + texts.window]
+    num_drawn = texts.end([*before], [*drawn])
+    if num_drawn is None:
+        return completion
+    columns = {name: getattr(completion, name) for name in (*COLUMNS, *LISTS)}
+    end = behind + num_drawn
+    cut: dict[str, Any] = {name: None if column is None else column[:end] for name, column in columns.items()}
+    return replace(completion, finish=Finish.STOP, **cut)
+
+
+def _join_columns(first: Sequence[Any], given: Sequence[Any], second: Sequence[Any]) -> Column[Any]:
+    drawn = array_of(first)
+    return Column(np.concatenate((drawn, np.array(given, dtype=drawn.dtype), array_of(second, drawn.dtype))))
+
+
+def _join_lists(first: Completion, size: int, second: Completion, name: str) -> Ragged[Any] | None:
+    before, behind = getattr(first, name), getattr(second, name)
+    if before is None or behind is None:
+        return None
+    return join_ragged([before, no_lists(size, before), behind])

@@ -1,0 +1,1 @@
+"""The real loop over a virtual clock, with a sampler and a trainer that only take time."""

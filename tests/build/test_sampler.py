@@ -1,0 +1,135 @@
+"""A sampler in a process of its own changes where tokens are drawn, and not one of them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from temper.build import sampler as build_sampler
+from temper.commands.checkpoints import evaluate_checkpoint
+from temper.commands.plan import plan_recipe
+from temper.commands.training import train as training
+from temper.config import resolve, to_toml
+from temper.errors import UserError
+from temper.models.tiny import make_tiny_model
+from temper.runs.reader import RunReader
+from tests.fakes.served import serve_in_a_thread
+
+
+def short(recipe: dict[str, Any], place: str, **engine: Any) -> dict[str, Any]:
+    """The stage that draws alone, two steps of it."""
+    stage = {**recipe["stage"][1], "steps": 2, "evaluation": {"every": 1}}
+    return {**recipe, "checkpoint": {"every": 1}, "engine": {"place": place, **engine}, "stage": [stage]}
+
+
+def run(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Everything that a run leaves, but its recipe and its clocks."""
+    training.train_stages(resolve(table, (), where="test"), run=folder)
+    weights = sorted((folder / "checkpoints").glob("*/step-*/**/*.safetensors"))
+    assert weights
+    with RunReader(folder) as reader:
+        assert reader.is_finished
+        digests = {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in weights}
+        return {**reader.fingerprint(), **digests}
+
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "exact": ({}, {"numerics": "exact"}, {}),
+    "keep-sets and stop texts": ({}, {"numerics": "exact"}, {"top_p": 0.8, "stop": ["ab", "ba"]}),
+    "adapter": ({"lora": {"rank": 2}}, {"numerics": "exact"}, {}),
+    "adapter over 4 bits": ({"lora": {"rank": 2, "base": "4bit"}}, {}, {}),
+    "fp8": ({}, {"weights": "fp8"}, {}),
+}
+QUICK = ("exact",)
+
+
+@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.heavy) for k in KINDS])
+def test_a_synchronous_run_has_the_same_bits_wherever_it_draws(
+    kind: str, tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, engine, sampling = KINDS[kind]
+    tiny_recipe["model"] |= model
+    tiny_recipe["sampling"] |= sampling
+    here = run(short(tiny_recipe, "here", **engine), tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "before")  # an adapter records where its model lies
+    started = []
+
+    def start(order: str, **more: Any) -> Any:
+        started.append(order)
+        return serve_in_a_thread(order, **more)
+
+    monkeypatch.setattr(build_sampler, "start_sampler", start)
+    assert run(short(tiny_recipe, "process", **engine), tmp_path / "run") == here
+    assert len(started) == 1, "the other run must have drawn elsewhere"
+
+
+def test_a_recipe_with_a_sampler_process_can_be_planned_and_evaluated_without_one(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(order: str, **_: Any) -> Any:
+        pytest.fail("nothing is trained here: a process of its own would only wait for weights")
+
+    monkeypatch.setattr(build_sampler, "start_sampler", refuse)
+    table = {**short(tiny_recipe, "process"), "model": {"path": str(tiny_folder(tmp_path))}}
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml(resolve(table, (), where="test")))
+    plans, misfits = plan_recipe(recipe, gpu="h200")
+    assert (len(plans), misfits) == (1, [])
+    greedy, *_ = evaluate_checkpoint(tmp_path / "tiny", recipe)
+    assert greedy.num_prompts == 8
+
+
+def tiny_folder(folder: Path) -> Path:
+    shape = {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "mlp_width": 32, "context": 32}
+    return make_tiny_model(folder / "tiny", **shape, alphabet="abcdefghijklmnopqrstuvwxyz", seed=0)
+
+
+@pytest.mark.heavy
+def test_a_synchronous_run_through_a_real_process_has_the_same_bits(
+    tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    here = run(short(tiny_recipe, "here", numerics="exact"), tmp_path / "here")
+    assert run(short(tiny_recipe, "process", numerics="exact"), tmp_path / "process") == here
+
+
+def test_threads_are_given_back_when_the_run_is_over(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_sampler, "start_sampler", serve_in_a_thread)
+    table, before, seen = short(tiny_recipe, "process", threads=1), torch.get_num_threads(), []
+    table["stage"][0] |= {"steps": 1, "rollout": {"groups_per_step": 2, "group_size": 2, "max_staleness": 1}}
+    share = build_sampler.share_threads
+    monkeypatch.setattr(
+        build_sampler, "share_threads", lambda total, *args, **more: seen.append(args) or share(3, *args, **more)
+    )
+    set_threads, asked = torch.set_num_threads, []
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: asked.append(number) or set_threads(1))
+    training.train_stages(resolve(table, (), where="test"), run=tmp_path / "run")
+    set_threads(before)
+    assert seen == [(1,)]
+    assert sorted(asked) == sorted([1, 2, before]), "the sampler's, the trainer's, and those of before"
+    assert asked[-1] == before
+
+
+def test_an_objective_with_opponents_is_refused_by_name(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    table = short(tiny_recipe, "process")
+    table["stage"] = [{"kind": "preference", "steps": 1, "objective": {"preset": "nash_md"}}]
+    with pytest.raises(UserError, match=r'engine\.place="process" cannot draw for an objective with opponents'):
+        training.train_stages(resolve(table, (), where="test"), run=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("engine", "complaint"),
+    [
+        ({"place": "process", "kind": "vllm"}, 'place = "process" needs kind = "local"'),
+        ({"threads": 2}, "threads are those of a sampler process"),
+        ({"place": "process", "threads": 0}, "at least 1"),
+    ],
+)
+def test_what_cannot_act_is_refused(engine: dict[str, Any], complaint: str, tiny_recipe: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=complaint):
+        resolve({**tiny_recipe, "engine": engine}, (), where="test")

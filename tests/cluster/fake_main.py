@@ -1,0 +1,64 @@
+"""What a sampler process runs in tests that are about processes: the real server over a sampler without torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from temper.engine.process.server import serve
+from temper.rewards.workers.program import die_with_parent
+from temper.types import Completion, Finish, Publication, Request
+
+
+class NoWeights:
+    """Takes the place of SharedWeights: tells the version alone."""
+
+    def read(self, told: Mapping[str, Any]) -> Publication:
+        return Publication(version=told["version"], tensors={})
+
+
+class FakeSampler:
+    """A prompt's first token says what happens: 0 an answer at once, 1 none for a long time, 2 a step that blocks the
+    whole process for a long time, 3 a crash."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    async def generate(self, request: Request) -> Completion:
+        if request.prompt_ids[0] == 1:
+            await asyncio.sleep(600)
+        if request.prompt_ids[0] == 2:
+            print("a long step begins", flush=True)
+            time.sleep(600)
+        if request.prompt_ids[0] == 3:
+            print("the ceiling came down", file=sys.stderr, flush=True)
+            os._exit(5)
+        return Completion(prompt_ids=(0,), token_ids=[1], logprobs=[-1.0], versions=[self.version], finish=Finish.STOP)
+
+    async def load(self, publication: Publication) -> None:
+        self.version = publication.version
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    async def abort(self, request_id: str) -> None:
+        """There is nothing to end."""
+
+    async def interrupt(self, request_id: str) -> None:
+        """There is nothing to end."""
+
+    async def warm_up(self, expected: object, tell: object) -> None:
+        """There is nothing to compile."""
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    asyncio.run(serve(socket.socket(fileno=int(sys.argv[2])), NoWeights(), lambda order: FakeSampler()))  # type: ignore[arg-type]
