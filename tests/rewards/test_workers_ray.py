@@ -13,7 +13,8 @@ ray = pytest.importorskip("ray", reason="ray is not installed; `make adapters` i
 @pytest.fixture(scope="module")
 def cluster() -> Any:
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    # "local": a cluster of its own, whatever else of Ray runs on this machine.
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield ray
     ray.shutdown()
 
