@@ -20,6 +20,7 @@ MORE_PARAMETERS = {
     "models/tiny.py:make_tiny_model": 9,  # a model shape: all keyword-only, all numbers of one table
     # One per option of the command line.
     "cli/serve.py:serve": 13,
+    "cli/rollouts.py:rollouts": 9,
     "cli/planning/simulate.py:simulate": 13,
     "cli/judging/evaluate.py:evaluate": 15,
     "cli/judging/compare.py:compare": 12,

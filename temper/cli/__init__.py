@@ -16,6 +16,7 @@ import temper.cli.train
 import temper.cli.planning.plan
 import temper.cli.planning.simulate
 import temper.cli.report
+import temper.cli.rollouts
 import temper.cli.watch
 import temper.cli.judging.evaluate
 import temper.cli.judging.compare

@@ -217,7 +217,7 @@ def as_json(report: Report) -> str:
     """The whole report; gains and shares included, numbers that are not numbers as null."""
     value = dataclasses.asdict(report)
     for change, made in _pairs(report, value):
-        made["gain"] = change.gain
+        made["gain"], made["gain_interval"] = change.gain, change.gain_interval
     return json.dumps(finite(value), indent=2, ensure_ascii=False)
 
 
@@ -267,7 +267,7 @@ def _score_lines(report: Report) -> list[str]:
     if shown:
         lines.append(f"  {_whole(report):<32}{'before':<26}{'after':<26}gain")
     for change in shown:
-        gain = f"{100 * change.gain:+.1f} points" if change.gain is not None else _why_not(change)
+        gain = _gain(change)
         after = score(change.last)
         if (change.first.stage, change.first.step) == (change.last.stage, change.last.step):
             after, gain = "not measured yet", ""
@@ -288,8 +288,13 @@ def _is_of_one_stage(report: Report, change: ScoreChange) -> bool:
     return _has_table(report) and change.first.stage == change.last.stage
 
 
-def _why_not(change: ScoreChange) -> str:
-    return f"not comparable: {', '.join(change.differs)}"
+def _gain(change: ScoreChange) -> str:
+    """'+18.2 points [11.9, 24.4]', or why there is none."""
+    if change.gain is None:
+        return f"not comparable: {', '.join(change.differs)}"
+    interval = change.gain_interval
+    inside = "" if interval is None else f" [{100 * interval[0]:+.1f}, {100 * interval[1]:+.1f}]"
+    return f"{100 * change.gain:+.1f} points{inside}"
 
 
 def _whole(report: Report) -> str:

@@ -5,6 +5,7 @@ Owns: these types. Refuses: reading a run (report.py), words (stage_table.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,6 +38,16 @@ class ScoreChange:
     @property
     def gain(self) -> float | None:
         return None if self.differs else self.last.score - self.first.score
+
+    @property
+    def gain_interval(self) -> tuple[float, float] | None:
+        """95%, from the intervals of the two scores as if other prompts had been asked (Zou and Donner's MOVER): both
+        are of the same prompts, which can only make it wider than it need be. None where there is no gain."""
+        if self.gain is None or (self.first.stage, self.first.step) == (self.last.stage, self.last.step):
+            return None
+        below = math.hypot(self.last.score - self.last.low, self.first.high - self.first.score)
+        above = math.hypot(self.last.high - self.last.score, self.first.score - self.first.low)
+        return self.gain - below, self.gain + above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from temper.evals.passk import wilson
 from temper.folders.integrity import write_manifest
 from temper.runs.report.report import as_json, duration, make_report, newest_checkpoint, render
+from temper.runs.report.summary import ScoreChange
 from temper.runs.store.run_store import RunStore
 from temper.types import Batch, EvaluationResult, StepReport
 
@@ -60,6 +63,34 @@ def test_the_newest_finished_checkpoint_is_hashed(run: Path) -> None:
     assert report.weights_sha256 == hashlib.sha256(b"1-rl/step-10").hexdigest()
 
 
+def test_the_interval_of_a_gain_holds_what_it_promises(make_evaluation: EvaluationMaker) -> None:
+    """Fresh runs of the same prompts: a share of them is easy for both policies, so that their scores go together."""
+    random = np.random.default_rng(7)
+    num_prompts, inside, widths = 200, 0, []
+    for _ in range(2000):
+        easy = random.random(num_prompts) < 0.5
+        before, after = (np.where(easy, 0.9, hard) for hard in (0.05, 0.25))
+        ends = []
+        for step, chance in enumerate((before, after)):
+            right = int((random.random(num_prompts) < chance).sum())
+            low, high = wilson(right, num_prompts)
+            ends.append(dataclasses.replace(make_evaluation(step, right / num_prompts), low=low, high=high))
+        change = ScoreChange(name="greedy", first=ends[0], last=ends[1], differs=())
+        assert change.gain_interval is not None
+        low, high = change.gain_interval
+        inside += low <= 0.1 <= high
+        widths.append(high - low)
+    assert 0.95 <= inside / 2000 < 0.9999, "conservative where scores go together, and still an interval"
+    assert max(widths) < 0.25
+
+
+def test_the_interval_of_a_gain_leans_as_its_ends_do(make_evaluation: EvaluationMaker) -> None:
+    first = dataclasses.replace(make_evaluation(0, 0.0), low=0.0, high=0.1)
+    last = dataclasses.replace(make_evaluation(9, 0.5), low=0.4, high=0.55)
+    change = ScoreChange(name="greedy", first=first, last=last, differs=())
+    assert change.gain_interval == pytest.approx((0.5 - 0.02**0.5, 0.55))
+
+
 def test_scores_under_different_budgets_show_no_gain(
     store: RunStore, make_evaluation: EvaluationMaker, tmp_path: Path
 ) -> None:
@@ -68,13 +99,14 @@ def test_scores_under_different_budgets_show_no_gain(
     store.close()
     report = make_report(store.folder)
     assert report.scores[0].gain is None
+    assert report.scores[0].gain_interval is None
     assert "not comparable: max_new_tokens" in render(report)
 
 
 def test_the_text_says_what_a_user_looks_for(run: Path) -> None:
     text = render(make_report(run))
     for part in (
-        "finished, 4 steps, 16.0 s", "10.0% [5.0, 15.0]", "90.0% [85.0, 95.0]", "+80.0 points",
+        "finished, 4 steps, 16.0 s", "10.0% [5.0, 15.0]", "90.0% [85.0, 95.0]", "+80.0 points [+72.9, +87.1]",
         "commonest answer scores 2.0%",
         "48 drawn, 24 trained", "2 distinct", "rollout 75%, train 25%", "4 degenerate", "4 x error: verifier timed out",
         "checkpoints/1-rl/step-10",
@@ -99,6 +131,7 @@ def test_a_failure_names_its_tasks_and_a_score_that_is_alone_has_no_gain(
 def test_the_json_is_strict_and_complete(run: Path) -> None:
     value = json.loads(as_json(make_report(run)), parse_constant=lambda name: pytest.fail(name))
     assert value["scores"][0]["gain"] == pytest.approx(0.8)
+    assert value["scores"][0]["gain_interval"] == pytest.approx([0.8 - 0.0707, 0.8 + 0.0707], abs=1e-4)
     assert value["stages"][1]["reward"] == [0.1, 0.2]
     assert value["work"]["prompts_trained"] == 2
 
