@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from temper.commands.find import find_model
 from temper.config import resolve, to_toml
 from temper.runs.reader import RunReader
 from temper.runs.report.plot import Line, Panel, chart
@@ -97,7 +98,7 @@ def earlier_stages(recipe: dict[str, Any], seed: int, folder: Path) -> dict[str,
         folder.mkdir(parents=True)
         (folder / "recipe.toml").write_text(to_toml(stages))
         train(folder / "recipe.toml", folder / "run")
-    return {"path": str(folder / "run")}
+    return {"path": str(find_model(folder / "run"))}
 
 
 def measure(options: argparse.Namespace, recipe: dict[str, Any], setting: Setting, seed: int) -> Curve:

@@ -20,6 +20,7 @@ import pytest
 from temper.build import sampler as build_sampler
 from temper.commands.training import train as training
 from temper.config import RunConfig, resolve
+from temper.engine.fleet import fleet
 from temper.engine.local.engine import LocalEngine
 from temper.engine.process.client import ProcessSampler
 from temper.engine.process.order import SamplerOrder, open_engine
@@ -41,7 +42,9 @@ def placed(recipe: dict[str, Any], staleness: int, *, steps: int) -> dict[str, A
     rollout = {"groups_per_step": GROUPS, "group_size": 4, "max_staleness": staleness}
     stage = {**recipe["stage"][1], "steps": steps, "rollout": rollout}
     engine = {"place": "process", "numerics": "exact"}
-    return {**recipe, "checkpoint": {"every": 1, "keep": 2}, "engine": engine, "stage": [stage]}
+    # None is replaced here: a run that loses its only sampler must end well, too.
+    alone = {"engine": engine, "cluster": {"max_restarts": 0}}
+    return {**recipe, "checkpoint": {"every": 1, "keep": 2}, **alone, "stage": [stage]}
 
 
 def check_run(run: Path, *, steps: int, staleness: int) -> set[int]:
@@ -96,8 +99,8 @@ def test_a_sampler_that_dies_in_a_rollout_ends_the_run_and_a_resume_goes_on(
         engine.__class__ = Mortal
         return engine
 
-    def start_mortal(order: str, **more: Any) -> ProcessSampler:
-        Mortal.sampler = serve_in_a_thread(order, opener=mortal, **more)
+    def start_mortal(order: str, *shared: Any, **more: Any) -> ProcessSampler:
+        Mortal.sampler = serve_in_a_thread(order, *shared, opener=mortal, **more)
         return Mortal.sampler
 
     monkeypatch.setattr(build_sampler, "start_sampler", start_mortal)
@@ -107,7 +110,7 @@ def test_a_sampler_that_dies_in_a_rollout_ends_the_run_and_a_resume_goes_on(
     # The gate before step 1 asks for 8, a step for 16 and its canary for 4: this is the middle of step 2's rollout.
     monkeypatch.setattr(Mortal, "asked", 0)
     monkeypatch.setattr(Mortal, "last", 55 + 16 * staleness)
-    with pytest.raises(BackendError, match=r"the sampler thread: it ended\..*go on with --resume"):
+    with pytest.raises(BackendError, match=r"the sampler thread: it ended\. Nothing.*go on with --resume"):
         training.train_stages(stages, run=run)
     with RunReader(run) as reader:
         assert reader.state.name == "failed"
@@ -117,9 +120,11 @@ def test_a_sampler_that_dies_in_a_rollout_ends_the_run_and_a_resume_goes_on(
 
 
 class Driver:
-    """A run in a process that was forked, with a sampler that it forks."""
+    """A run in a process that was forked, with samplers that it forks, or starts as a user's run does: a fork while a
+    trainer computes would inherit what its threads hold."""
 
-    def __init__(self, stages: Sequence[RunConfig], run: Path) -> None:
+    def __init__(self, stages: Sequence[RunConfig], run: Path, *, forks: bool = True) -> None:
+        self._begin_sampler = fork_sampler if forks else build_sampler.start_sampler
         self._log, self._sampler = run.with_suffix(".log"), run.with_suffix(".pid")
         self._sampler.unlink(missing_ok=True)
         self.pid = os.fork()
@@ -131,12 +136,14 @@ class Driver:
         os.dup2(log, 1)
         os.dup2(log, 2)
 
-        def fork(order: str, **more: Any) -> ProcessSampler:
-            sampler = fork_sampler(order, **more)
-            self._sampler.write_text(str(sampler._process.pid))  # type: ignore[attr-defined]
+        def begin(order: str, *shared: Any, **more: Any) -> ProcessSampler:
+            sampler = self._begin_sampler(order, *shared, **more)
+            with self._sampler.open("a") as told:
+                told.write(f"{sampler._process.pid}\n")  # type: ignore[attr-defined]
             return sampler
 
-        build_sampler.start_sampler = fork
+        build_sampler.start_sampler = begin
+        fleet.PING_SECONDS = 0.2
         try:
             training.train_stages(stages, run=run, resume=run.exists())
             code = 0
@@ -153,9 +160,14 @@ class Driver:
         return self._log.read_text()
 
     @property
+    def samplers(self) -> list[int]:
+        """All that were started, the newest last."""
+        return [int(pid) for pid in self._sampler.read_text().split()] if self._sampler.exists() else []
+
+    @property
     def sampler(self) -> int:
         """0: not started yet."""
-        return int(self._sampler.read_text() or 0) if self._sampler.exists() else 0
+        return self.samplers[-1] if self.samplers else 0
 
     @property
     def code(self) -> int | None:
@@ -195,7 +207,7 @@ def kill_one(driver: Driver, seconds: float, random_: random.Random) -> str:
         assert code in (0, -signal.SIGKILL)
     elif code:  # 0: it had been told to close already
         assert code == BackendError.exit_code, driver.said
-        assert "it ended. Nothing that it drew since the last checkpoint counts; go on with --resume" in driver.said
+        assert "it ended. Nothing that was drawn since the last checkpoint counts; go on with --resume" in driver.said
     ended = time.monotonic() + SECONDS
     while sampler and is_alive(sampler):
         assert time.monotonic() < ended, "an orphan is left"
@@ -232,6 +244,43 @@ def test_either_process_killed_at_random_instants_leaves_a_whole_run(
                 assert identity(tmp_path / f"{number}") == expected, "as one that was left alone, to the bit"
     print(f"killed: {dict(victims)} over {number + 1} runs")
     assert min(victims["driver"], victims["sampler"]) > 0
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_samplers_of_a_fleet_killed_and_stopped_at_random_instants_change_nothing(
+    staleness: int, tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """The run goes on by itself, with the weights of one that was left alone."""
+    steps, most = (20, KILLS) if staleness == 0 else (30, 3)
+    table = placed(tiny_recipe, staleness, steps=steps)
+    stages, random_ = resolve(table, (), where="test"), random.Random(staleness)
+    cluster = {"samplers": 2, "max_restarts": 1000, "silent_seconds": 2.0 if staleness == 0 else 10.0}
+    many = resolve({**table, "cluster": cluster}, (), where="test")
+    assert (alone := Driver(stages, tmp_path / "alone")).end(SECONDS) == 0, alone.said
+    done, number = Counter[str](), 0
+    while sum(done.values()) < most:
+        driver = Driver(many, tmp_path / f"{number}", forks=staleness == 0)
+        deadline = time.monotonic() + SECONDS
+        while (code := driver.code) is None:
+            assert time.monotonic() < deadline, f"the run did not end: {driver.said}"
+            time.sleep(random_.uniform(0.1, 1.0))
+            living = [pid for pid in driver.samplers if is_alive(pid)]
+            if len(living) == 2 and sum(done.values()) < most:
+                kind = random_.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+                with suppress(ProcessLookupError):  # the run is just over
+                    os.kill(random_.choice(living), kind)
+                    done[kind.name] += 1
+        assert code == 0, driver.said
+        check_run(tmp_path / f"{number}", steps=steps, staleness=staleness)
+        if staleness == 0:
+            assert identity(tmp_path / f"{number}") == identity(tmp_path / "alone"), "to the bit"
+        while left := [pid for pid in driver.samplers if is_alive(pid)]:
+            assert time.monotonic() < deadline, f"orphans are left: {left}"
+            time.sleep(0.01)
+        number += 1
+    print(f"{dict(done)} over {number} runs")
 
 
 def is_finished(run: Path) -> bool:

@@ -140,6 +140,7 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         has_own_head=is_scorer,
         trains=kind_of(config).trains,
         engine=_engine_weights(config, data),
+        num_samplers=config.cluster.samplers if data.is_rolling else 1,
         samples=not is_scorer,
         rolls=data.is_rolling,
         prompt_tokens=prompt,
@@ -155,11 +156,11 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
 
 
 def _engine_weights(config: RunConfig, data: StageData) -> Literal["shared", "copied", "elsewhere"]:
-    """As build/sampler.py decides. A sampler process of this machine has its weights on the same device."""
+    """As build/sampler.py decides. Sampler processes have a GPU of their own where there is more than one."""
     if config.engine.kind == "sglang":
         return "elsewhere"
     if config.engine.place == "process" and data.is_rolling:
-        return "copied"
+        return "copied" if torch.cuda.device_count() < 2 else "elsewhere"
     if _has_four_bit_base(config):
         return "shared"
     runs_ahead = config.rollout.max_staleness > 0 and data.is_rolling

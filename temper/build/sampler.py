@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,18 @@ import torch
 from temper.build.memory import enough_kv_tokens
 from temper.build.models import adapter_settings
 from temper.build.policy import size_engine
+from temper.cluster.devices import sampler_devices
 from temper.cluster.samplers import start_sampler
 from temper.cluster.threads import Threads, share_threads
 from temper.config import RunConfig
 from temper.config.memory import settled_choice
+from temper.engine.fleet.fleet import Fleet
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.mixture import Opponent
 from temper.engine.none import NoSampler
+from temper.engine.process.client import ProcessSampler
 from temper.engine.process.order import SamplerOrder
+from temper.engine.process.weights import SharedWeights, anonymous_file
 from temper.engine.sampler_model import sampler_model
 from temper.errors import UserError
 from temper.models.decoder import lay_end_to_end
@@ -31,12 +36,19 @@ from temper.models.lora.materialize import whole
 from temper.objectives import DirectLoss, Objective
 from temper.protocols import Sampler
 from temper.stages.reading.data import StageData
+from temper.terminal import print_line
 
 
 def make_sampler(
-    config: RunConfig, objective: Objective, data: StageData, model: Any, model_folder: Path
+    config: RunConfig,
+    objective: Objective,
+    data: StageData,
+    model: Any,
+    model_folder: Path,
+    note: Callable[[str], None] = print_line,
 ) -> tuple[Sampler, torch.nn.Module | None]:
-    """The sampler, and the module whose weights it holds, when that is in this process."""
+    """The sampler, and the module whose weights it holds, when that is in this process. note: told what becomes of
+    sampler processes."""
     if "scores" in objective.needs:
         return NoSampler(), None
     kind = config.engine.kind
@@ -55,7 +67,7 @@ def make_sampler(
     if kind == "vllm":
         return _vllm(config, data, model, model_folder), None
     if config.engine.place == "process" and data.is_rolling:
-        return _in_a_process(config, objective, data, model, model_folder), None
+        return _in_processes(config, objective, data, model, model_folder, note), None
     drawing = sampler_model(
         model,
         weights=config.engine.weights if data.is_rolling else "model",
@@ -93,7 +105,9 @@ def make_opponent(
     )
 
 
-def _in_a_process(config: RunConfig, objective: Objective, data: StageData, model: Any, folder: Path) -> Sampler:
+def _in_processes(
+    config: RunConfig, objective: Objective, data: StageData, model: Any, folder: Path, note: Callable[[str], None]
+) -> Sampler:
     """Opens there what would be opened here, and shares out the threads until it is closed."""
     if isinstance(objective, DirectLoss) and objective.loss.opponent_share is not None:
         raise UserError(
@@ -101,7 +115,8 @@ def _in_a_process(config: RunConfig, objective: Objective, data: StageData, mode
             'trainer\'s process. Use engine.place = "here"'
         )
     lora, parameter, before = config.model.lora, next(model.parameters()), torch.get_num_threads()
-    threads = share_threads(before, config.engine.threads, takes_turns=config.rollout.max_staleness == 0)
+    num, takes_turns = config.cluster.samplers, config.rollout.max_staleness == 0
+    threads = share_threads(before, config.engine.threads, takes_turns=takes_turns, num_samplers=num)
     if parameter.device.type != "cpu":
         threads = Threads(sampler=before, trainer=before)
     order = SamplerOrder(
@@ -115,13 +130,36 @@ def _in_a_process(config: RunConfig, objective: Objective, data: StageData, mode
         has_stop_texts=bool(config.sampling.stop),
         num_threads=threads.sampler,
     )
-    sampler = start_sampler(
-        order.to_json(),
-        environment={"OMP_NUM_THREADS": str(threads.sampler)},
-        closed=lambda: torch.set_num_threads(before),
-    )
+    devices = sampler_devices(order.device, num, torch.cuda.device_count() if parameter.is_cuda else 0)
+    weights = SharedWeights(anonymous_file())
+
+    def start(place: int) -> ProcessSampler:
+        name = "the sampler process" if num == 1 else f"sampler process {place + 1} of {num}"
+        environment = {"OMP_NUM_THREADS": str(threads.sampler)}
+        return start_sampler(
+            replace(order, device=devices[place]).to_json(), weights, name=name, environment=environment
+        )
+
+    def closed() -> None:
+        weights.close()
+        torch.set_num_threads(before)
+
+    try:
+        fleet = Fleet(
+            start,
+            num,
+            max_restarts=config.cluster.max_restarts,
+            silent_seconds=config.cluster.silent_seconds,
+            # On a GPU they read the trainer's own memory, which changes while it trains.
+            feeds_late=takes_turns or not parameter.is_cuda,
+            note=note,
+            closed=closed,
+        )
+    except BaseException:
+        closed()
+        raise
     torch.set_num_threads(threads.trainer)
-    return sampler
+    return fleet
 
 
 def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) -> Sampler:

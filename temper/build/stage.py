@@ -127,7 +127,7 @@ def build_stage(
     with explain_out_of_memory(config, objective, data, model_folder, phase="loading"):
         models = load_models(config, objective, model_folder)
         trainer = _trainer(config, objective, data, models, checkpoint)
-        sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder)
+        sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder, listeners.warn)
         opponent = make_opponent(config, objective, data, models.others.reference, sampler_model)
     setup = _episode_setup(config, objective, data, sampler)
     everybody = sampler if opponent is None else WithOpponent(sampler, opponent)

@@ -14,10 +14,10 @@ from temper.batching.made_up import RowShape, made_up_rows
 from temper.build.memory import workload_of
 from temper.build.models import pick_device
 from temper.build.stage import Stage
+from temper.engine.fleet.fleet import Fleet
 from temper.engine.local.engine import LocalEngine
 from temper.engine.local.mixture import WithOpponent
 from temper.engine.local.warming import ExpectedRequests
-from temper.engine.process.client import ProcessSampler
 from temper.planning.workload import Workload
 from temper.stages.kinds import kind_of
 from temper.types import Sample
@@ -37,7 +37,7 @@ async def warm_up(stage: Stage, first_step: int) -> None:
 
 async def warm_engine(stage: Stage, work: Workload) -> None:
     """An engine that draws for evaluations alone is left as it is: its recordings are no part of a step."""
-    if not stage.data.is_rolling or not isinstance(stage.sampler, LocalEngine | WithOpponent | ProcessSampler):
+    if not stage.data.is_rolling or not isinstance(stage.sampler, LocalEngine | WithOpponent | Fleet):
         return
 
     def tell(done: int, total: int) -> None:

@@ -23,8 +23,8 @@ class EngineConfig(Section):
     """Where Temper's own engine draws what a stage trains on: in the trainer's process, by turns with it; or in a
     process of its own, with its own copy of the weights. With rollout.max_staleness above 0 both then work at once."""
     threads: int | Literal["auto"] = "auto"
-    """Threads of a sampler process on a CPU. auto: half of torch's, or all while rollout.max_staleness is 0 and the two
-    take turns. Above 0 the trainer has the rest of them, and at least one."""
+    """Threads of each sampler process on a CPU. auto: half of torch's shared between them, or all while
+    rollout.max_staleness is 0 and they take turns with the trainer. Above 0 that has the rest, and at least one."""
     numerics: Literal["fast", "exact"] = "fast"
     """exact: local engine and trainer compute log-probabilities that are equal to the bit, whatever is batched."""
     weights: Literal["model", "fp8"] = "model"

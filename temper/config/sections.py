@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, field_validator, model_validator
 
+from temper.config.cluster import ClusterConfig
 from temper.config.engine import EngineConfig
 from temper.config.model import ModelConfig
 from temper.config.preset_names import why_unknown
@@ -258,6 +259,7 @@ class RunConfig(Section):
     optim: OptimConfig = OptimConfig()
     trainer: TrainerConfig = TrainerConfig()
     engine: EngineConfig = EngineConfig()
+    cluster: ClusterConfig = ClusterConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     alarms: dict[str, Factor] = {}
@@ -296,6 +298,8 @@ class RunConfig(Section):
             raise ValueError(
                 'engine.numerics = "exact" is made for float32 and bfloat16, not for model.dtype = "float16"'
             )
+        if self.cluster != ClusterConfig() and self.engine.place == "here":
+            raise ValueError('[cluster] is about sampler processes: set engine.place = "process", or leave it out')
         if self.optim.warmup_steps > self.steps:
             raise ValueError(f"optim.warmup_steps={self.optim.warmup_steps} is more than steps={self.steps}")
         return self

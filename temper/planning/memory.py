@@ -127,13 +127,14 @@ def _engine(work: Workload) -> dict[str, float]:
     tokens = min(CHUNK_TOKENS, work.tokens_per_step)
     # One pool for all recordings, made before step 1: the largest decode step, and the largest pass over prompts.
     graphs = bucket(work.max_running) * shape.vocabulary * 4 + tokens * _pass_width(work) * work.itemsize
-    return {"sampler's weights": own, "KV cache": cache, "graphs": float(graphs) if work.has_graphs else 0.0}
+    parts = {"sampler's weights": own, "KV cache": cache, "graphs": float(graphs) if work.has_graphs else 0.0}
+    return {name: work.num_samplers * size for name, size in parts.items()}
 
 
 def _engine_pass(work: Workload) -> float:
     """A chunk of prompts, and the logits of a first token for everyone."""
     chunk = work.tokens_per_step * _pass_width(work) * work.itemsize
-    return float(chunk + work.max_running * work.shape.vocabulary * 4 + _made_weight(work))
+    return work.num_samplers * float(chunk + work.max_running * work.shape.vocabulary * 4 + _made_weight(work))
 
 
 def _made_weight(work: Workload) -> float:

@@ -48,6 +48,8 @@ class Workload:
     trains: bool = True
     engine: Literal["shared", "copied", "elsewhere"] = "shared"
     """Whose weights the sampler draws with: the trainer's, a copy on the same GPU, or none here."""
+    num_samplers: int = 1
+    """Engines on this GPU, each with a copy of the weights and a cache."""
     samples: bool = True
     """Whether there is a sampler with a cache."""
     rolls: bool = True

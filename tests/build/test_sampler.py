@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +59,48 @@ def test_a_synchronous_run_has_the_same_bits_wherever_it_draws(
     (tmp_path / "run").rename(tmp_path / "before")  # an adapter records where its model lies
     started = []
 
-    def start(order: str, **more: Any) -> Any:
+    def start(order: str, *shared: Any, **more: Any) -> Any:
         started.append(order)
-        return serve_in_a_thread(order, **more)
+        return serve_in_a_thread(order, *shared, **more)
 
     monkeypatch.setattr(build_sampler, "start_sampler", start)
     assert run(short(tiny_recipe, "process", **engine), tmp_path / "run") == here
     assert len(started) == 1, "the other run must have drawn elsewhere"
 
 
+def test_a_synchronous_run_has_the_same_bits_with_three_samplers(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = run(short(tiny_recipe, "here", numerics="exact"), tmp_path / "here")
+    drawn: Counter[int] = Counter()
+
+    def start(order: str, *shared: Any, name: str, **more: Any) -> Any:
+        sampler = serve_in_a_thread(order, *shared, **more)
+        generate, number = sampler.generate, int(name.split()[2])
+
+        async def counted(request: Any) -> Any:
+            drawn[number] += 1
+            return await generate(request)
+
+        sampler.generate = counted  # type: ignore[method-assign]
+        return sampler
+
+    monkeypatch.setattr(build_sampler, "start_sampler", start)
+    table = {**short(tiny_recipe, "process", numerics="exact"), "cluster": {"samplers": 3}}
+    assert run(table, tmp_path / "three") == here
+    assert sorted(drawn) == [1, 2, 3]
+    assert min(drawn.values()) * 3 >= max(drawn.values()), f"all have work: {drawn}"
+
+
+def test_a_table_about_processes_needs_processes(tiny_recipe: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r'\[cluster\] is about sampler processes: set engine.place = "process"'):
+        resolve({**tiny_recipe, "cluster": {"samplers": 2}}, (), where="test")
+
+
 def test_a_recipe_with_a_sampler_process_can_be_planned_and_evaluated_without_one(
     tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(order: str, **_: Any) -> Any:
+    def refuse(*_: Any, **more: Any) -> Any:
         pytest.fail("nothing is trained here: a process of its own would only wait for weights")
 
     monkeypatch.setattr(build_sampler, "start_sampler", refuse)

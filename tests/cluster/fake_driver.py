@@ -6,7 +6,7 @@ import asyncio
 import sys
 
 from temper.cluster.samplers import start_sampler
-from temper.engine.process.weights import SharedWeights
+from temper.engine.process.weights import SharedWeights, anonymous_file
 from temper.types import Publication, Request, SamplingParams
 
 
@@ -17,7 +17,7 @@ def tell_version(self: SharedWeights, publication: Publication) -> dict[str, int
 
 async def main(prompt: int) -> None:
     SharedWeights.write = tell_version  # type: ignore[assignment, method-assign]
-    sampler = start_sampler("", main="tests.cluster.fake_main")
+    sampler = start_sampler("", SharedWeights(anonymous_file()), main="tests.cluster.fake_main")
     await sampler.load(Publication(version=1, tensors={}))
     asking = asyncio.create_task(sampler.generate(Request(id="a", prompt_ids=(prompt,), params=SamplingParams())))
     await asyncio.sleep(0.2)

@@ -17,7 +17,8 @@ import torch
 
 from temper.cluster.child import Child
 from temper.cluster.samplers import start_sampler
-from temper.engine.process.client import ProcessSampler
+from temper.engine.process.client import ProcessSampler, SamplerLost
+from temper.engine.process.weights import SharedWeights, anonymous_file
 from temper.errors import BackendError
 from temper.types import Publication, Request, SamplingParams
 
@@ -36,13 +37,15 @@ def weights(version: int) -> Publication:
 
 def with_sampler(use: Callable[[ProcessSampler, Child], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        sampler = start_sampler("", main=MAIN)
+        shared = SharedWeights(anonymous_file())
+        sampler = start_sampler("", shared, main=MAIN)
         child = sampler._process
         assert isinstance(child, Child)
         try:
             return await use(sampler, child)
         finally:
             await sampler.close()
+            shared.close()
             assert child.wait(0) is not None, "closed is ended"
 
     return asyncio.run(run())
@@ -85,7 +88,7 @@ def test_a_sampler_killed_while_it_draws_ends_its_requests_with_what_happened(pr
         os.kill(child.pid, signal.SIGKILL)
         async with asyncio.timeout(SECONDS):
             ended = await asyncio.gather(*asking, return_exceptions=True)
-        assert {type(error) for error in ended} == {BackendError}
+        assert {type(error) for error in ended} == {SamplerLost}
         assert f"(pid {child.pid}): it was killed by SIGKILL" in str(ended[0])
         with pytest.raises(BackendError, match="killed by SIGKILL"):
             await sampler.load(weights(2))
@@ -119,12 +122,27 @@ def test_a_sampler_process_dies_with_a_driver_that_is_killed(prompt: int) -> Non
 
 def test_a_sampler_process_that_nobody_closes_ends_with_its_client() -> None:
     async def forget() -> int:
-        sampler = start_sampler("", main=MAIN)
+        sampler = start_sampler("", SharedWeights(anonymous_file()), main=MAIN)
         await sampler.load(weights(1))
         assert isinstance(sampler._process, Child)
         return sampler._process.pid
 
     assert ends(asyncio.run(forget()))
+
+
+def test_a_sampler_that_is_stopped_is_ended_when_it_owes_an_answer_for_too_long() -> None:
+    async def use(sampler: ProcessSampler, child: Child) -> None:
+        await sampler.load(weights(1))
+        await sampler.ping(SECONDS)
+        asking = asyncio.create_task(sampler.generate(asked(1)))
+        os.kill(child.pid, signal.SIGSTOP)
+        with pytest.raises(SamplerLost, match=r"did not answer within 0\.3 s, and was ended"):
+            await sampler.ping(0.3)
+        with pytest.raises(SamplerLost):
+            await asking
+        assert ends(child.pid)
+
+    with_sampler(use)
 
 
 def test_a_program_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +151,7 @@ def test_a_program_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) ->
             await sampler.load(weights(1))
 
     async def run() -> None:
-        sampler = start_sampler("", main="temper.nothing")
+        sampler = start_sampler("", SharedWeights(anonymous_file()), main="temper.nothing")
         assert isinstance(sampler._process, Child)
         await use(sampler, sampler._process)
         await sampler.close()
@@ -141,4 +159,4 @@ def test_a_program_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(run())
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(BackendError, match=r"could not be started: .*No such file"):
-        start_sampler("", main=MAIN)
+        start_sampler("", SharedWeights(anonymous_file()), main=MAIN)

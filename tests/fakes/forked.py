@@ -7,13 +7,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 from temper.cluster.sampler_main import open_sampler
 from temper.engine.process.client import ProcessSampler
 from temper.engine.process.server import serve
-from temper.engine.process.weights import SharedWeights, anonymous_file
+from temper.engine.process.weights import SharedWeights
 from temper.rewards.workers.program import die_with_parent
 
 
@@ -39,17 +38,17 @@ class ForkedChild:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def fork_sampler(order: str, *, closed: Callable[[], None] = lambda: None, **_: Any) -> ProcessSampler:
+def fork_sampler(order: str, weights: SharedWeights, **_: Any) -> ProcessSampler:
     """Takes the place of cluster.samplers.start_sampler."""
     ours, theirs = socket.socketpair()
-    weights, parent = anonymous_file(), os.getpid()
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
             ours.close()
             die_with_parent(parent)
-            asyncio.run(serve(theirs, SharedWeights(weights), open_sampler))
+            asyncio.run(serve(theirs, SharedWeights(weights.descriptor), open_sampler))
         finally:
             os._exit(0)
     theirs.close()
-    return ProcessSampler(ours, SharedWeights(weights), ForkedChild(pid), order=order, closed=closed)
+    return ProcessSampler(ours, weights, ForkedChild(pid), order=order)

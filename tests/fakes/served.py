@@ -7,7 +7,6 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from temper.cluster.sampler_main import open_sampler
@@ -40,10 +39,10 @@ class ServingThread:
 
 
 def serve_in_a_thread(
-    order: str, *, opener: Open = open_sampler, closed: Callable[[], None] = lambda: None, **_: Any
+    order: str, weights: SharedWeights | None = None, *, opener: Open = open_sampler, **_: Any
 ) -> ProcessSampler:
     """Takes the place of cluster.samplers.start_sampler."""
     ours, theirs = socket.socketpair()
-    weights = anonymous_file()
-    thread = ServingThread(theirs, SharedWeights(os.dup(weights)), opener)
-    return ProcessSampler(ours, SharedWeights(weights), thread, order=order, closed=closed)
+    weights = weights or SharedWeights(anonymous_file())
+    thread = ServingThread(theirs, SharedWeights(os.dup(weights.descriptor)), opener)
+    return ProcessSampler(ours, weights, thread, order=order)

@@ -62,6 +62,14 @@ def test_recordings_are_as_large_as_the_size_that_is_recorded(make_workload: Mak
     assert rows == [0, 128, 128, 128, 256]
 
 
+def test_every_sampler_on_the_gpu_has_weights_and_a_cache(make_workload: Make) -> None:
+    one = make_workload("1.5b", engine="copied")
+    parts, more = (plan_memory(replace(one, num_samplers=number)).phases["rollout"] for number in (1, 3))
+    for name in ("sampler's weights", "KV cache", "graphs"):
+        assert more[name] == 3 * parts[name] > 0
+    assert more["weights"] == parts["weights"]
+
+
 def test_parts_by_hand(make_workload: Make) -> None:
     """1.5B: two bytes a weight, four a gradient, two a master's rest, eight of moments; keys and values of a token."""
     work = make_workload("1.5b")

@@ -34,6 +34,14 @@ ORDER = 0
 """Number of the first question."""
 
 
+class SamplerLost(BackendError):
+    """A sampler that has ended, or that was ended because it did not answer."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}. Nothing that was drawn since the last checkpoint counts; go on with --resume")
+        self.why = why
+
+
 class Process(Protocol):
     """Whose sampler it is."""
 
@@ -56,13 +64,12 @@ class ProcessSampler:
         process: Process,
         *,
         order: str,
-        closed: Callable[[], None] = lambda: None,
     ) -> None:
         """The order is sent at once: the other process opens its model while this one goes on.
 
-        closed: called once, when the sampler has ended.
+        weights: may be those of several samplers, and are closed by whoever made them.
         """
-        self._connection, self._weights, self._process, self._closed = connection, weights, process, closed
+        self._connection, self._weights, self._process = connection, weights, process
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._opening: asyncio.Future[Frame] | None = None
@@ -82,6 +89,15 @@ class ProcessSampler:
     @property
     def version(self) -> int:
         return self._version
+
+    async def opened(self) -> None:
+        """Returns when it is connected and has loaded its model."""
+        if self._opening is None:
+            self._opening = self._asked[ORDER] = asyncio.get_running_loop().create_future()
+            reader, self._writer = await asyncio.open_connection(sock=self._connection)
+            self._listener = asyncio.create_task(self._listen(reader), name="answers of a sampler process")
+        self._require_whole()
+        await self._within(self._opening, OPEN_SECONDS, "open its model")
 
     async def generate(self, request: Request) -> Completion:
         """Waits for: the other process. Unblocked by: its answer or its death; a deadline is the episode's."""
@@ -120,11 +136,17 @@ class ProcessSampler:
 
     async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
         """What LocalEngine.warm_up does, over there."""
-        await self._opened()
+        await self.opened()
         call, answer = self._new_call()
         self._progress[call] = tell
         self._send(Frame("warm_up", call, dataclasses.asdict(expected)))
         await self._within(answer, OPEN_SECONDS, "warm up")
+
+    async def ping(self, seconds: float) -> None:
+        """Returns when it answers. One that owes an answer for so long is ended, and raises SamplerLost."""
+        call, answer = self._new_call()
+        self._send(Frame("ping", call))
+        await self._within(answer, seconds, "answer")
 
     async def close(self) -> None:
         if self._is_closed:
@@ -142,12 +164,10 @@ class ProcessSampler:
             await asyncio.wait([self._listener], timeout=END_SECONDS)
         if self._writer is not None:
             self._writer.close()
-        self._weights.close()
-        self._closed()
 
     async def _publish(self, publication: Publication) -> None:
         async with self._publishing:
-            await self._opened()
+            await self.opened()
             told = await asyncio.to_thread(self._weights.write, publication)
             call, answer = self._new_call()
             self._send(Frame("load", call, told))
@@ -159,15 +179,6 @@ class ProcessSampler:
                 )
             self._version, self._is_fed = publication.version, True
             self._stats = loaded.fields["stats"]
-
-    async def _opened(self) -> None:
-        """Connected, and the model over there is loaded."""
-        if self._opening is None:
-            self._opening = self._asked[ORDER] = asyncio.get_running_loop().create_future()
-            reader, self._writer = await asyncio.open_connection(sock=self._connection)
-            self._listener = asyncio.create_task(self._listen(reader), name="answers of a sampler process")
-        self._require_whole()
-        await self._within(self._opening, OPEN_SECONDS, "open its model")
 
     async def _within(self, answer: asyncio.Future[Frame], seconds: float, what: str) -> Frame:
         """The answer. A process that owes one for longer is of no use any more, and is ended."""
@@ -241,11 +252,8 @@ class ProcessSampler:
         if self._failure:
             raise self._failed()
 
-    def _failed(self) -> BackendError:
-        return BackendError(
-            f"{self._process.name}: {self._failure}. Nothing that it drew since the last checkpoint counts; go on with "
-            "--resume"
-        )
+    def _failed(self) -> SamplerLost:
+        return SamplerLost(f"{self._process.name}: {self._failure}")
 
     def _break(self, why: str) -> None:
         """Fails every question that waits, and every later one."""

@@ -52,25 +52,27 @@ class DeviceWriter:
         self._share = share
         self._shared: dict[int, tuple[int, Tensor]] = {}
         """By address: number and bytes of each storage. Held, so that no other can come to the same address."""
+        self._told: list[list[Any]] = []
+        """Number and handles of each. All are told each time: a reader may be a new one."""
         self._made: dict[str, Tensor] = {}
         """Where weights that are made for each publication are put."""
 
     def write(self, publication: Publication) -> dict[str, Any]:
         """What the other side needs to find the tensors of this publication."""
-        storages, views = list[list[Any]](), list[list[Any]]()
+        views = list[list[Any]]()
         for name in publication.tensors:
             tensor = self._lasting(name, publication)
             base = tensor.untyped_storage()
             if base.data_ptr() not in self._shared:
                 flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(base)  # type: ignore[call-overload]
                 self._shared[base.data_ptr()] = len(self._shared), flat
-                storages.append([self._shared[base.data_ptr()][0], self._share(flat)])
+                self._told.append([self._shared[base.data_ptr()][0], self._share(flat)])
             number, _ = self._shared[base.data_ptr()]
             dtype = str(tensor.dtype).removeprefix("torch.")
             views.append([name, number, dtype, tensor.storage_offset(), list(tensor.shape), list(tensor.stride())])
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the update that made them must be over before others read
-        return {"version": publication.version, "storages": storages, "views": views}
+        return {"version": publication.version, "storages": list(self._told), "views": views}
 
     def _lasting(self, name: str, publication: Publication) -> Tensor:
         tensor = publication.tensors[name].detach()
@@ -90,7 +92,8 @@ class DeviceReader:
 
     def read(self, told: Mapping[str, Any]) -> dict[str, Tensor]:
         for number, handles in told["storages"]:
-            self._storages[number] = self._open(handles)
+            if number not in self._storages:
+                self._storages[number] = self._open(handles)
         tensors = {}
         for name, number, kind, offset, shape, stride in told["views"]:
             flat = self._storages[number]

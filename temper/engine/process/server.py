@@ -89,6 +89,7 @@ class Server:
             "interrupt": lambda frame: self._sampler.interrupt(frame.fields["id"]),
             "load": self._load,
             "warm_up": self._warm_up,
+            "ping": self._ping,
         }
 
     def send(self, frame: Frame) -> None:
@@ -115,6 +116,9 @@ class Server:
             self._drawing.add(task)
             task.add_done_callback(self._drawing.discard)
         await asyncio.sleep(0)  # they are in the engine before the next question, which may be to end one of them
+
+    async def _ping(self, frame: Frame) -> None:
+        self.send(Frame("pong", frame.call))
 
     async def _draw(self, call: int, request: Request) -> None:
         try:

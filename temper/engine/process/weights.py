@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +36,26 @@ def anonymous_file() -> int:
 
 
 class SharedWeights:
-    """One publication at a time. The next may be written once the last one has been acknowledged."""
+    """One publication at a time, for any number of readers. The next may be written once all of them have acknowledged
+    the last one."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._map: mmap.mmap | None = None
         self._writer: DeviceWriter | None = None
         self._reader: DeviceReader | None = None
+        self._writing = threading.Lock()
+        self._written: tuple[Publication, dict[str, Any]] | None = None
 
     def write(self, publication: Publication) -> dict[str, Any]:
-        """What the other side needs to find the tensors, in their order."""
+        """What the other side needs to find the tensors, in their order. For a reader that comes later it is told again
+        and not written again: the trainer's own tensors may be on their way to the next version."""
+        with self._writing:
+            if self._written is None or self._written[0] is not publication:
+                self._written = publication, self._write(publication)
+            return self._written[1]
+
+    def _write(self, publication: Publication) -> dict[str, Any]:
         import torch
 
         like = publication.alike or publication.tensors
@@ -64,14 +75,14 @@ class SharedWeights:
         """What was written, without a copy."""
         if "storages" in told:
             return Publication(version=told["version"], tensors=self._read_on_device(told))
-        if (held := os.fstat(self._descriptor).st_size) < told["size"]:
+        if (held := os.fstat(self.descriptor).st_size) < told["size"]:
             raise BackendError(f"publication {told['version']} has {told['size']} bytes, and {held} arrived")
         return Publication(version=told["version"], tensors=self._views(told["tensors"], told["size"]))
 
     def close(self) -> None:
         """The map goes with the last tensor over it."""
         self._map = None
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     def _write_on_device(self, publication: Publication) -> dict[str, Any]:
         from temper.engine.process.device_weights import DeviceWriter
@@ -89,9 +100,9 @@ class SharedWeights:
         import torch
 
         if self._map is None or len(self._map) < size:
-            if os.fstat(self._descriptor).st_size < size:
-                os.ftruncate(self._descriptor, size)
-            self._map = mmap.mmap(self._descriptor, size)
+            if os.fstat(self.descriptor).st_size < size:
+                os.ftruncate(self.descriptor, size)
+            self._map = mmap.mmap(self.descriptor, size)
         views = {}
         for name, shape, kind, start in places:
             dtype, count = getattr(torch, kind), math.prod(shape)

@@ -52,6 +52,19 @@ def test_everything_arrives_and_later_publications_may_be_larger() -> None:
     theirs.close()
 
 
+def test_a_reader_that_comes_later_gets_what_was_published_and_not_what_the_trainer_has_made_of_it() -> None:
+    ours, theirs = sides()
+    weight = torch.zeros(3)
+    publication = Publication(version=1, tensors={"a": weight})
+    first = ours.write(publication)
+    weight += 1.0  # the next step has begun
+    assert ours.write(publication) == first
+    assert theirs.read(first).tensors["a"].tolist() == [0.0, 0.0, 0.0]
+    assert theirs.read(ours.write(Publication(version=2, tensors={"a": weight}))).tensors["a"].tolist() == [1.0] * 3
+    ours.close()
+    theirs.close()
+
+
 def test_memory_that_is_too_small_is_refused() -> None:
     ours, theirs = sides()
     told = ours.write(Publication(version=1, tensors=awkward()))

@@ -1,0 +1,33 @@
+"""What the samplers of a fleet counted, as if they were one.
+
+Owns: which counts add up. Refuses: counting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+SUMS = ("prefill_tokens", "decode_tokens", "preemptions", "running", "waiting", "prefill_tok_s", "decode_tok_s")
+MEANS = ("occupancy", "prefix_hit_rate")
+PEAKS = ("kv_use",)
+
+
+def together(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Names that nobody counted are left out. A mean is over those who counted, by the tokens that each of them read
+    where that is known: an idle sampler's rate says nothing."""
+    found: dict[str, float] = {}
+    for name in SUMS:
+        if values := [each[name] for each in counts if name in each]:
+            found[name] = sum(values)
+    for name in PEAKS:
+        if values := [each[name] for each in counts if name in each]:
+            found[name] = max(values)
+    for name in MEANS:
+        if pairs := [(each[name], _work(each)) for each in counts if name in each]:
+            total = sum(weight for _, weight in pairs)
+            found[name] = sum(value * weight for value, weight in pairs) / total if total else pairs[0][0]
+    return found
+
+
+def _work(counted: Mapping[str, float]) -> float:
+    return counted.get("prefill_tokens", 0.0) + counted.get("decode_tokens", 0.0)

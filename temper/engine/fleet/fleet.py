@@ -1,0 +1,262 @@
+"""Several sampler processes behind one Sampler.
+
+Owns: who draws what, that a publication reaches all, that the dead are replaced and their requests drawn elsewhere.
+Refuses: starting processes (cluster/samplers.py), which samplers may draw (health.py) and whose turn it is
+(routing.py). A request has the random numbers of its name: drawn anew by the same weights it is the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from temper.engine.fleet.counts import together
+from temper.engine.fleet.health import Health, Standing
+from temper.engine.fleet.routing import Router
+from temper.engine.in_flight import InFlight
+from temper.engine.process.client import LOAD_SECONDS, OPEN_SECONDS, ProcessSampler, SamplerLost
+from temper.errors import BackendError
+from temper.types import Completion, Finish, Publication, Request
+
+if TYPE_CHECKING:
+    from temper.engine.local.warming import ExpectedRequests
+
+PING_SECONDS = 5.0
+"""Between two looks whether a sampler still answers."""
+REPLACE_SECONDS = OPEN_SECONDS + LOAD_SECONDS
+"""For one of many to come back when all are lost."""
+
+
+class _Place:
+    """One sampler after the other, at one place of the fleet."""
+
+    def __init__(self, sampler: ProcessSampler) -> None:
+        self.sampler, self.health = sampler, Health()
+        self.in_flight = 0
+        self.replacing: asyncio.Task[None] | None = None
+
+
+class Fleet:
+    """Implements protocols.Sampler. One event loop asks it."""
+
+    def __init__(
+        self,
+        start: Callable[[int], ProcessSampler],
+        num_samplers: int,
+        *,
+        max_restarts: int,
+        silent_seconds: float,
+        feeds_late: bool,
+        note: Callable[[str], None] = lambda text: None,
+        closed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """start: begins the sampler of a place, without waiting for it. silent_seconds: one that owes an answer for so
+        long is ended. feeds_late: whether the last publication can still be read when the trainer has gone on; if not,
+        who comes back waits for the next. note: told of every end. closed: called once, at the end."""
+        self._start, self._max_restarts, self._silent_seconds = start, max_restarts, silent_seconds
+        self._feeds_late, self._note, self._closed = feeds_late, note, closed
+        self._places = [_Place(start(number)) for number in range(num_samplers)]
+        self._router, self._in_flight = Router(), InFlight()
+        self._where: dict[str, _Place | None] = {}
+        """Where each request is drawn; None: it waits for a sampler."""
+        self._stopped: dict[str, Finish] = {}
+        """Requests that were ended while they waited."""
+        self._publishing, self._changed = asyncio.Lock(), asyncio.Condition()
+        self._last: Publication | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self._num_reissued = self._num_restarts = 0
+
+    @property
+    def version(self) -> int:
+        return 0 if self._last is None else self._last.version
+
+    async def generate(self, request: Request) -> Completion:
+        """Waits for: a sampler that is ready, and its answer. Unblocked by: the answer, or the end of all samplers."""
+        self._where[request.id] = None
+        try:
+            with self._in_flight.request():
+                return await self._draw(request)
+        finally:
+            self._where.pop(request.id, None)
+            self._stopped.pop(request.id, None)
+
+    async def abort(self, request_id: str) -> None:
+        await self._end(request_id, Finish.ABORT)
+
+    async def interrupt(self, request_id: str) -> None:
+        await self._end(request_id, Finish.INTERRUPT)
+
+    async def load(self, publication: Publication) -> None:
+        """All that live acknowledge it, or it fails. One that ends on the way is replaced, and fed when it is back."""
+        async with self._publishing:
+            before, self._last = self._last, publication
+            living = [place for place in self._places if place.health.standing in (Standing.STALE, Standing.READY)]
+            answers = await asyncio.gather(
+                *(self._feed(place, publication) for place in living), return_exceptions=True
+            )
+            if refused := [answer for answer in answers if isinstance(answer, BaseException)]:
+                self._last = before
+                raise refused[0]
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch(), name="watch over samplers")
+        await self._some_ready()
+
+    def stats(self) -> Mapping[str, float]:
+        """Of all together; restarts and requests that were drawn a second time since the last call."""
+        counts = [place.sampler.stats() for place in self._places if place.health.standing is Standing.READY]
+        own = {
+            "samplers": float(len(counts)),
+            "sampler_restarts": float(self._num_restarts),
+            "reissued": float(self._num_reissued),
+            "drawing_seconds": self._in_flight.seconds(),
+        }
+        self._num_reissued = self._num_restarts = 0
+        return together(counts) | own
+
+    async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
+        """Every sampler for all rows: when others end it draws them all."""
+        done = [(0, 1)] * len(self._places)
+
+        async def warm(number: int, place: _Place) -> None:
+            def told(*how_far: int) -> None:
+                done[number] = (how_far[0], how_far[1])
+                tell(sum(part for part, _ in done), sum(total for _, total in done))
+
+            await place.sampler.warm_up(expected, told)
+
+        await asyncio.gather(*(warm(number, place) for number, place in enumerate(self._places)))
+
+    async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._watching is not None:
+            self._watching.cancel()
+        await asyncio.gather(*(place.sampler.close() for place in self._places))
+        replacing = [place.replacing for place in self._places if place.replacing is not None]
+        await asyncio.gather(*replacing, return_exceptions=True)  # what they waited for has been closed
+        self._closed()
+
+    async def _draw(self, request: Request) -> Completion:
+        while True:
+            await self._some_ready(request.id)
+            if finish := self._stopped.get(request.id):
+                return Completion(prompt_ids=request.prompt_ids, token_ids=(), logprobs=(), versions=(), finish=finish)
+            ready = {n: p.in_flight for n, p in enumerate(self._places) if p.health.standing is Standing.READY}
+            number = self._router.choose(request.prompt_ids, ready)
+            place, sampler = self._places[number], self._places[number].sampler
+            self._where[request.id] = place
+            place.in_flight += 1
+            try:
+                completion = await sampler.generate(request)
+            except SamplerLost as error:
+                self._ended(place, sampler, error)
+                self._where[request.id] = None
+                self._num_reissued += 1
+                continue
+            finally:
+                place.in_flight -= 1
+            self._router.drawn(request.prompt_ids, completion.token_ids, number)
+            return completion
+
+    async def _end(self, request_id: str, finish: Finish) -> None:
+        if request_id not in self._where:
+            return
+        place = self._where[request_id]
+        if place is None:
+            self._stopped[request_id] = finish
+            async with self._changed:
+                self._changed.notify_all()
+        elif finish is Finish.ABORT:
+            await place.sampler.abort(request_id)
+        else:
+            await place.sampler.interrupt(request_id)
+
+    async def _some_ready(self, request_id: str = "") -> None:
+        """Waits for: a sampler that is ready. Unblocked by: the end of the last that could be, of the request, or of
+        the time that one has to open its model."""
+        try:
+            async with asyncio.timeout(REPLACE_SECONDS), self._changed:
+                while not self._is_any_ready() and request_id not in self._stopped:
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise SamplerLost(f"no sampler came back within {REPLACE_SECONDS:g} s: {self._obituary()}") from error
+
+    def _is_any_ready(self) -> bool:
+        """Raises SamplerLost when none can be any more."""
+        standings = {place.health.standing for place in self._places}
+        if Standing.READY in standings:
+            return True
+        if self._last is None:
+            raise BackendError("the samplers are stale: publish weights before asking for tokens")
+        if standings == {Standing.GONE} or not self._feeds_late:
+            raise SamplerLost(f"no sampler is left to draw: {self._obituary()}")
+        return False
+
+    async def _feed(self, place: _Place, publication: Publication) -> None:
+        """Raises what a living sampler says against it."""
+        sampler = place.sampler
+        try:
+            await sampler.load(publication)
+        except SamplerLost as error:
+            self._ended(place, sampler, error)
+            return
+        place.health = place.health.fed(publication.version)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _ended(self, place: _Place, sampler: ProcessSampler, error: SamplerLost) -> None:
+        """Once for each sampler that ends: every request that it drew comes here."""
+        if place.sampler is not sampler or place.health.standing in (Standing.LOST, Standing.GONE) or self._is_closed:
+            return
+        place.health = place.health.ended(error.why, max_restarts=self._max_restarts)
+        self._router.forget(self._places.index(place))
+        then = "another takes its place" if place.health.standing is Standing.LOST else "it is not replaced any more"
+        self._note(f"{error.why}; {then}. {place.in_flight} requests are drawn anew")
+        if place.replacing is None or place.replacing.done():
+            place.replacing = asyncio.create_task(self._replace(place), name="replacement of a sampler")
+
+    async def _replace(self, place: _Place) -> None:
+        """Until one lives at that place, or none may be started any more. Publications do not wait for one that opens
+        its model: it is fed when it has."""
+        while place.health.standing is Standing.LOST and not self._is_closed:
+            await place.sampler.close()
+            self._num_restarts += 1
+            try:
+                place.sampler = self._start(self._places.index(place))
+                await place.sampler.opened()
+            except BackendError as error:  # it could not be started, or ended at once
+                place.health = place.health.restarted().ended(str(error), max_restarts=self._max_restarts)
+                self._note(str(error))
+                continue
+            place.health = place.health.restarted()
+            async with self._publishing:
+                if self._feeds_late and self._last is not None and place.health.version is None:
+                    await self._feed(place, self._last)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _watch(self) -> None:
+        """Finds those that ended or stopped while nobody asked them for tokens."""
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            if not self._publishing.locked():
+                ready = [place for place in self._places if place.health.standing is Standing.READY]
+                await asyncio.gather(*(self._ping(place) for place in ready))
+
+    async def _ping(self, place: _Place) -> None:
+        sampler = place.sampler
+        try:
+            await sampler.ping(self._silent_seconds)
+        except SamplerLost as error:
+            self._ended(place, sampler, error)
+
+    def _obituary(self) -> str:
+        ends = "; ".join(dict.fromkeys(place.health.why for place in self._places if place.health.why))
+        return (
+            f"no sampler is left to draw, after {self._max_restarts} restarts each: {ends}"
+            if self._feeds_late
+            else ends
+        )

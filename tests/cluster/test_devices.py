@@ -1,0 +1,17 @@
+"""Samplers draw where the trainer does not compute, while there is such a place."""
+
+from __future__ import annotations
+
+from temper.cluster.devices import sampler_devices
+
+
+def test_samplers_have_the_gpus_that_the_trainer_leaves() -> None:
+    assert sampler_devices("cuda:0", 3, 4) == ["cuda:1", "cuda:2", "cuda:3"]
+    assert sampler_devices("cuda:0", 3, 3) == ["cuda:1", "cuda:2", "cuda:1"]
+    assert sampler_devices("cuda", 1, 2) == ["cuda:1"]
+    assert sampler_devices("cuda:1", 2, 2) == ["cuda:0", "cuda:0"]
+
+
+def test_where_there_is_no_other_place_they_share_it() -> None:
+    assert sampler_devices("cuda:0", 2, 1) == ["cuda:0", "cuda:0"]
+    assert sampler_devices("cpu", 2, 0) == ["cpu", "cpu"]

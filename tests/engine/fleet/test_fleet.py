@@ -1,0 +1,377 @@
+"""Several samplers behind one: what is asked is answered once, by the weights of now, whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+
+from temper.engine.fleet import fleet as fleet_module
+from temper.engine.fleet.fleet import Fleet
+from temper.engine.process.client import SamplerLost
+from temper.errors import BackendError
+from temper.types import Completion, Finish, Publication, Request, SamplingParams
+
+
+def asked(name: str) -> Request:
+    return Request(id=name, prompt_ids=(len(name), hash(name) % 100), params=SamplingParams())
+
+
+def weights(version: int) -> Publication:
+    return Publication(version=version, tensors={"a": torch.zeros(1)})
+
+
+class FakeSampler:
+    """Takes the place of ProcessSampler: answers when it is let, dies when it is told."""
+
+    def __init__(self, place: int, number: int) -> None:
+        self.place, self.number = place, number
+        self.version, self.is_dead, self.is_closed, self.is_silent = -1, False, False, False
+        self.refuses = ""
+        self.waiting: dict[str, asyncio.Future[Completion]] = {}
+        self.drawn: list[str] = []
+        self.may_load, self.may_open = asyncio.Event(), asyncio.Event()
+        self.may_load.set()
+        self.may_open.set()
+
+    async def opened(self) -> None:
+        await self.may_open.wait()
+        self._require_alive()
+
+    async def generate(self, request: Request) -> Completion:
+        self._require_alive()
+        assert self.version >= 0, "asked before it was fed"
+        self.waiting[request.id] = asyncio.get_running_loop().create_future()
+        try:
+            return await self.waiting[request.id]
+        finally:
+            self.waiting.pop(request.id, None)
+
+    def answer(self, name: str, finish: Finish = Finish.STOP) -> None:
+        self.drawn.append(name)
+        future = self.waiting.pop(name)
+        future.set_result(
+            Completion(
+                prompt_ids=(1,), token_ids=[self.number], logprobs=[-1.0], versions=[self.version], finish=finish
+            )
+        )
+
+    def die(self) -> None:
+        self.is_dead = True
+        for future in self.waiting.values():
+            if not future.done():
+                future.set_exception(SamplerLost(f"sampler {self.number} fell over"))
+
+    async def load(self, publication: Publication) -> None:
+        await self.may_load.wait()
+        self._require_alive()
+        if self.refuses:
+            raise BackendError(self.refuses)
+        self.version = publication.version
+
+    async def ping(self, seconds: float) -> None:
+        if self.is_silent:
+            await asyncio.sleep(seconds)
+            self.die()
+        self._require_alive()
+
+    async def abort(self, name: str) -> None:
+        self.answer(name, Finish.ABORT)
+
+    async def interrupt(self, name: str) -> None:
+        self.answer(name, Finish.INTERRUPT)
+
+    def stats(self) -> dict[str, float]:
+        return {"decode_tokens": 10.0}
+
+    async def close(self) -> None:
+        self.is_closed = True
+        self.die()
+
+    def _require_alive(self) -> None:
+        if self.is_dead:
+            raise SamplerLost(f"sampler {self.number} fell over")
+
+
+class World:
+    def __init__(self, num: int, **settings: Any) -> None:
+        self.started: list[FakeSampler] = []
+        self.notes: list[str] = []
+        self.num_closed = 0
+        given = {"max_restarts": 3, "silent_seconds": 0.05, "feeds_late": True, **settings}
+        self.fleet = Fleet(self.start, num, note=self.notes.append, closed=self.closed, **given)  # type: ignore[arg-type]
+
+    def start(self, place: int) -> FakeSampler:
+        self.started.append(FakeSampler(place, len(self.started)))
+        return self.started[-1]
+
+    def closed(self) -> None:
+        self.num_closed += 1
+
+    @property
+    def drawing(self) -> dict[str, FakeSampler]:
+        return {name: sampler for sampler in self.started for name in sampler.waiting}
+
+
+async def settle(passes: int = 20) -> None:
+    for _ in range(passes):
+        await asyncio.sleep(0)
+
+
+def play(num: int, use: Callable[[World], Awaitable[None]], **settings: Any) -> World:
+    async def run() -> World:
+        world = World(num, **settings)
+        async with asyncio.timeout(30):
+            await use(world)
+            await world.fleet.close()
+        return world
+
+    world = asyncio.run(run())
+    assert all(sampler.is_closed for sampler in world.started), "whoever was started is closed"
+    assert world.num_closed == 1
+    return world
+
+
+def test_what_a_dead_sampler_was_drawing_is_drawn_by_another_once() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(5))
+        asking = [asyncio.create_task(world.fleet.generate(asked(f"request {n}"))) for n in range(8)]
+        await settle()
+        first, second = world.started
+        assert (len(first.waiting), len(second.waiting)) == (4, 4), "work is shared out"
+        moved = set(first.waiting)
+        first.die()
+        await settle()
+        assert moved <= {name for name, sampler in world.drawing.items() if sampler is not first}
+        for name, sampler in world.drawing.items():
+            sampler.answer(name)
+        drawn = await asyncio.gather(*asking)
+        assert [list(completion.versions) for completion in drawn] == [[5]] * 8
+        assert Counter(name for sampler in world.started for name in sampler.drawn) == {
+            f"request {n}": 1 for n in range(8)
+        }
+        told = world.fleet.stats()
+        assert (told["reissued"], told["sampler_restarts"], told["samplers"]) == (4, 1, 2)
+        assert world.fleet.stats()["reissued"] == 0
+
+    world = play(2, use)
+    assert world.notes == ["sampler 0 fell over; another takes its place. 4 requests are drawn anew"]
+
+
+def test_one_that_comes_back_is_fed_what_the_others_have_before_it_draws() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        world.started[0].die()
+        asking = asyncio.create_task(world.fleet.generate(asked("a")))  # goes to the first, which is found dead
+        await settle()
+        third = world.started[2]
+        assert third.version == 1
+        await world.fleet.load(weights(2))
+        assert [sampler.version for sampler in world.started] == [1, 2, 2]
+        for name, sampler in world.drawing.items():
+            sampler.answer(name)
+        await asking
+
+    play(2, use)
+
+
+def test_one_that_takes_long_to_open_its_model_keeps_nobody_waiting() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        start = world.fleet._start
+
+        def start_slowly(place: int) -> Any:
+            sampler: Any = start(place)
+            sampler.may_open.clear()
+            return sampler
+
+        world.fleet._start = start_slowly
+        world.started[0].die()
+        asking = asyncio.create_task(world.fleet.generate(asked("a")))
+        await settle()
+        await world.fleet.load(weights(2))
+        assert [sampler.version for sampler in world.started] == [1, 2, -1]
+        assert list(world.drawing.values()) == [world.started[1]]
+        world.started[2].may_open.set()
+        await settle()
+        assert world.started[2].version == 2, "fed with what is published by then"
+        world.started[1].answer("a")
+        await asking
+
+    play(2, use)
+
+
+def test_one_that_cannot_be_started_is_tried_again_and_given_up() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+
+        def refuse(place: int) -> Any:
+            raise BackendError("no room for another process")
+
+        world.fleet._start = refuse
+        world.started[0].die()
+        asking = asyncio.create_task(world.fleet.generate(asked("a")))
+        await settle()
+        world.started[1].answer("a")
+        await asking
+        assert world.notes[1:] == ["no room for another process"] * 2
+        assert world.fleet.stats()["samplers"] == 1
+
+    play(2, use, max_restarts=2)
+
+
+def test_where_the_last_weights_are_gone_one_that_comes_back_waits_for_the_next() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        world.started[0].die()
+        first = asyncio.create_task(world.fleet.generate(asked("a")))
+        await settle()
+        assert world.started[2].version == -1, "the trainer may be changing them"
+        later = [asyncio.create_task(world.fleet.generate(asked(f"b{n}"))) for n in range(4)]
+        await settle()
+        assert set(world.drawing.values()) == {world.started[1]}
+        await world.fleet.load(weights(2))
+        assert world.started[2].version == 2
+        for name, sampler in world.drawing.items():
+            sampler.answer(name)
+        await asyncio.gather(first, *later)
+
+    play(2, use, feeds_late=False)
+
+
+@pytest.mark.parametrize("feeds_late", [True, False])
+def test_with_none_left_the_run_ends_and_says_how_each_ended(feeds_late: bool) -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        asking = [asyncio.create_task(world.fleet.generate(asked(f"{n}"))) for n in range(4)]
+        while not all(task.done() for task in asking):
+            await settle()
+            for sampler in world.started:
+                sampler.die()
+        for task in asking:
+            with pytest.raises(SamplerLost, match=r"sampler \d fell over.*go on with --resume"):
+                await task
+        with pytest.raises(SamplerLost):
+            await world.fleet.generate(asked("later"))
+
+    world = play(2, use, max_restarts=1, feeds_late=feeds_late)
+    assert len(world.started) == 4, "each was replaced once"
+
+
+def test_a_publication_that_a_living_sampler_refuses_fails() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        world.started[1].refuses = "one tensor too many; nothing was loaded"
+        with pytest.raises(BackendError, match="one tensor too many"):
+            await world.fleet.load(weights(2))
+        assert world.fleet.version == 1
+
+    play(2, use)
+
+
+def test_nothing_is_drawn_before_the_first_publication() -> None:
+    async def use(world: World) -> None:
+        with pytest.raises(BackendError, match="stale: publish weights"):
+            await world.fleet.generate(asked("a"))
+
+    play(2, use)
+
+
+@pytest.mark.parametrize("verb", ["abort", "interrupt"])
+def test_a_request_is_ended_where_it_is_drawn_or_while_it_waits(verb: str) -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        finish = Finish.ABORT if verb == "abort" else Finish.INTERRUPT
+        asking = asyncio.create_task(world.fleet.generate(asked("a")))
+        await settle()
+        await getattr(world.fleet, verb)("a")
+        assert (await asking).finish is finish
+        await getattr(world.fleet, verb)("unknown")
+        (sampler,) = world.started
+        asking = asyncio.create_task(world.fleet.generate(asked("b")))
+        await settle()
+        start = world.fleet._start
+        world.fleet._start = lambda place: gated(start(place))  # type: ignore[assignment, arg-type, return-value]
+        sampler.die()
+        await settle()
+        await getattr(world.fleet, verb)("b")
+        ended = await asking
+        assert (ended.finish, list(ended.token_ids)) == (finish, [])
+        world.started[-1].may_load.set()
+
+    def gated(sampler: Any) -> Any:
+        sampler.may_load.clear()
+        return sampler
+
+    play(1, use)
+
+
+def test_one_that_nobody_asks_and_that_falls_silent_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "PING_SECONDS", 0.01)
+
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        world.started[0].is_silent = True
+        while len(world.started) < 3 or world.started[2].version < 1:
+            await asyncio.sleep(0.01)
+
+    play(2, use)
+
+
+def test_a_fleet_is_closed_while_one_is_being_replaced() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        start = world.fleet._start
+
+        def start_slowly(place: int) -> Any:
+            sampler = start(place)
+            sampler.may_load.clear()  # type: ignore[attr-defined]
+            asyncio.get_running_loop().call_later(0.05, sampler.may_load.set)  # type: ignore[attr-defined]
+            return sampler
+
+        world.fleet._start = start_slowly  # type: ignore[assignment]
+        world.started[0].die()
+        asking = asyncio.create_task(world.fleet.generate(asked("a")))
+        await settle()
+        assert len(world.started) == 3
+        asking.cancel()
+
+    play(2, use)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_deaths_answers_and_publications_answers_each_request_once(seed: int) -> None:
+    chance = random.Random(seed)
+
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        published, asking = 1, {}
+        for number in range(60):
+            name = f"request {number}"
+            asking[name] = asyncio.create_task(world.fleet.generate(asked(name)))
+            await settle(chance.randrange(4))
+            living = [sampler for sampler in world.started if not sampler.is_dead]
+            if chance.random() < 0.15:
+                chance.choice(living).die()
+            if chance.random() < 0.2:
+                published += 1
+                await world.fleet.load(weights(published))
+                assert {s.version for s in world.started if not s.is_dead} <= {published, -1}
+            for waiting, sampler in list(world.drawing.items()):
+                if chance.random() < 0.3 and not sampler.is_dead:
+                    sampler.answer(waiting)
+        while not all(task.done() for task in asking.values()):
+            await settle()
+            for waiting, sampler in list(world.drawing.items()):
+                if not sampler.is_dead:
+                    sampler.answer(waiting)
+        answers = await asyncio.gather(*asking.values())
+        assert all(1 <= completion.versions[0] <= published for completion in answers)
+        assert Counter(name for sampler in world.started for name in sampler.drawn) == dict.fromkeys(asking, 1)
+
+    play(3, use, max_restarts=1000)
