@@ -83,9 +83,9 @@ def read_curve(folder: Path) -> Curve:
     )
 
 
-def train(recipe: Path, folder: Path, *keys: str) -> None:
+def train(recipe: Path, folder: Path) -> None:
     command = [sys.executable, "-m", "temper", "train", str(recipe), "--run", str(folder)]
-    subprocess.run(command + [part for key in keys for part in ("--set", key)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def earlier_stages(recipe: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
