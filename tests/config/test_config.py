@@ -182,7 +182,8 @@ READ_ELSEWHERE = {
     # Where there is an adapter.
     "LoraConfig.rank", "LoraConfig.alpha", "LoraConfig.targets", "LoraConfig.rslora", "LoraConfig.base",
     "EngineConfig.address",  # by SGLang
-    "EngineConfig.threads",  # by a sampler process
+    # By sampler processes.
+    "EngineConfig.threads", "ClusterConfig.samplers", "ClusterConfig.max_restarts", "ClusterConfig.silent_seconds",
     "RolloutConfig.keep",  # by rejection sampling
     "ThinkingConfig.budget", "ThinkingConfig.closing", "ThinkingConfig.end",  # where there is a budget for thinking
     "RolloutConfig.transcripts_gb",  # before the first stage: commands/training/train.py

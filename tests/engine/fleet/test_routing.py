@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
+
 from temper.engine.fleet import routing
 from temper.engine.fleet.routing import BLOCK, OVERLOAD, SLACK, Router
 
@@ -50,14 +52,16 @@ def test_who_has_too_much_to_do_gets_no_more_for_its_cache() -> None:
     assert router.choose(prompt(1), {0: 50, 1: 30}) == 1, "the group goes on where its prompt is now"
 
 
-def test_the_dead_are_forgotten_and_memory_is_bounded(monkeypatch: object) -> None:
+def test_the_dead_are_forgotten_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "REMEMBERED", 50)
     router = Router()
     assert router.choose(prompt(1), {0: 0, 1: 1}) == 0
     assert router.choose(prompt(1), {1: 1}) == 1, "who is not ready is not chosen"
     router.choose(prompt(2), {0: 0, 1: 1})
     router.forget(0)
     assert router.choose(prompt(2), {0: 1, 1: 0}) == 1
-    for number in range(routing.REMEMBERED + 10):
-        router.drawn((number,), prompt(number % 7, BLOCK), 0)
-        router._remember((number, number), 0)
-    assert len(router._owners) == routing.REMEMBERED
+    for number in range(100, 200):
+        router.choose(prompt(number), {0: 0, 1: 1})
+    assert len(router._owners) == 50
+    assert router.choose(prompt(199), {0: 1, 1: 0}) == 0, "the newest are kept"
+    assert router.choose(prompt(120), {0: 1, 1: 0}) == 1
