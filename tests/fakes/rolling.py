@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from temper.rollout.source import RolloutSettings, RolloutSource
 from temper.tasks.dataset import FileSource, Stream
 from temper.types import Batch, Publication, SamplingParams, Score, Task, Trajectory
 from tests.fakes.episodes import FakeScorer, Letters, ask
-from tests.fakes.tail import STOP, TailSampler
+from tests.fakes.tail import STOP, TailSampler, heavy_tail
 
 _SINGLE_TURN = find_env("single_turn", {})
 FOREVER = 1e6
@@ -134,3 +135,20 @@ async def train(
         await source.close()
     run.seconds = asyncio.get_running_loop().time() - started
     return run
+
+
+async def train_with_kills(control: Setting, seed: int, steps: int) -> tuple[list[int], list[dict[str, float]]]:
+    """Draws that were consumed, and what each step told, over a source that is killed and resumed every few steps."""
+    random_, sampler = random.Random(seed), TailSampler(heavy_tail(0.2))
+    flow = Flow(groups_per_step=4, staleness=0, seed=seed, controls=[control], drops=lambda task: task.id.endswith("3"))
+    consumed, systems, state, step = list[int](), list[dict[str, float]](), None, 1
+    while step < steps:
+        source = flow.open(sampler, version=step - 1)
+        if state is not None:
+            source.load_state(state)
+        until = step + random_.randrange(1, 4)
+        part = await train(source, sampler, range(step, until), 2.0)
+        consumed += part.consumed
+        systems += [dict(batch.system) for batch in part.batches]
+        state, step = part.state, until
+    return consumed, systems

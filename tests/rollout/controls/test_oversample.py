@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 
 from temper.rollout.controls.late import LateRounds
 from temper.simulate.clock import run_virtual
-from tests.fakes.rolling import Flow, Run, train
+from tests.fakes.rolling import Flow, Run, train, train_with_kills
 from tests.fakes.tail import TailSampler, heavy_tail
 
 
@@ -62,30 +61,11 @@ def test_late_steps_are_told_and_start_no_more_than_they_need() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_kill_and_resume_lose_nobody(seed: int) -> None:
-    random_ = random.Random(seed)
-    flow = Flow(
-        groups_per_step=4, staleness=0, seed=seed, controls=[{"name": "oversample", "factor": 1.5, "patience": 3}],
-        drops=lambda task: task.id.endswith("3"),
-    )  # fmt: skip
-
-    async def work() -> tuple[list[int], list[int]]:
-        sampler = TailSampler(heavy_tail(0.2))
-        consumed, late, state, step = list[int](), list[int](), None, 1
-        while step < 20:
-            source = flow.open(sampler, version=step - 1)
-            if state is not None:
-                source.load_state(state)
-            until = step + random_.randrange(1, 4)
-            part = await train(source, sampler, range(step, until), 2.0)
-            consumed += part.consumed
-            late += [int(batch.system["flow/late_step"]) for batch in part.batches]
-            state, step = part.state, until
-        return consumed, late
-
-    consumed, late = run_virtual(work())
+    control = {"name": "oversample", "factor": 1.5, "patience": 3}
+    consumed, systems = run_virtual(train_with_kills(control, seed, steps=20))
     assert len(consumed) == len(set(consumed))
     assert len(set(range(max(consumed) + 1)) - set(consumed)) <= 4 + 2 * 2
-    assert sum(late) >= 4, "a resume remembers who was put off"
+    assert sum(system["flow/late_step"] for system in systems) >= 4, "a resume remembers who was put off"
 
 
 def test_who_was_put_off_waits_for_so_many_steps_and_no_longer() -> None:

@@ -14,7 +14,7 @@ from temper.rollout.controls.control import PutOff
 from temper.rollout.controls.tail import ShortSampler, quantile_of
 from temper.simulate.clock import run_virtual
 from temper.types import Completion, Finish, Request, SamplingParams
-from tests.fakes.rolling import Flow, Run, train
+from tests.fakes.rolling import Flow, Run, train, train_with_kills
 from tests.fakes.tail import TailSampler, heavy_tail
 
 
@@ -92,27 +92,8 @@ def test_answers_that_are_all_longer_than_of_late_fill_their_step() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_kill_and_resume_lose_nobody(seed: int) -> None:
-    random_ = random.Random(seed)
-    flow = Flow(
-        groups_per_step=4, staleness=0, seed=seed, controls=[{"name": "tail", "quantile": 0.7, "patience": 4}],
-        drops=lambda task: task.id.endswith("3"),
-    )  # fmt: skip
-
-    async def work() -> tuple[list[int], list[dict[str, float]]]:
-        sampler = TailSampler(heavy_tail(0.2))
-        consumed, systems, state, step = list[int](), list[dict[str, float]](), None, 1
-        while step < 24:
-            source = flow.open(sampler, version=step - 1)
-            if state is not None:
-                source.load_state(state)
-            until = step + random_.randrange(1, 4)
-            part = await train(source, sampler, range(step, until), 2.0)
-            consumed += part.consumed
-            systems += [dict(batch.system) for batch in part.batches]
-            state, step = part.state, until
-        return consumed, systems
-
-    consumed, systems = run_virtual(work())
+    control = {"name": "tail", "quantile": 0.7, "patience": 4}
+    consumed, systems = run_virtual(train_with_kills(control, seed, steps=24))
     assert len(consumed) == len(set(consumed))
     assert len(set(range(max(consumed) + 1)) - set(consumed)) <= 8
     assert all("flow/tail_limit" in system or system["flow/late_step"] for system in systems[3:]), "lengths are kept"
