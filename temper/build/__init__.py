@@ -8,9 +8,10 @@ from temper.build.memory import StagePlan, describe_peak, explain_misfit, plan_s
 from temper.build.models import first_model, pick_device, pick_dtype
 from temper.build.objective import doubts_about, resolve_objective, with_sampler_correction
 from temper.build.plan import make_plan
-from temper.build.stage import Listeners, Stage, build_stage, check_data, env_maker
+from temper.build.stage import Around, Listeners, Stage, build_stage, check_data, env_maker
 
 __all__ = [
+    "Around",
     "Listeners",
     "Stage",
     "StagePlan",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from temper.build.objective import resolve_objective
 from temper.config import DATA_KEYS, FIRST, Reference, RunConfig, references
 from temper.errors import UserError, did_you_mean
-from temper.objectives import Objective
+from temper.objectives import Objective, PolicyObjective
 from temper.rollout.controls.registry import read_controls
 from temper.runs.alarms.rules import configure
 from temper.stages.kinds import KINDS, kind_of
@@ -31,6 +31,8 @@ def check_stages(stages: Sequence[RunConfig]) -> list[Objective]:
                 raise
             raise UserError(f"stage {number} ({config.stage}): {error}") from error
     _check_references(stages)
+    if len({(config.cluster.trainers, config.cluster.parts) for config in stages}) > 1:
+        raise UserError("cluster.trainers and cluster.parts are those of all stages: say them once, outside [[stage]]")
     return objectives
 
 
@@ -48,6 +50,8 @@ def check_stage(config: RunConfig) -> Objective:
     check_choosers(config, is_judged=kind.may_choose)
     if config.model.lora is not None and config.model.lora.base == "4bit":
         _check_four_bits(config, objective)
+    if config.cluster.parts:
+        _check_parts(config, objective)
     return objective
 
 
@@ -64,6 +68,31 @@ def _check_four_bits(config: RunConfig, objective: Objective) -> None:
         problem = "a reward model is read in full by the stages that use it. Train it over the full model"
     if problem is not None:
         raise UserError(f'model.lora.base="4bit": {problem}, or use base = "full"')
+
+
+def _check_parts(config: RunConfig, objective: Objective) -> None:
+    """Raises UserError for what cannot be done with a model whose layers are shared out over trainers."""
+    problem = None
+    if config.engine.kind == "local" and config.engine.place == "here":
+        problem = 'this process does not hold a whole model to draw with. Set engine.place = "process"'
+    elif config.model.lora is not None:
+        problem = "adapters are small enough for copies. Leave out model.lora"
+    elif config.model.dtype == "float16":
+        problem = 'the scale of the loss is not made for it. Use model.dtype = "bfloat16"'
+    elif config.model.offload or config.optim.offload or config.optim.states not in ("auto", "float32"):
+        problem = "states are float32 and stay on the device. Leave out optim.states, optim.offload and model.offload"
+    elif config.trainer.epochs > 1:
+        problem = "rows of later epochs may lie on another trainer. Use trainer.epochs = 1"
+    elif isinstance(objective, PolicyObjective) and (objective.critic is not None or objective.step is not None):
+        problem = (
+            f'a critic or a step of its own, as objective "{objective.name}" has, is not cut. Use another'
+        )
+    elif objective.reference is not None:
+        problem = "a reference that moves is not cut. Leave out objective.reference"
+    elif objective.needs & {"router", "scores", "divergence"} or len(config.model.taught_by) > 1:
+        problem = f'objective "{objective.name}" goes through models in its own way. Use another objective'
+    if problem is not None:
+        raise UserError(f"cluster.parts: {problem}, or use cluster.parts = false")
 
 
 def _check_references(stages: Sequence[RunConfig]) -> None:

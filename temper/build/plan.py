@@ -19,6 +19,7 @@ from temper.build.stage import Stage
 from temper.build.warm import warm_up
 from temper.evals import contamination, readiness
 from temper.models.float8.layers import float8_layers, held_bits, published_bits
+from temper.models.parts import is_cut
 from temper.parity.budgets import Budget, DepthAndWidth, budget_of
 from temper.parity.check import (
     Canary,
@@ -125,7 +126,8 @@ class Checks:
     async def parity(self) -> None:
         """Rows of a pack are apart, and sampler and trainer agree: both proven on this model before it is trained."""
         stage, data, listeners = self._stage, self._stage.data, self._stage.listeners
-        await asyncio.to_thread(check_isolation, stage.model, data.shape.vocab_size)
+        if not is_cut(stage.model):  # of such a one it was proven before the cut
+            await asyncio.to_thread(check_isolation, stage.model, data.shape.vocab_size)
         for doubt in (*doubts_about(stage.config, stage.objective), doubt_choosers(stage.config, data.stream.sources)):
             if doubt:
                 listeners.warn(doubt)

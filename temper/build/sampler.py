@@ -66,7 +66,7 @@ def make_sampler(
         return SglangEngine(settings), None
     if kind == "vllm":
         return _vllm(config, data, model, model_folder), None
-    if config.engine.place == "process" and data.is_rolling:
+    if config.engine.place == "process" and (data.is_rolling or config.cluster.parts):
         return _in_processes(config, objective, data, model, model_folder, note), None
     drawing = sampler_model(
         model,

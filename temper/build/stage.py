@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from temper.batching.pack import pack, shard
 from temper.build.full import explain_out_of_memory
 from temper.build.memory import settle
-from temper.build.models import Models, load_models, optimizer_settings
 from temper.build.objective import resolve_objective
 from temper.build.sampler import make_opponent, make_sampler
 from temper.build.thinking import make_thinking
+from temper.build.trainer import TrainerOrder, open_everywhere
 from temper.config import RunConfig
-from temper.config.memory import settled_choice
 from temper.engine.local.mixture import WithOpponent
 from temper.envs.env import find_env
 from temper.models.nf4.holding import require_family
@@ -40,7 +38,7 @@ from temper.stages.reading.data import StageData, open_data, require_judge
 from temper.stages.reading.fitting import require_rows
 from temper.terminal import print_line
 from temper.trainer.checkpoint import read_checkpoint
-from temper.trainer.local import LocalTrainer, TrainerSettings
+from temper.trainer.ranked import Together
 from temper.types import EvaluationResult, SamplingParams, Scalar
 
 
@@ -58,6 +56,18 @@ class Listeners:
     """Who is told what happens before the first step, and how far it is: the display."""
     audit: Audit | None = None
     """Where held-out transcripts go; None: nowhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What a run has, whatever its stage."""
+
+    caches: Path | None = None
+    """A folder for what is worth keeping between two processes."""
+    earlier: Collection[str] = ()
+    """Kinds of the stages before this one."""
+    together: Together | None = None
+    """All trainer ranks; None: this process is the only one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,23 +120,18 @@ def build_stage(
     model_folder: Path,
     checkpoint: Path | None = None,
     *,
-    caches: Path | None = None,
-    earlier: Collection[str] = (),
+    around: Around = Around(),
     listeners: Listeners = Listeners(),
 ) -> Stage:
-    """Loads the model and wires trainer, sampler, data and reward of one stage.
-
-    `checkpoint` is where it goes on, `caches` a folder for what is worth keeping between two processes, `earlier` the
-    kinds of the stages before it.
-    """
+    """Loads the model and wires trainer, sampler, data and reward of one stage. `checkpoint` is where it goes on."""
     resumed = read_checkpoint(checkpoint) if checkpoint is not None else None  # first: it verifies every part
     kind, objective = kind_of(config), resolve_objective(config)
     data = open_data(config, objective, kind.reading, model_folder)
     check_data(config, kind, objective, data)
     config = settle(config, objective, data, model_folder)
     with explain_out_of_memory(config, objective, data, model_folder, phase="loading"):
-        models = load_models(config, objective, model_folder)
-        trainer = _trainer(config, objective, data, models, checkpoint)
+        order = TrainerOrder(config=config, folder=model_folder, checkpoint=checkpoint, is_rolling=data.is_rolling)
+        trainer, models = open_everywhere(order, data.tokenizer, around.together)
         sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder, listeners.warn)
         opponent = make_opponent(config, objective, data, models.others.reference, sampler_model)
     setup = _episode_setup(config, objective, data, sampler)
@@ -141,7 +146,7 @@ def build_stage(
         setup=setup,
         opponent=opponent,
         pressure=pressure.latest,
-        folder=caches,
+        folder=around.caches,
         origin=model_folder,
     )
     source = kind.make_source(parts)
@@ -160,7 +165,7 @@ def build_stage(
         source=source,
         setup=setup,
         measure=kind.make_measure(parts),
-        must_be_ready=bool(kind.ready_after.intersection(earlier)),
+        must_be_ready=bool(kind.ready_after.intersection(around.earlier)),
         listeners=listeners,
         writers={"reward": data.rubric.save, **kind.writers(parts, source)},
     )
@@ -186,33 +191,6 @@ def check_data(config: RunConfig, kind: StageKind, objective: Objective, data: S
     make_thinking(config, objective, data.renderer)
     if (make_rows := kind.row_maker(objective, data)) is not None:
         require_rows(config, make_rows, data)
-
-
-def _trainer(
-    config: RunConfig, objective: Objective, data: StageData, models: Models, checkpoint: Path | None
-) -> Trainer:
-    choice = settled_choice(config)
-    settings = TrainerSettings(
-        optimizer=optimizer_settings(config, config.optim.learning_rate),
-        temperature=config.sampling.temperature if data.is_rolling else 1.0,
-        total_steps=config.steps,
-        gradient_checkpointing=choice.gradient_checkpointing,
-        seed=config.seed,
-        is_ordered=config.trainer.reproducible and config.rollout.max_staleness == 0,
-        files=models.files,
-    )
-    trainer = LocalTrainer(
-        models.policy,
-        data.tokenizer,
-        objective,
-        settings,
-        pack=partial(pack, tokens_per_microbatch=choice.tokens_per_microbatch, together=kind_of(config).together),
-        shard=shard,
-        others=models.others,
-    )
-    if checkpoint is not None:
-        trainer.load(checkpoint)
-    return trainer
 
 
 def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sampler: Sampler) -> EpisodeSetup:

@@ -50,7 +50,7 @@ def refuse_launchers(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_say_version, is_eager=True)
     ] = False,
 ) -> None:
-    if context.invoked_subcommand not in READERS:
+    if context.invoked_subcommand not in (*READERS, "train"):  # processes that train are ranks of one run
         require_one_process(f'"temper {context.invoked_subcommand} ..."')
 
 

@@ -48,11 +48,13 @@ def train(
     from temper.commands.starts import undo_failed_start
 
     with importing():
+        from temper.commands.training.ranks import follow_if_started_so
         from temper.commands.training.stopping import Stopped, describe_stop
         from temper.commands.training.train import choose_folder, is_finished
         from temper.commands.training.train import train as run_training
         from temper.runs.report.report import make_report, render
 
+    follow_if_started_so()
     run = run or choose_folder(name, resume=resume)
     try:
         with undo_failed_start(run):

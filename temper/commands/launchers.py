@@ -1,6 +1,7 @@
 """Refuses to be one of several processes that a launcher started.
 
-Owns: that check, for every verb and for Python. Refuses: knowing ranks; nothing here runs in more than one process yet.
+Owns: that check, for Python and for every verb but `temper train`, whose processes are ranks of one run
+(training/ranks.py). Refuses: knowing ranks.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from temper.errors import UserError
 
 
 def require_one_process(what: str) -> None:
-    """UserError under torchrun, srun and the like: each process would train, draw or judge alone, knowing no other."""
+    """UserError under torchrun, srun and the like: each process would draw or judge alone, knowing no other."""
     given = os.environ.get("WORLD_SIZE", "1")
     if given.isdecimal() and int(given) > 1:
         raise UserError(
-            f"WORLD_SIZE={given}: {given} processes were started (torchrun, srun or the like), and temper runs in one. "
+            f"WORLD_SIZE={given}: {given} processes were started (torchrun, srun or the like), and this runs in one. "
             f"They would be {given} unrelated runs. Start {what} without a launcher"
         )

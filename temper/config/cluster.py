@@ -11,13 +11,28 @@ from temper.config.section import Section
 
 
 class ClusterConfig(Section):
-    """Processes beside the trainer's."""
+    """Processes of a run: those that train and those that draw."""
 
+    trainers: int = Field(1, ge=1)
+    """Trainer processes that share out each batch, one GPU each. Rank 0 is the process that was started; others follow
+    it."""
+    parts: bool = False
+    """Whether each trainer holds a part of every layer's weights, gradients and optimiser states (FSDP2), and gathers a
+    layer when it computes it; otherwise each holds all of them. Parts need less memory, copies less exchange."""
+    rank_seconds: float = Field(600.0, gt=0)
+    """What trainers do together (a step, a save) may take so long; one that is silent for longer ends the run, and
+    --resume goes on."""
     samplers: int = Field(1, ge=1)
     """Sampler processes that draw side by side, with engine.place = "process". Each has its own copy of the weights and
     its own cache; a group stays with one of them."""
     max_restarts: int = Field(3, ge=0)
-    """How often a sampler process that ended is replaced, each of them; others draw its requests meanwhile. When none
-    is left the run ends, and --resume goes on."""
+    """How often a sampler process that ended is replaced, each of them; others draw its requests meanwhile. And how
+    often all trainers begin anew from the last checkpoint when one of them is lost. After that the run ends, and
+    --resume goes on."""
     silent_seconds: float = Field(120.0, gt=0)
     """A sampler process that answers nothing for so long is ended and replaced."""
+
+    def sampler_keys(self) -> list[str]:
+        """Keys about sampler processes that were changed."""
+        names = ("samplers", "silent_seconds", *(() if self.trainers > 1 else ("max_restarts",)))
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]

@@ -298,8 +298,11 @@ class RunConfig(Section):
             raise ValueError(
                 'engine.numerics = "exact" is made for float32 and bfloat16, not for model.dtype = "float16"'
             )
-        if self.cluster != ClusterConfig() and self.engine.place == "here":
-            raise ValueError('[cluster] is about sampler processes: set engine.place = "process", or leave it out')
+        if self.cluster.sampler_keys() and self.engine.place == "here":
+            raise ValueError(
+                f"cluster.{self.cluster.sampler_keys()[0]} is about sampler processes: "
+                f'set engine.place = "process", or leave it out'
+            )
         if self.optim.warmup_steps > self.steps:
             raise ValueError(f"optim.warmup_steps={self.optim.warmup_steps} is more than steps={self.steps}")
         return self

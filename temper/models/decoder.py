@@ -53,17 +53,19 @@ def walk(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Any) -> T
     rotation = (cos[0], sin[0])
     hidden_TD: Tensor | None = None
     for layer in decoder.layers:
-        if layer.training and getattr(layer, "gradient_checkpointing", False) and torch.is_grad_enabled():
+        if getattr(layer, "temper_cut", False):  # called, so that torch gathers it first; it recomputes by itself
+            hidden_TD, residual_TD = layer(ops, hidden_TD, residual_TD, rotation, attend)
+        elif layer.training and getattr(layer, "gradient_checkpointing", False) and torch.is_grad_enabled():
             hidden_TD, residual_TD = layer._gradient_checkpointing_func(
-                _layer, layer, ops, hidden_TD, residual_TD, rotation, attend
+                layer_forward, layer, ops, hidden_TD, residual_TD, rotation, attend
             )
         else:
-            hidden_TD, residual_TD = _layer(layer, ops, hidden_TD, residual_TD, rotation, attend)
+            hidden_TD, residual_TD = layer_forward(layer, ops, hidden_TD, residual_TD, rotation, attend)
     assert hidden_TD is not None, "a decoder has layers"
     return ops.add_rms_norm(hidden_TD, residual_TD, decoder.norm.weight, decoder.norm.variance_epsilon)[0]
 
 
-def _layer(
+def layer_forward(
     layer: Any, ops: Ops, hidden_TD: Tensor | None, residual_TD: Tensor, rotation: tuple[Tensor, Tensor], attend: Any
 ) -> tuple[Tensor, Tensor]:
     """What the layer adds, and what it is added to: the next norm does the addition."""

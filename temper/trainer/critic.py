@@ -25,7 +25,7 @@ from temper.trainer.adamw.files import read_tensors, write_tensors
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
 from temper.trainer.passes.forward import Checkpointing, checkpointing, enable_checkpointing
 from temper.trainer.passes.states import drawn_states
-from temper.trainer.ranks import merge_over_ranks, sum_over_ranks
+from temper.trainer.ranks import merge_over_ranks
 from temper.trainer.weights import publish
 from temper.types import Microbatch
 
@@ -78,9 +78,7 @@ class Critic:
         self._optimizer.discard_gradients()  # what an interrupted pass may have left
         for microbatch in share:
             metrics = metrics.merge(self._backward(microbatch, clip, num_batch_tokens))
-        gradients = self._optimizer.gradients()
-        sum_over_ranks(gradients.values())
-        norm = nn.utils.get_total_norm(list(gradients.values()))
+        norm = self._optimizer.sum_gradients()
         if not torch.isfinite(norm):
             self._optimizer.discard_gradients()
             raise BackendError(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from temper.errors import BackendError, OutOfMemory, UserError
 from temper.models.lora.wrapping import has_adapter
+from temper.models.parts import is_cut, own_part, part_of
 from temper.objectives import MetricSums, Objective, PolicyObjective, control
 from temper.objectives.advantage.critics import pretraining_steps
 from temper.objectives.finish import finished as with_derived
@@ -34,11 +35,11 @@ from temper.trainer.passes.scoring import ScoringPasses, Share
 from temper.trainer.passes.states import set_ordered
 from temper.trainer.passes.work import FlopCounter
 from temper.trainer.policy_step import PolicyStep
-from temper.trainer.ranks import rank_and_world
+from temper.trainer.ranks import gather_to_first, rank_and_world
 from temper.trainer.references import MovingReference
 from temper.trainer.rehearsal import rehearse_passes, rehearse_update
 from temper.trainer.traces import Key, keys_of, traces_of
-from temper.trainer.weights import ModelFiles, Weights, kept_tensors, save_weights, stored_tensors
+from temper.trainer.weights import ModelFiles, Weights, kept_tensors, save_weights, stored_tensors, whole_weights
 from temper.types import Batch, Column, Microbatch, Publication, Sample, Trace, TrainResult
 
 Pack = Callable[[Sequence[Sample]], list[Microbatch]]
@@ -139,6 +140,11 @@ class LocalTrainer:
         return self._version
 
     @property
+    def is_cut(self) -> bool:
+        """Whether this rank holds a part of each layer; what needs whole tensors then needs all ranks."""
+        return is_cut(self._model)
+
+    @property
     def scales(self) -> Mapping[str, float]:
         """What the objective's controllers have set."""
         return self._scales
@@ -146,13 +152,21 @@ class LocalTrainer:
     def score(
         self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic"]
     ) -> list[Sequence[float]]:
-        rows: list[Sequence[float]] = [[] for _ in samples]
-        for microbatch in self._pack(samples):
-            with self._one_pass:
-                values = self._values(microbatch) if who == "critic" else self._passes.score(microbatch, who)
+        """Of several ranks the first has all rows, others those that they scored."""
+        found: dict[int, Sequence[float]] = {}
+        share = self._share(samples)
+        for spare in share.padding:
+            self._scored(spare, who)
+        for microbatch in share.microbatches:
+            values = self._scored(microbatch, who)
             for number, part in zip(microbatch.rows, torch.split(values, list(microbatch.lengths)), strict=True):
-                rows[number] = Column(part.double().cpu().numpy())
-        return rows
+                found[number] = Column(part.double().cpu().numpy())
+        found = gather_to_first(found)
+        return [found.get(number, []) for number in range(len(samples))]
+
+    def _scored(self, microbatch: Microbatch, who: Literal["policy", "reference", "teacher", "critic"]) -> Tensor:
+        with self._one_pass:
+            return self._values(microbatch) if who == "critic" else self._passes.score(microbatch, who)
 
     def observe(self, score: float) -> None:
         """A held-out score, for references that are reset when it stalls."""
@@ -213,7 +227,13 @@ class LocalTrainer:
         return self._peak_memory.is_since_start
 
     def save(self, folder: Path) -> None:
-        """An ordinary Hugging Face directory, or peft's, and trainer/ with moments, master weights and counters."""
+        """An ordinary Hugging Face directory, or peft's, and trainer/ with moments, master weights and counters. The
+        same for every number of ranks; of several the first writes it."""
+        if rank_and_world()[0]:
+            for tensors in (whole_weights(self._model), self._optimizer.tensors()):
+                for name in tensors:
+                    tensors[name]  # all ranks give their parts
+            return
         save_weights(self._model, self._tokenizer, folder, self._settings.files)
         own = folder / STATE_FOLDER
         own.mkdir()
@@ -249,7 +269,7 @@ class LocalTrainer:
             if part is not None:
                 part.load(own)
         for name, tensor in current.items():
-            tensor.copy_(stored[name])  # in place: samplers may share the storage
+            own_part(tensor).copy_(part_of(stored[name], tensor))  # in place: samplers may share the storage
         self._version, self._scales = state["version"], state["scales"]
         if (loss_scale := state.get("loss_scale")) is not None:
             self._policy_step.loss_scale = LossScale(**loss_scale)
@@ -283,7 +303,7 @@ class LocalTrainer:
 
     def _share(self, update: Sequence[Sample]) -> Share:
         """This rank's part of one optimiser step."""
-        return _share_of(self._pack(update), self._shard)
+        return _share_of(self._pack(update), self._shard, is_even=self.is_cut)
 
     def _facts(self, update: Sequence[Sample], number: int) -> StepFacts:
         return StepFacts(
@@ -328,18 +348,22 @@ class LocalTrainer:
             finished["policy/reference_moved"] = float(has_moved)
             if resets_optimizer:
                 self._optimizer.reset()
-        traces, flops = applied.traces or None, self._counter.take()
+        traces, flops = gather_to_first(applied.traces) or None, self._counter.take()
         return TrainResult(loss=loss, metrics=finished, seconds=seconds, traces=traces, model_flops=flops)
 
 
-def _share_of(microbatches: list[Microbatch], shard: Shard | None) -> Share:
+def _share_of(microbatches: list[Microbatch], shard: Shard | None, *, is_even: bool) -> Share:
+    """is_even: all ranks make as many passes. Whoever has fewer microbatches goes over the smallest of all instead."""
     rank, world = rank_and_world()
     if world == 1:
         return Share(microbatches, list(range(len(microbatches))))
     if shard is None:
         raise BackendError(f"{world} trainer ranks but no `shard`: each would train the whole batch")
     places = shard(microbatches, rank, world)
-    return Share([microbatches[place] for place in places], places)
+    most = max(len(shard(microbatches, other, world)) for other in range(world)) if is_even else len(places)
+    smallest = min(microbatches, key=lambda microbatch: sum(microbatch.lengths), default=None)
+    padding = [smallest] * (most - len(places)) if smallest is not None else []
+    return Share([microbatches[place] for place in places], places, padding)
 
 
 def policy_rate(settings: TrainerSettings, step: int, waiting_steps: int) -> float:

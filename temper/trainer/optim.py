@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import UserError
+from temper.models.parts import OwnParts, PartsOf, WholeTensors, is_cut, own_part
 from temper.trainer.adamw.moments import States
 from temper.trainer.adamw.state import AdamState, states_of
 from temper.trainer.adamw.update import UpdateRule
+from temper.trainer.ranks import norm_over_ranks, sum_over_ranks
 
 LAST_PART = 0.2
 """Share of the steps after warm-up in which "wsd" falls: long enough to lose the noise of the full rate."""
@@ -75,8 +77,10 @@ class MasterAdamW:
     def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
         self._settings = settings
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._is_cut = is_cut(model)
+        """Whether this is the optimiser of a part: norms are then of all ranks' parts together."""
         self._state = AdamState(
-            self._parameters,
+            OwnParts(self._parameters) if self._is_cut else self._parameters,
             settings.states,
             offload=settings.offload,
             seed=settings.noise_seed,
@@ -103,10 +107,11 @@ class MasterAdamW:
 
     def _collect(self, name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None, "called when a gradient has arrived"
+        gradient = own_part(parameter.grad)
         if name in self._sums:
-            self._sums[name].add_(parameter.grad)
+            self._sums[name].add_(gradient)
         else:
-            self._sums[name] = parameter.grad.float()
+            self._sums[name] = gradient.float()
         parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
@@ -115,13 +120,23 @@ class MasterAdamW:
         for name, parameter in self._parameters.items():
             if self._state.has_master(name):
                 if name not in self._sums:
-                    self._sums[name] = torch.zeros_like(parameter, dtype=torch.float32)
+                    self._sums[name] = torch.zeros_like(own_part(parameter), dtype=torch.float32)
                 gradients[name] = self._sums[name]
             else:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                gradients[name] = parameter.grad
+                gradients[name] = own_part(parameter.grad)
         return gradients
+
+    def sum_gradients(self) -> Tensor:
+        """Adds gradients up over ranks, where torch has not done so layer by layer; returns the norm of the sum."""
+        gradients = list(self.gradients().values())
+        if not self._is_cut:
+            sum_over_ranks(gradients)
+        return self._norm(nn.utils.get_total_norm(gradients))
+
+    def _norm(self, own: Tensor) -> Tensor:
+        return norm_over_ranks(own) if self._is_cut else own
 
     def discard_gradients(self) -> None:
         self._sums.clear()
@@ -145,7 +160,10 @@ class MasterAdamW:
             befores.append(before)
         self.discard_gradients()
         clipped = grad_norm * shrink
-        ratio = torch.cat(changes).norm() / torch.cat(befores).norm().clamp(min=1e-30) if changes else torch.zeros(())
+        if not changes:
+            return torch.stack([clipped, torch.zeros_like(clipped)])
+        change, before = self._norm(torch.cat(changes).norm()), self._norm(torch.cat(befores).norm())
+        ratio = change / before.clamp(min=1e-30)
         return torch.stack([clipped, ratio.to(clipped)])
 
     def _rule(self, learning_rate: float, is_decayed: bool) -> UpdateRule:
@@ -169,11 +187,14 @@ class MasterAdamW:
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Moments as they are held, and masters where they differ from the parameters, each made on the CPU when it is
-        asked for. Empty before the first step, but for masters."""
-        return self._state.tensors(moments=self._num_steps > 0)
+        asked for. Empty before the first step, but for masters. Of a cut model whole, made by all ranks together."""
+        tensors = self._state.tensors(moments=self._num_steps > 0)
+        return WholeTensors(tensors, self._likes(tensors)) if self._is_cut else tensors
 
     def load_tensors(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
         """Takes over what tensors() gave. Raises UserError, before anything changes, when a tensor is missing."""
+        if self._is_cut:
+            tensors = PartsOf(tensors, self._likes(tensors))
         expected = self._state.outlines(moments=num_steps > 0)
         if (stored := states_of(tensors)) != (own := states_of(expected)):
             raise UserError(
@@ -184,6 +205,10 @@ class MasterAdamW:
         self._state.load(tensors)
         self._num_steps = num_steps
         self.discard_gradients()
+
+    def _likes(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By name of a master or moment, the parameter that it belongs to and is cut like."""
+        return {name: self._parameters[name.partition(".")[2]] for name in tensors}
 
 
 def require_same_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> None:

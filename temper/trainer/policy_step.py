@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import BackendError
+from temper.models.parts import is_cut
 from temper.objectives import DirectLoss, MetricSums, Objective, PolicyObjective
 from temper.trainer.loss_scale import LossScale
 from temper.trainer.optim import MasterAdamW
@@ -25,11 +26,12 @@ from temper.trainer.passes.forward import (
     enable_checkpointing,
     forward_backward,
     forward_only,
+    idle_backward,
     rehearse_backward,
 )
 from temper.trainer.passes.scoring import Share
 from temper.trainer.passes.work import FlopCounter
-from temper.trainer.ranks import merge_over_ranks, sum_over_ranks
+from temper.trainer.ranks import merge_over_ranks
 from temper.trainer.trust_region import constrained_step
 from temper.types import Microbatch
 
@@ -51,8 +53,9 @@ class PolicyStep:
         self._model, self._objective, self._optimizer = model, objective, optimizer
         self._temperature, self._counter = temperature, counter
         self._is_recomputing = bool(gradient_checkpointing)
-        self._trains_all = isinstance(objective, DirectLoss)
-        """Whether rows without credit have a gradient too; found out with the first that has one."""
+        self._trains_all = isinstance(objective, DirectLoss) or is_cut(model)
+        """Whether rows without credit have a gradient too; found out with the first that has one. Ranks with parts of a
+        model all go back through it, or none does."""
         is_float16 = next(model.parameters()).dtype == torch.float16
         self.loss_scale: LossScale | None = LossScale() if is_float16 else None
         """None: the loss needs none."""
@@ -81,12 +84,14 @@ class PolicyStep:
         for part in parts:
             loss, sums = self._backward(part, facts, seen)
             metrics = metrics.merge(sums).merge(MetricSums(totals={"loss/total": loss.double()}))
-        gradients = self._optimizer.gradients()
-        sum_over_ranks(gradients.values())
+        for spare in share.padding:
+            self._keep_up(spare, facts)
+        norm = self._optimizer.sum_gradients()
         metrics = merge_over_ranks(metrics)
         if self.loss_scale is not None:
-            torch._foreach_mul_(list(gradients.values()), 1 / self.loss_scale.factor)
-        norm = nn.utils.get_total_norm(list(gradients.values()))
+            gradients = list(self._optimizer.gradients().values())
+            torch._foreach_mul_(gradients, 1 / self.loss_scale.factor)
+            norm = nn.utils.get_total_norm(gradients)
         total = metrics.totals.get("loss/total", norm.new_zeros(()))
         if self.loss_scale is not None:
             metrics, is_skipped = self._rescale(self.loss_scale, metrics, norm, total)
@@ -157,8 +162,15 @@ class PolicyStep:
         self._counter.count(microbatch, has_backward=True)
         return loss, metrics
 
+    def _keep_up(self, spare: Microbatch, facts: StepFacts) -> None:
+        """Passes as other ranks make them, which would wait for ours. Adds nothing to gradients, and is not counted."""
+        with self._recomputing(), self._optimizer.collecting():
+            idle_backward(self._model, spare, self._objective, temperature=self._temperature, facts=facts)
+
     def _culprit(self, parts: Sequence[Part], facts: StepFacts) -> str:
         """Runs the microbatches once more, one by one, to name the guilty one; good steps pay nothing for it."""
+        if is_cut(self._model):
+            return f"one of {len(parts)} microbatches of this rank, or of another's"
         culprit = "no microbatch of this rank"
         for number, part in enumerate(parts):
             self._optimizer.discard_gradients()

@@ -1,4 +1,4 @@
-"""Trainer ranks that each hold the whole model and train a share of every batch.
+"""Trainer ranks that train a share of every batch each.
 
 Owns: adding up gradients and metrics over ranks. Refuses: averaging; token weights hold the whole batch's denominator,
 so a sum is the gradient. In a single process everything here is the identity. Waits end with the group's own timeout.
@@ -7,6 +7,7 @@ so a sum is the gradient. In a single process everything here is the identity. W
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from temper.objectives import MetricSums, Tokens
 
 BUCKET_BYTES = 64 << 20
 """Gradients sent together: hundreds of small tensors one by one would wait for the network hundreds of times."""
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 _FIELDS = ("totals", "sums", "counts", "maxima", "minima", "histograms")
 
@@ -33,6 +37,13 @@ def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
         dist.all_reduce(together)
         for tensor, part in zip(bucket, torch.split(together, [t.numel() for t in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))
+
+
+def norm_over_ranks(own: Tensor) -> Tensor:
+    """Of what all ranks hold together, from the norm of what each holds."""
+    square = own.double().square()
+    dist.all_reduce(square)
+    return square.sqrt().to(own.dtype)
 
 
 def merge_over_ranks(metrics: MetricSums) -> MetricSums:
@@ -58,6 +69,16 @@ def gather_over_ranks(own: Mapping[int, Tokens]) -> dict[int, Tokens]:
     gathered: list[dict[int, Tokens]] = [{} for _ in range(world)]
     dist.all_gather_object(gathered, mine)
     return {number: tokens for part in gathered for number, tokens in part.items()}
+
+
+def gather_to_first(own: Mapping[Key, Value]) -> dict[Key, Value]:
+    """What all ranks have, on rank 0; its own part elsewhere. Keys of ranks differ."""
+    rank, world = rank_and_world()
+    if world == 1:
+        return dict(own)
+    gathered: list[Mapping[Key, Value]] | None = [{} for _ in range(world)] if rank == 0 else None
+    dist.gather_object(dict(own), gathered, dst=0)
+    return {key: value for part in gathered for key, value in part.items()} if gathered else dict(own)
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -1,7 +1,7 @@
 """What the policy thought of the tokens it was trained on, row by row, for people to look at.
 
 Owns: names of rows, and the copy to the host. Refuses: forward passes of its own;
-it keeps what the gradient's pass computes anyway. Several ranks: each traces its own rows only.
+it keeps what the gradient's pass computes anyway. Several ranks: each traces its own rows, and the first gets all.
 Shapes: _A drawn tokens of a microbatch, _T all its tokens.
 """
 

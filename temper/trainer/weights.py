@@ -26,6 +26,7 @@ from temper.models.lora.wrapping import (
     save_adapter,
 )
 from temper.models.nf4.layers import holds_four_bits
+from temper.models.parts import WholeTensors, is_cut, own_part, whole_of
 from temper.models.save import save_model, saved_tensors
 from temper.types import Publication
 
@@ -46,6 +47,7 @@ class Weights:
         # Over a base in 4 bits the sampler computes with the factors, as the trainer does: nothing is merged.
         self._merged = MergedTensors(model) if has_adapter(model) and not holds_four_bits(model) else None
         self._own = {} if self._merged is not None else saved_tensors(model)
+        self._is_cut = is_cut(model)
 
     def publication(self, version: int) -> Publication:
         """Every parameter, and every buffer that belongs to the checkpoint, by name. Tied ones appear once.
@@ -55,7 +57,10 @@ class Weights:
         """
         if self._merged is not None:
             return Publication(version=version, tensors=self._merged, alike=self._merged.unmerged)
-        return Publication(version=version, tensors={name: tensor.detach() for name, tensor in self._own.items()})
+        own = {name: tensor.detach() for name, tensor in self._own.items()}
+        if self._is_cut:  # all ranks take part, and every one has all tensors at the end
+            own = {name: whole_of(own_part(tensor), tensor) for name, tensor in own.items()}
+        return Publication(version=version, tensors=own)
 
 
 def publish(model: nn.Module, version: int) -> Publication:
@@ -64,11 +69,23 @@ def publish(model: nn.Module, version: int) -> Publication:
 
 
 def kept_tensors(model: nn.Module) -> Mapping[str, Tensor]:
-    """What a checkpoint of this model holds, sharing its storage: all weights, or the adapter alone."""
-    return adapter_tensors(model) if has_adapter(model) else publish(model, 0).tensors
+    """What a checkpoint of this model holds, sharing its storage: all weights, or the adapter alone. Of a cut model
+    tensors that are cut."""
+    if has_adapter(model):
+        return adapter_tensors(model)
+    return {name: tensor.detach() for name, tensor in saved_tensors(model).items()}
+
+
+def whole_weights(model: nn.Module) -> Mapping[str, Tensor]:
+    """Those of a cut model, each made whole when it is asked for, by all ranks in this order."""
+    tensors = saved_tensors(model)
+    return WholeTensors(tensors, tensors)
 
 
 def save_weights(model: nn.Module, tokenizer: Any, folder: Path, files: ModelFiles) -> None:
+    if is_cut(model):
+        save_model(model, tokenizer, folder, dict(whole_weights(model)))
+        return
     (save_adapter if has_adapter(model) else files.save)(model, tokenizer, folder)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from temper.batching.pack import pack, shard
+from temper.models.parts import cut
 from temper.objectives import POLICY_GRADIENTS, DirectLoss, resolve
 from temper.trainer import ranks
 from temper.trainer.critic import Critic
@@ -31,7 +32,12 @@ def in_two_epochs(rows: list[Sample]) -> tuple[tuple[Sample, ...], ...]:
     return tuple(tuple(part) for part in parts)
 
 
-def train(model: Any, other: Any, rows: list[Sample], preset: str, budget: int, *, epochs: int) -> dict[str, Any]:
+def train(
+    model: Any, other: Any, rows: list[Sample], preset: str, budget: int, *, epochs: int, parts: bool
+) -> dict[str, Any]:
+    if parts and dist.is_initialized():
+        for each in (model, other):
+            cut(each)
     objective, optimizer = resolve(preset), OptimizerSettings(learning_rate=0.01)
     together: Literal["group", "trajectory"] = "group" if isinstance(objective, DirectLoss) else "trajectory"
     critic = Critic(deepcopy(model), optimizer, total_steps=4) if "values" in objective.needs else None
@@ -76,11 +82,12 @@ def main(rank: int, world: int, folder: Path) -> None:
         ranks.dist = Averaging() if fault == "average" else dist  # type: ignore[attr-defined, assignment]
         reports[preset, budget, fault] = train(
             deepcopy(model),
-            other,
+            deepcopy(other),
             rows if is_policy_gradient else pairs,
             preset,
             budget,
             epochs=1 + (fault == "epochs"),
+            parts=fault == "parts",
         )
     torch.save(reports, folder / f"{rank}of{world}.pt")
     if world > 1:

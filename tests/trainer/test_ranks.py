@@ -12,21 +12,29 @@ from typing import Any
 import pytest
 import torch
 
-from temper.objectives import POLICY_GRADIENTS
+from temper.objectives import POLICY_GRADIENTS, PolicyObjective, resolve
 from temper.types import Sample
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
+def has_own_step(name: str) -> bool:
+    objective = resolve(name)
+    return isinstance(objective, PolicyObjective) and objective.step is not None
+
+
 UNEVEN, WHOLE = 54, 10_000
 """Token budgets: of several microbatches, and of a single one, which leaves the second rank nothing."""
 LOSSES = ("sft", "dpo", "beta_dpo", "kto", "nash_md", "gkd", "opd_top_k")
 """One of each way to read a batch; the other rules on pairs differ from dpo within a pair only."""
 NAMES = [*(name for name, preset in POLICY_GRADIENTS.items() if "router" not in preset.needs), *LOSSES]
 """Experts are not multiplied in float64."""
+CUT_NAMES = [name for name in NAMES if not {"values", "divergence"} & set(resolve(name).needs) and not has_own_step(name)]
+"""Objectives that go through a model whose layers are shared out."""
 CASES = [
     *((name, budget, "none") for name in NAMES for budget in (UNEVEN, WHOLE)),
     ("grpo", UNEVEN, "average"),
     ("dapo", UNEVEN, "epochs"),
     ("ppo", UNEVEN, "epochs"),
+    *((name, budget, "parts") for name in CUT_NAMES for budget in (UNEVEN, WHOLE)),
 ]
 
 Reports = dict[tuple[str, int, str], dict[str, Any]]

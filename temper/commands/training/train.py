@@ -16,6 +16,7 @@ from typing import Any
 
 from temper import calls, loop
 from temper.build import (
+    Around,
     Listeners,
     Stage,
     build_stage,
@@ -26,6 +27,7 @@ from temper.build import (
     settle_for_cpu,
     with_sampler_correction,
 )
+from temper.commands.training.ranks import trainer_ranks
 from temper.commands.training.stopping import Stopped, run_until_stopped
 from temper.config import FIRST, RunConfig, load_recipe, read_table, refer, to_toml
 from temper.config.memory import settled_choice, with_choice, with_stored_choice
@@ -42,7 +44,9 @@ from temper.runs.records import AlarmRecord
 from temper.runs.store.run_store import CONFIG, RunStore, open_run
 from temper.runs.store.verdicts import Verdicts
 from temper.stages.kinds import kind_of
+from temper.trainer.channel import RankFailure
 from temper.trainer.checkpoint import latest_checkpoint, prune, remove_unfinished, write_checkpoint
+from temper.trainer.ranked import Together
 
 RUNS = Path("runs")
 
@@ -66,9 +70,7 @@ def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume
         steps = [config.steps for config in stages]
         mirrors = open_mirrors(stages[0].mirrors, folder, steps, partial(store.event, "warning"))
         display.start(folder)
-        work = run_stages(stages, folder, RunRecords(store, display, mirrors))
-        if (number := calls.run(run_until_stopped(work))) is not None:
-            raise Stopped(number)
+        _run_to_the_end(stages, folder, RunRecords(store, display, mirrors))
         store.finish()
     except StopRun as stop:
         store.event("warning", str(stop))
@@ -84,6 +86,23 @@ def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume
             mirror.close()
         store.close()
     return folder
+
+
+def _run_to_the_end(stages: Sequence[RunConfig], folder: Path, records: RunRecords) -> None:
+    """Runs what is left; when a trainer rank is lost, with new ranks from the last checkpoint."""
+    restarts = stages[0].cluster.max_restarts
+    while True:
+        try:
+            with trainer_ranks(stages) as together:
+                work = run_stages(stages, folder, records, together)
+                if (number := calls.run(run_until_stopped(work))) is not None:
+                    raise Stopped(number)
+                return
+        except RankFailure as failure:
+            if not failure.is_lost or restarts == 0:
+                raise
+            restarts -= 1
+            records.warn(f"{failure.reason} All trainers begin anew from the last checkpoint; {restarts} more times")
 
 
 def _settled(stages: Sequence[RunConfig], folder: Path, *, resume: bool) -> list[RunConfig]:
@@ -141,8 +160,10 @@ class RunRecords:
         self.display.note(line_of(alarm))
 
 
-async def run_stages(stages: Sequence[RunConfig], folder: Path, records: RunRecords) -> None:
-    """Runs what is left of every stage."""
+async def run_stages(
+    stages: Sequence[RunConfig], folder: Path, records: RunRecords, together: Together | None = None
+) -> None:
+    """Runs what is left of every stage. together: all trainer ranks; None: there is one."""
     store, display = records.store, records.display
     stages = list(stages)
     outputs = {FIRST: first_model(stages[0], folder)}
@@ -167,9 +188,8 @@ async def run_stages(stages: Sequence[RunConfig], folder: Path, records: RunReco
                 audit=store.audit,
             )
             caches = folder / "caches" / checkpoints.name
-            stage = build_stage(
-                config, index, model, resumed, caches=caches, earlier=outputs.keys(), listeners=listeners
-            )
+            around = Around(caches=caches, earlier=outputs.keys(), together=together)
+            stage = build_stage(config, index, model, resumed, around=around, listeners=listeners)
             # As it is run, for a resume: what is free then is no longer what was free now.
             stages[index] = with_choice(recipe, settled_choice(stage.config))
             store.keep_config(to_toml(stages))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from temper.errors import UserError
 from temper.trainer.adamw.buckets import REMAINDER, HeldBucket, WideBucket, has_kernels, ranges_of
@@ -60,7 +60,7 @@ class BucketKind:
 
 class AdamState:
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], states: States, *, offload: bool, seed: int, kernels: bool
+        self, parameters: Mapping[str, Tensor], states: States, *, offload: bool, seed: int, kernels: bool
     ) -> None:
         """seed: of the random bits that compact moments are rounded with. kernels: whether to use those there are."""
         self._parameters, self._states = parameters, states
@@ -242,7 +242,7 @@ class _Made(Mapping[str, Tensor]):
         return len(self._makers)
 
 
-def _kind_of(name: str, parameter: nn.Parameter, states: States) -> BucketKind:
+def _kind_of(name: str, parameter: Tensor, states: States) -> BucketKind:
     if parameter.dtype not in (*REMAINDERS, torch.float32, torch.float64):
         raise UserError(
             f'parameter "{name}" is {parameter.dtype}. Train in bfloat16, float16 or float32: set model.dtype'

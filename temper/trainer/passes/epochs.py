@@ -47,7 +47,7 @@ def fill_once(updates: Sequence[Sequence[Sample]], shares: Sequence[Share], fill
     passed is passed again here: before the first update, that is the same policy.
     """
     if max(epochs_of(updates), default=1) == 1:
-        return [replace(share, microbatches=fill(share.microbatches)) for share in shares]
+        return [replace(share, microbatches=fill(share.microbatches), padding=fill(share.padding)) for share in shares]
     known: dict[Name, dict[str, Tensor]] = {}
     filled = []
     for update, share in zip(updates, shares, strict=True):

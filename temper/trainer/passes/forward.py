@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from temper.errors import UserError
 from temper.models.long_rows.host import CudaMover, HostInputs
+from temper.models.parts import within
 from temper.models.states import Head
 from temper.objectives import DirectLoss, Loss, MetricSums, Objective, Scored, Tokens, objective_loss
 from temper.objectives.policy.ratios import router_deviation
@@ -112,17 +113,37 @@ def forward_backward(
 
     Parts of all microbatches and ranks simply add up. To `seen`, if given, it adds what traces are made of.
     """
-    if isinstance(objective, DirectLoss):
-        scored = _scored_for(objective.loss, model, microbatch, temperature, facts)
-    else:
-        scored = score_drawn(model, microbatch, temperature)
-    if seen is not None:
-        seen.append(seen_of(scored.logprobs, scored.entropy))
-    if "entropy" not in objective.needs:
-        scored = replace(scored, entropy=scored.entropy.detach())  # a metric only
-    loss, metrics = objective_loss(objective, facts.tokens(microbatch, scored, measured))
+
+    def compute() -> tuple[Tensor, MetricSums]:
+        scored = _said(model, microbatch, objective, temperature, facts)
+        if seen is not None:
+            seen.append(seen_of(scored.logprobs, scored.entropy))
+        if "entropy" not in objective.needs:
+            scored = replace(scored, entropy=scored.entropy.detach())  # a metric only
+        return objective_loss(objective, facts.tokens(microbatch, scored, measured))
+
+    loss, metrics = within(model, compute)
     (loss * facts.loss_scale).backward()  # type: ignore[no-untyped-call]
     return loss.detach(), metrics
+
+
+def _said(
+    model: nn.Module, microbatch: Microbatch, objective: Objective, temperature: float, facts: StepFacts
+) -> Scored:
+    if isinstance(objective, DirectLoss):
+        return _scored_for(objective.loss, model, microbatch, temperature, facts)
+    return score_drawn(model, microbatch, temperature)
+
+
+def idle_backward(
+    model: nn.Module, microbatch: Microbatch, objective: Objective, *, temperature: float, facts: StepFacts
+) -> None:
+    """The passes of forward_backward, with a gradient of zero: for a rank that has no microbatch where others have."""
+
+    def compute() -> Tensor:
+        return 0.0 * _said(model, microbatch, objective, temperature, facts).logprobs.sum()
+
+    within(model, compute).backward()  # type: ignore[no-untyped-call]
 
 
 def rehearse_backward(
@@ -139,9 +160,13 @@ def rehearse_backward(
     if not isinstance(objective, DirectLoss):
         forward_backward(model, microbatch, objective, temperature=temperature, facts=facts, measured=measured)
         return
-    scored = _scored_for(objective.loss, model, microbatch, temperature, facts)
-    said = (scored.logprobs, scored.uniform, scored.divergence)
-    torch.stack([part.mean() for part in said if part is not None]).sum().backward()  # type: ignore[no-untyped-call]
+
+    def compute() -> Tensor:
+        scored = _said(model, microbatch, objective, temperature, facts)
+        said = (scored.logprobs, scored.uniform, scored.divergence)
+        return torch.stack([part.mean() for part in said if part is not None]).sum()
+
+    within(model, compute).backward()  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

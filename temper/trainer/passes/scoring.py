@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from temper.errors import UserError
+from temper.models.parts import within
 from temper.models.states import Head
 from temper.objectives import Objective, PolicyObjective, Scored, Tokens, join, measure_batch, measures_batch
 from temper.trainer.offload import on_device
@@ -37,6 +38,9 @@ class Share:
 
     microbatches: list[Microbatch]
     numbers: list[int]
+    padding: list[Microbatch] = field(default_factory=list)
+    """Of a rank with fewer microbatches than others, where all must make as many passes: what those go over. Nothing
+    of it counts."""
 
 
 class ScoringPasses:
@@ -74,7 +78,7 @@ class ScoringPasses:
         """Log-probabilities [A], or scores where the policy is a model that scores."""
         if "scores" in self._objective.needs:
             return (read_scores(model, microbatch).logprobs,)
-        return (score_drawn(model, microbatch, self._temperature).logprobs,)
+        return (within(model, lambda: score_drawn(model, microbatch, self._temperature)).logprobs,)
 
     def _ask_teachers(
         self, microbatch: Microbatch, ask: Callable[[nn.Module, Microbatch], tuple[Tensor, ...]]
@@ -113,9 +117,12 @@ class ScoringPasses:
         k, size = self._objective.top_k("teacher_top_k"), len(Head.of(self._model("policy")).weight)
 
         def ask(teacher: nn.Module, part: Microbatch) -> tuple[Tensor, Tensor]:
-            head = narrow(Head.of(teacher), size)
-            hidden_AD = drawn_states(teacher, part).hidden_AD
-            return top_tokens(head, hidden_AD, min(k, len(head.weight)), temperature=self._temperature)
+            def compute() -> tuple[Tensor, Tensor]:
+                head = narrow(Head.of(teacher), size)
+                hidden_AD = drawn_states(teacher, part).hidden_AD
+                return top_tokens(head, hidden_AD, min(k, len(head.weight)), temperature=self._temperature)
+
+            return within(teacher, compute)
 
         ids_AK, logprobs_AK = self._ask_teachers(microbatch, ask)
         return replace(microbatch, top_ids=spread(ids_AK, microbatch), top_logprobs=spread(logprobs_AK, microbatch))
@@ -142,12 +149,15 @@ class ScoringPasses:
                 return microbatch
             microbatch = replace(microbatch, proximal_logprobs=self.score(microbatch, "policy"))
         else:
-            microbatch = self._with_captured(microbatch, wants_logprobs)
+            captured = microbatch
+            microbatch = within(
+                self._model("policy"), lambda: self._with_captured(captured, wants_logprobs=wants_logprobs)
+            )
         if self._counter is not None:
             self._counter.count(microbatch, has_backward=False)
         return microbatch
 
-    def _with_captured(self, microbatch: Microbatch, wants_logprobs: bool) -> Microbatch:
+    def _with_captured(self, microbatch: Microbatch, *, wants_logprobs: bool) -> Microbatch:
         """Log-probabilities, most likely tokens and chosen experts of one pass."""
         needs, model = self._objective.needs, self._model("policy")
         states = drawn_states(model, microbatch, routers="router" in needs)
@@ -184,6 +194,8 @@ class ScoringPasses:
             number: facts.tokens(microbatch, self._scored(microbatch))
             for number, microbatch in zip(share.numbers, share.microbatches, strict=True)
         }
+        for spare in share.padding:
+            self._scored(spare)
         everyone = gather_over_ranks(own)
         whole = join([everyone[number] for number in sorted(everyone)])
         columns = measure_batch(self._objective, whole)
@@ -195,7 +207,8 @@ class ScoringPasses:
 
     def _scored(self, microbatch: Microbatch) -> Scored:
         if "batch" in self._objective.needs:
-            return score_drawn(self._model("policy"), microbatch, self._temperature)
+            policy = self._model("policy")
+            return within(policy, lambda: score_drawn(policy, microbatch, self._temperature))
         # Nothing needs the policy: a factor that reads it without saying so finds out at once.
         unknown_A = torch.full((int(microbatch.loss_mask.sum()),), float("nan"))
         return Scored(logprobs=unknown_A, entropy=unknown_A)

@@ -191,13 +191,13 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(
     calls = []
     first = model.model.layers[0]
     if short_way:
-        original = decoder._layer
+        original = decoder.layer_forward
 
         def counted(layer: Any, *rest: Any) -> Any:
             calls.extend([1] if layer is first else [])
             return original(layer, *rest)
 
-        monkeypatch.setattr(decoder, "_layer", counted)
+        monkeypatch.setattr(decoder, "layer_forward", counted)
     else:
         monkeypatch.setattr(states, "can_walk", lambda _: False)
         first.mlp.register_forward_pre_hook(lambda *_: calls.append(1))

@@ -1,0 +1,86 @@
+"""Opening the trainer of a stage, on one process or on all trainer ranks.
+
+Owns: what a rank has to be told so that it opens what rank 0 opens. Refuses: what trainers do (trainer/), and starting
+ranks (cluster/ranks.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from temper.batching.pack import pack, shard
+from temper.build.models import Models, load_models, optimizer_settings
+from temper.build.objective import resolve_objective
+from temper.config import RunConfig
+from temper.config.memory import settled_choice
+from temper.models.parts import cut
+from temper.parity.isolation import check_isolation
+from temper.protocols import Trainer
+from temper.stages.kinds import kind_of
+from temper.trainer.local import LocalTrainer, TrainerSettings
+from temper.trainer.ranked import OPEN, RankedTrainer, Together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOrder:
+    """A stage, as far as its trainer goes. Sent to other ranks: everything in it can be pickled."""
+
+    config: RunConfig
+    """Settled: what "auto" stands for was found on rank 0."""
+    folder: Path
+    """The model that it starts from."""
+    checkpoint: Path | None
+    """Where it goes on."""
+    is_rolling: bool
+    """Whether rows are drawn at sampling.temperature."""
+
+
+def open_everywhere(order: TrainerOrder, tokenizer: Any, together: Together | None) -> tuple[Trainer, Models]:
+    """The trainer of a stage and the models of this process. together: all ranks; None: there is one."""
+    if together is None:
+        return open_here(order, tokenizer)
+    trainer, models = together.do(OPEN, order, lambda: open_here(order, tokenizer))
+    return RankedTrainer(trainer, together), models
+
+
+def open_here(order: TrainerOrder, tokenizer: Any = None) -> tuple[LocalTrainer, Models]:
+    """The trainer of this rank. tokenizer: needed by the one that writes checkpoints."""
+    config = order.config
+    objective = resolve_objective(config)
+    models = load_models(config, objective, order.folder)
+    if config.cluster.parts:
+        _cut(models)
+    choice = settled_choice(config)
+    settings = TrainerSettings(
+        optimizer=optimizer_settings(config, config.optim.learning_rate),
+        temperature=config.sampling.temperature if order.is_rolling else 1.0,
+        total_steps=config.steps,
+        gradient_checkpointing=choice.gradient_checkpointing,
+        seed=config.seed,
+        is_ordered=config.trainer.reproducible and config.rollout.max_staleness == 0,
+        files=models.files,
+    )
+    trainer = LocalTrainer(
+        models.policy,
+        tokenizer,
+        objective,
+        settings,
+        pack=partial(pack, tokens_per_microbatch=choice.tokens_per_microbatch, together=kind_of(config).together),
+        shard=shard,
+        others=models.others,
+    )
+    if order.checkpoint is not None:
+        trainer.load(order.checkpoint)
+    return trainer, models
+
+
+def _cut(models: Models) -> None:
+    """Every model of the stage. What is proven of a whole one is proven first."""
+    policy: Any = models.policy
+    check_isolation(policy, policy.config.get_text_config().vocab_size)
+    for model in (policy, models.others.reference, *models.others.teachers.values()):
+        if model is not None:
+            cut(model)

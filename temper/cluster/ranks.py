@@ -1,0 +1,145 @@
+"""Trainer ranks: who this process is among them, starting those that nobody started, and the group they form.
+
+Owns: their life. Rank 0 is the process that the user started; others are its children, or were started by torchrun or
+SLURM. Refuses: what they compute, and what is said to them (trainer/).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+
+from temper.cluster.child import Child
+from temper.errors import BackendError, UserError
+from temper.trainer.channel import Channel, Failure
+
+HOST = "127.0.0.1"
+STARTING_SECONDS = 300.0
+"""For a rank's process to import torch and say that it is there."""
+LEAVING_SECONDS = 20.0
+ENVIRONMENTS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+"""Names under which torchrun and SLURM say who a process is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of one process among the trainer ranks of a run."""
+
+    rank: int
+    world: int
+    local: int
+    """Among those of its machine: its GPU."""
+
+
+ALONE = Place(0, 1, 0)
+
+
+def find_place(environment: Mapping[str, str]) -> Place:
+    """As whoever started this process says; alone, where nobody says so. SLURM's word counts where it also says where
+    rank 0 is: without MASTER_ADDR a job step of several tasks is no trainer of several ranks."""
+    for names in ENVIRONMENTS:
+        if all(name in environment for name in names) and "MASTER_ADDR" in environment:
+            rank, world, local = (int(environment[name]) for name in names)
+            return Place(rank, world, local)
+    return ALONE
+
+
+@dataclass
+class Ranks:
+    """This process in the group. Close it when the run is over."""
+
+    place: Place
+    channel: Channel
+    children: list[Child] = field(default_factory=list)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Ends what was started here. Others end with the word that the run is over, or because we are gone. at_once:
+        they may be stuck, and nothing of theirs is needed."""
+        end = time.monotonic() + (0.0 if at_once else LEAVING_SECONDS)
+        for child in self.children:
+            if child.wait(max(0.0, end - time.monotonic())) is None:
+                child.kill()
+                child.wait(LEAVING_SECONDS)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def start_ranks(module: str, world: int, seconds: float) -> Ranks:
+    """This process as rank 0, and children that run `module` as the others. seconds: that any of them may be silent."""
+    store = TCPStore(HOST, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STARTING_SECONDS))
+    children: list[Child] = []
+    try:
+        for rank in range(1, world):
+            environment = _environment(rank, world, store.port)
+            children.append(Child(f"trainer rank {rank} of {world}", module, environment=environment))
+        return _formed(Place(0, world, 0), store, seconds, children)
+    except BaseException:
+        for child in children:
+            child.kill()
+        raise
+
+
+def join_ranks(place: Place, seconds: float) -> Ranks:
+    """This process in a group that somebody else started; MASTER_ADDR and MASTER_PORT say where its rank 0 is."""
+    os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.world)}
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=STARTING_SECONDS)))
+    except ValueError as error:
+        raise UserError(f"trainer ranks cannot find each other: {error}") from error
+    return _formed(place, store, seconds, [])
+
+
+def _environment(rank: int, world: int, port: int) -> dict[str, str]:
+    threads = str(max(1, torch.get_num_threads() // world))
+    own = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": HOST, "MASTER_PORT": port}
+    # NCCL refuses two ranks on one GPU of one host; said to be of two hosts, they may share it.
+    shared = {"NCCL_HOSTID": f"rank{rank}"} if 0 < torch.cuda.device_count() < world else {}
+    return {**{name: str(value) for name, value in own.items()}, "OMP_NUM_THREADS": threads, **shared}
+
+
+def _formed(place: Place, store: Store, seconds: float, children: list[Child]) -> Ranks:
+    """Waits for: every rank to be there, then for all to connect, each within its deadline."""
+
+    def find_lost() -> Failure | None:
+        ended = ((rank, child.wait(0.0)) for rank, child in enumerate(children, start=1))
+        return next((Failure(rank, how, True) for rank, how in ended if how is not None), None)
+
+    words = PrefixStore("words", store)
+    channel = Channel(words, place.rank, place.world, seconds=seconds, find_lost=find_lost)
+    _wait_for_all(PrefixStore("here", store), place, channel)
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(place.local % torch.cuda.device_count())
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
+        store=PrefixStore("group", store),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(seconds=seconds),
+    )
+    return Ranks(place, channel, children)
+
+
+def _wait_for_all(store: Store, place: Place, channel: Channel) -> None:
+    store.set(str(place.rank), socket.gethostname())
+    everybody = [str(rank) for rank in range(place.world)]
+    end = time.monotonic() + STARTING_SECONDS
+    while not store.check(everybody):
+        failure = channel.find_failure()
+        if failure is not None:
+            raise BackendError(f"trainer rank {failure.rank} of {place.world} could not be started: {failure.report}")
+        if time.monotonic() > end:
+            missing = [name for name in everybody if not store.check([name])]
+            raise BackendError(f"trainer ranks {', '.join(missing)} did not come within {STARTING_SECONDS:g} s")
+        time.sleep(0.05)

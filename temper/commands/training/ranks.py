@@ -1,0 +1,93 @@
+"""Trainer ranks of `temper train`: this process leads them, or follows.
+
+Owns: which of the two it is, and the beginning and the end. Refuses: what ranks compute (trainer/ranked.py), how
+processes are started (cluster/ranks.py).
+`python -m temper.commands.training.ranks PARENT` is the main of a rank that rank 0 started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+
+from temper.build.trainer import open_here
+from temper.cluster.ranks import Place, Ranks, find_place, join_ranks, start_ranks
+from temper.config import RunConfig
+from temper.errors import TemperError, UserError
+from temper.rewards.workers.program import die_with_parent
+from temper.trainer.ranked import END, Together, follow
+
+FOLLOWER_SECONDS = 24 * 3600.0
+"""For a collective on a rank that follows: rank 0 has the recipe's deadline, and ends the others."""
+
+
+def follow_if_started_so() -> None:
+    """Under torchrun or SLURM, in every process but rank 0: does what that says until the run is over, and ends this
+    process. Elsewhere: nothing."""
+    place = find_place(os.environ)
+    if place.rank > 0:
+        _follow(place)
+        sys.exit(0)
+
+
+@contextmanager
+def trainer_ranks(stages: Sequence[RunConfig]) -> Iterator[Together | None]:
+    """All ranks of a run, from its first stage to its last; None: there is one trainer, and it is this process."""
+    place, cluster = find_place(os.environ), stages[0].cluster
+    world = _require_number(place, cluster.trainers)
+    if world == 1:
+        if cluster.parts:
+            raise UserError("cluster.parts shares weights out over trainers, and there is one: set cluster.trainers")
+        yield None
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // world))
+    ranks: Ranks | None = None
+    is_over = False
+    try:
+        if place.world > 1:
+            ranks = join_ranks(place, cluster.rank_seconds)
+        else:
+            ranks = start_ranks(__name__, world, cluster.rank_seconds)
+        yield Together(ranks.channel)
+        is_over = True
+    finally:
+        if ranks is not None:
+            if is_over:
+                ranks.channel.tell(END)
+            with suppress(TemperError):
+                ranks.close(at_once=not is_over)
+        torch.set_num_threads(threads)
+
+
+def _require_number(place: Place, wanted: int) -> int:
+    """How many there are. UserError when the recipe asks for others than were started."""
+    if place.world == 1:
+        return wanted
+    if wanted not in (1, place.world):
+        raise UserError(
+            f"cluster.trainers={wanted}, and {place.world} processes were started. Start as many, or leave the key out"
+        )
+    return place.world
+
+
+def _follow(place: Place) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks; the first ends the run in order
+    torch.set_num_threads(max(1, torch.get_num_threads() // place.world) if "OMP_NUM_THREADS" not in os.environ else 1)
+    ranks = join_ranks(place, FOLLOWER_SECONDS)
+    follow(ranks.channel, lambda order: open_here(order)[0])
+    ranks.close()
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[1]))
+    _follow(find_place(os.environ))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Models cut into parts: a trainer rank holds a part of every layer, and gathers a layer when it computes it (FSDP2).
+
+Owns: the cut, how a pass goes through a cut model, whole tensors from parts and parts from whole tensors. Refuses:
+families that are not walked (decoder.py), sums of anything but gradients (trainer/ranks.py).
+A pass happens inside the forward call of the model, and each layer inside its own: that is where torch gathers and
+frees. All ranks make the same passes in the same order, or they wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from temper.errors import UserError
+from temper.models.decoder import FAMILIES, can_walk, layer_forward
+
+Result = TypeVar("Result")
+
+
+def cut(model: Any) -> None:
+    """From now on this rank holds its part alone. Rows of every tensor are shared out in order of ranks."""
+    from torch.distributed.device_mesh import init_device_mesh  # here: they take more than a second
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    world, parameter = dist.get_world_size(), next(model.parameters())
+    if not can_walk(model):
+        raise UserError(
+            f"cluster.parts is made for the families {', '.join(FAMILIES)}, and this is a "
+            f"{model.config.get_text_config().model_type}. Use cluster.parts = false: each trainer then holds a copy"
+        )
+    for name, tensor in model.named_parameters():
+        if len(tensor) < world:
+            raise UserError(f"cluster.parts: {name} has {len(tensor)} rows and there are {world} trainers. Use fewer")
+    mesh = init_device_mesh(parameter.device.type, (world,))
+    # Gradients of a microbatch are added up over ranks in float32, and then rounded to what the weights are.
+    narrow = parameter.dtype in (torch.bfloat16, torch.float16)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
+    for layer in model.get_decoder().layers:
+        layer.temper_cut, layer.forward = True, MethodType(layer_forward, layer)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    model.temper_cut, model.forward = True, _call
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # A sum, not a mean: weights of tokens already hold the denominator of the whole batch.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _call(compute: Callable[[], Result]) -> Result:
+    return compute()
+
+
+def is_cut(model: nn.Module) -> bool:
+    return getattr(model, "temper_cut", False)
+
+
+def within(model: nn.Module, compute: Callable[[], Result]) -> Result:
+    """What `compute` returns, which goes through the model; of a cut one, while embedding, head and last norm are
+    gathered. With gradient: until the backward pass from a tensor that it returns is over."""
+    if not is_cut(model):
+        return compute()
+    result: Result = model(compute)
+    if not torch.is_grad_enabled():
+        model.reshard()  # type: ignore[operator]  # or an update would not be seen by what stays gathered
+    return result
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory; all of one that is not cut."""
+    return tensor.to_local() if _is_cut_tensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """The rows of a whole tensor that this rank holds of `like`."""
+    if not _is_cut_tensor(like):
+        return whole
+    rank, rows = dist.get_rank(), -(-len(whole) // dist.get_world_size())
+    return whole[rank * rows : (rank + 1) * rows]
+
+
+def whole_of(part: Tensor, like: Tensor) -> Tensor:
+    """The whole tensor from the parts of all ranks, each of which calls this. like: a parameter cut in the same way."""
+    if not _is_cut_tensor(like):
+        return part
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh, shape, stride = like.device_mesh, like.shape, like.stride()  # type: ignore[attr-defined]
+    return DTensor.from_local(part.to(like.device), mesh, (Shard(0),), shape=shape, stride=stride).full_tensor()
+
+
+def _is_cut_tensor(tensor: Tensor) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+class OwnParts(Mapping[str, Tensor]):
+    """This rank's parts of tensors, looked up every time: torch may give them other memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return own_part(self._tensors[name].detach())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class WholeTensors(OwnParts):
+    """Tensors that are made whole when they are asked for, on the CPU, by all ranks in one order."""
+
+    def __init__(self, parts: Mapping[str, Tensor], likes: Mapping[str, Tensor]) -> None:
+        """likes: the parameter that each is cut like, by the same names."""
+        super().__init__(parts)
+        self._likes = likes
+
+    def __getitem__(self, name: str) -> Tensor:
+        return whole_of(super().__getitem__(name), self._likes[name]).cpu()
+
+
+class PartsOf(OwnParts):
+    """This rank's rows of whole tensors."""
+
+    def __init__(self, wholes: Mapping[str, Tensor], likes: Mapping[str, Tensor]) -> None:
+        super().__init__(wholes)
+        self._likes = likes
+
+    def __getitem__(self, name: str) -> Tensor:
+        return part_of(super().__getitem__(name), self._likes[name])
+
+
+@contextmanager
+def under_own_name(model: nn.Module) -> Iterator[None]:
+    """Cut models are of a class that torch made up: a configuration that is written inside names the model's own."""
+    if not is_cut(model):
+        yield
+        return
+    made_up = type(model)
+    model.__class__ = made_up.__bases__[-1]  # the other is torch's
+    try:
+        yield
+    finally:
+        model.__class__ = made_up

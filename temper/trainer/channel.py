@@ -1,0 +1,151 @@
+"""What rank 0 says to the other trainer ranks, and what they answer.
+
+Owns: the order of words, who failed first, deadlines. Refuses: tensors (ranks.py), and what a word means (ranked.py).
+Nothing here is a collective: a rank that is late, stopped or gone holds nobody up for longer than a deadline. Words
+are pickles: ranks are processes of one run and trust each other.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
+
+from temper.errors import BackendError
+
+PIECE_BYTES = 4 << 20
+"""A store takes values of at most 8 MB."""
+LISTENING_SECONDS = 60.0
+"""How long one question for the next word lasts; it is asked again as long as rank 0 keeps the store."""
+FIRST_WAIT, LONGEST_WAIT = 1e-3, 0.05
+GRACE_SECONDS = 5.0
+"""How long a rank that was cut off by another's failure waits to hear of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Of a rank: what went wrong there."""
+
+    rank: int
+    report: str
+    """A traceback, or how its process ended."""
+    is_lost: bool = False
+    """Whether its process is gone or silent, rather than raised an error."""
+
+
+class RankFailure(BackendError):
+    """A trainer rank failed, and with it the step."""
+
+    def __init__(self, failure: Failure, verb: str, world: int) -> None:
+        doing = "was lost" if failure.is_lost else "failed"
+        self.reason = f"trainer rank {failure.rank} of {world} {doing} in {verb}: {failure.report.strip()}."
+        self.is_lost = failure.is_lost
+        super().__init__(f"{self.reason}\nNothing of this step was kept; --resume goes on from the last checkpoint")
+
+
+class Channel:
+    """One end of it. Each rank has one, over the same store."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        *,
+        seconds: float,
+        find_lost: Callable[[], Failure | None] = lambda: None,
+    ) -> None:
+        """seconds: that a word may take on any rank. find_lost: the first process of ours that has ended, where this
+        rank started them."""
+        self._store, self.rank, self.world = store, rank, world
+        self.seconds, self._find_lost = seconds, find_lost
+        self._number = 0
+        self._pieces = 0
+        self._verb = "start"
+
+    # Rank 0.
+
+    def tell(self, verb: str, payload: object = None) -> None:
+        """Says a word to all other ranks. They answer when they have done it: confirm()."""
+        self._forget()
+        self._number += 1
+        self._verb = verb
+        said = pickle.dumps((verb, payload), protocol=pickle.HIGHEST_PROTOCOL)
+        starts = range(0, len(said), PIECE_BYTES)
+        for piece, start in enumerate(starts):
+            self._store.set(f"word/{self._number}/{piece}", said[start : start + PIECE_BYTES])  # type: ignore[arg-type]
+        self._pieces = len(starts)
+        self._store.set(f"word/{self._number}", str(self._pieces))
+
+    def confirm(self) -> None:
+        """Waits for: every rank's answer to the last word. Raises RankFailure for the first that failed, or for those
+        that did not answer in time."""
+        end, wait = time.monotonic() + self.seconds, FIRST_WAIT
+        waiting = list(range(1, self.world))
+        while waiting := [rank for rank in waiting if not self._store.check([self._answer_of(rank)])]:
+            if (failure := self.find_failure()) is not None:
+                raise RankFailure(failure, self._verb, self.world)
+            if time.monotonic() > end:
+                silent = Failure(waiting[0], f"nothing was heard of ranks {waiting} for {self.seconds:g} s", True)
+                raise RankFailure(silent, self._verb, self.world)
+            time.sleep(wait)
+            wait = min(LONGEST_WAIT, 2 * wait)
+
+    def find_failure(self) -> Failure | None:
+        """The first rank that said it failed; else one whose process has ended."""
+        if self._store.check(["failure/1"]):
+            found: Failure = pickle.loads(self._store.get("failure/1"))
+            return found
+        return self._find_lost()
+
+    def blame(self, error: Exception) -> Exception:
+        """What to raise for an error of our own: the failure of another rank, where that is its cause. A rank that
+        fails leaves, and those who wait for it in a collective are told no more than that a connection closed."""
+        end = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < end:
+            if (failure := self.find_failure()) is not None:
+                return RankFailure(failure, self._verb, self.world)
+            time.sleep(LONGEST_WAIT)
+        return error
+
+    # Other ranks.
+
+    def hear(self) -> tuple[str, Any]:
+        """Waits for: the next word of rank 0, for as long as that keeps the store. BackendError when it is gone."""
+        self._number += 1
+        key = f"word/{self._number}"
+        while True:
+            try:
+                self._store.wait([key], timedelta(seconds=LISTENING_SECONDS))
+                break
+            except DistStoreError:
+                continue  # nothing to do for a minute: rank 0 waits for rollouts
+            except DistNetworkError as error:
+                raise BackendError(f"rank {self.rank}: rank 0 is gone: {error}") from error
+        pieces = int(self._store.get(key))
+        said = b"".join(self._store.get(f"{key}/{piece}") for piece in range(pieces))
+        verb, payload = pickle.loads(said)
+        return verb, payload
+
+    def done(self) -> None:
+        self._store.set(self._answer_of(self.rank), "done")
+
+    def failed(self, report: str) -> None:
+        """The first to fail is the one that counts: others fail because it is gone."""
+        place = self._store.add("failures", 1)
+        self._store.set(f"failure/{place}", pickle.dumps(Failure(self.rank, report)))  # type: ignore[arg-type]
+
+    def _answer_of(self, rank: int) -> str:
+        return f"answer/{self._number}/{rank}"
+
+    def _forget(self) -> None:
+        """What all have heard and answered is deleted: a run says thousands of words."""
+        for piece in range(self._pieces):
+            self._store.delete_key(f"word/{self._number}/{piece}")
+        for rank in range(1, self.world) if self._number else ():
+            self._store.delete_key(self._answer_of(rank))
