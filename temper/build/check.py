@@ -84,9 +84,7 @@ def _check_parts(config: RunConfig, objective: Objective) -> None:
     elif config.trainer.epochs > 1:
         problem = "rows of later epochs may lie on another trainer. Use trainer.epochs = 1"
     elif isinstance(objective, PolicyObjective) and (objective.critic is not None or objective.step is not None):
-        problem = (
-            f'a critic or a step of its own, as objective "{objective.name}" has, is not cut. Use another'
-        )
+        problem = f'a critic or a step of its own, as objective "{objective.name}" has, is not cut. Use another'
     elif objective.reference is not None:
         problem = "a reference that moves is not cut. Leave out objective.reference"
     elif objective.needs & {"router", "scores", "divergence"} or len(config.model.taught_by) > 1:

@@ -19,7 +19,6 @@ from temper.build.stage import Stage
 from temper.build.warm import warm_up
 from temper.evals import contamination, readiness
 from temper.models.float8.layers import float8_layers, held_bits, published_bits
-from temper.models.parts import is_cut
 from temper.parity.budgets import Budget, DepthAndWidth, budget_of
 from temper.parity.check import (
     Canary,
@@ -39,7 +38,8 @@ from temper.runs.alarms.rules import configure
 from temper.runs.flops import mfu, peak_flops
 from temper.runs.time_split import TRAINING, time_metrics
 from temper.stages.reading.choosing import doubt_choosers
-from temper.trainer.ranks import rank_and_world
+from temper.trainer.ranks.parts import is_cut
+from temper.trainer.ranks.sums import rank_and_world
 from temper.trainer.weights import Weights
 from temper.types import Batch, TrainResult
 
@@ -88,7 +88,8 @@ def _budget(stage: Stage) -> Budget:
     dtype = "fp8" if engine.weights == "fp8" else dtype
     shape = stage.data.shape
     size = DepthAndWidth(num_layers=shape.num_layers, width=shape.width)
-    return budget_of(shape.family, dtype, engine.kind, engine.numerics, size)
+    budget = budget_of(shape.family, dtype, engine.kind, engine.numerics, size)
+    return budget.at(stage.setup.params.temperature)
 
 
 def _sides(stage: Stage) -> Sides:

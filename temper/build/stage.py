@@ -38,7 +38,7 @@ from temper.stages.reading.data import StageData, open_data, require_judge
 from temper.stages.reading.fitting import require_rows
 from temper.terminal import print_line
 from temper.trainer.checkpoint import read_checkpoint
-from temper.trainer.ranked import Together
+from temper.trainer.ranks.ranked import Together
 from temper.types import EvaluationResult, SamplingParams, Scalar
 
 

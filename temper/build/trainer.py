@@ -16,12 +16,12 @@ from temper.build.models import Models, load_models, optimizer_settings
 from temper.build.objective import resolve_objective
 from temper.config import RunConfig
 from temper.config.memory import settled_choice
-from temper.models.parts import cut
 from temper.parity.isolation import check_isolation
 from temper.protocols import Trainer
 from temper.stages.kinds import kind_of
 from temper.trainer.local import LocalTrainer, TrainerSettings
-from temper.trainer.ranked import OPEN, RankedTrainer, Together
+from temper.trainer.ranks.parts import cut
+from temper.trainer.ranks.ranked import OPEN, RankedTrainer, Together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 
 from temper.cluster.child import Child
 from temper.errors import BackendError, UserError
-from temper.trainer.channel import Channel, Failure
+from temper.trainer.ranks.channel import Channel, Failure
 
 HOST = "127.0.0.1"
 STARTING_SECONDS = 300.0
@@ -79,6 +79,7 @@ def start_ranks(module: str, world: int, seconds: float) -> Ranks:
     """This process as rank 0, and children that run `module` as the others. seconds: that any of them may be silent."""
     store = TCPStore(HOST, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STARTING_SECONDS))
     children: list[Child] = []
+    os.environ |= _sharing(0, world)
     try:
         for rank in range(1, world):
             environment = _environment(rank, world, store.port)
@@ -101,11 +102,16 @@ def join_ranks(place: Place, seconds: float) -> Ranks:
 
 
 def _environment(rank: int, world: int, port: int) -> dict[str, str]:
-    threads = str(max(1, torch.get_num_threads() // world))
     own = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": HOST, "MASTER_PORT": port}
-    # NCCL refuses two ranks on one GPU of one host; said to be of two hosts, they may share it.
-    shared = {"NCCL_HOSTID": f"rank{rank}"} if 0 < torch.cuda.device_count() < world else {}
-    return {**{name: str(value) for name, value in own.items()}, "OMP_NUM_THREADS": threads, **shared}
+    own |= {"OMP_NUM_THREADS": torch.get_num_threads()}
+    return {**{name: str(value) for name, value in own.items()}, **_sharing(rank, world)}
+
+
+def _sharing(rank: int, world: int) -> dict[str, str]:
+    """NCCL refuses two ranks on one GPU of one host; said to be of two hosts, they may share it, over the loopback."""
+    if not 0 < torch.cuda.device_count() < world:
+        return {}
+    return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 def _formed(place: Place, store: Store, seconds: float, children: list[Child]) -> Ranks:

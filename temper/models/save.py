@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from temper.models.parts import under_own_name
-
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter, and every buffer that belongs to a checkpoint, by name. Tied ones appear once."""
@@ -29,7 +27,7 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 def save_model(model: Any, tokenizer: Any, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
     """Writes an ordinary Hugging Face directory: weights, configuration, tokenizer, chat template. tensors: the
     weights, where the model does not hold them whole."""
-    with _without_own_attention(model), under_own_name(model):
+    with _without_own_attention(model):
         model.save_pretrained(folder, **({} if tensors is None else {"state_dict": dict(tensors)}))
     tokenizer.save_pretrained(folder)
 

@@ -9,8 +9,9 @@ logits and of scores, which are sums over the width: with weights of one size bo
     mean gap = unit(dtype) x sqrt(layers) x max(1, width / 1024)
 
 and the budget is MARGIN times that. Below 1024 the width counts as 1024: trained weights of narrow models are larger.
-The vocabulary does not count: the normaliser of the softmax averages over it. `python benchmarks/parity.py` measures
-the constants, and whether planted faults are still seen.
+At a temperature below 1 both are divided by it, as logits are. The vocabulary does not count: the normaliser of the
+softmax averages over it. `python benchmarks/parity.py` measures the constants, and whether planted faults are still
+seen.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ class Budget:
     """Largest mean gap over the drawn tokens that are compared."""
     max_gap: float
     """Largest gap of any one of the few hundred tokens that the proof compares. A whole batch has unluckier ones."""
+
+    def at(self, temperature: float) -> Budget:
+        """For log-probabilities at a temperature below 1: logits are divided by it, and so are their errors. Above 1
+        the budget stays what it is."""
+        wider = 1 / min(1.0, temperature)
+        return Budget(mean_gap=wider * self.mean_gap, max_gap=wider * self.max_gap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from temper.trainer.adamw.files import read_tensors, write_tensors
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
 from temper.trainer.passes.forward import Checkpointing, checkpointing, enable_checkpointing
 from temper.trainer.passes.states import drawn_states
-from temper.trainer.ranks import merge_over_ranks
+from temper.trainer.ranks.sums import merge_over_ranks
 from temper.trainer.weights import publish
 from temper.types import Microbatch
 

@@ -6,7 +6,6 @@ Refuses: algorithms (objectives/), and how rows are packed and shared out (`pack
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,36 +17,32 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from temper.errors import BackendError, OutOfMemory, UserError
+from temper.errors import OutOfMemory, UserError
 from temper.models.lora.wrapping import has_adapter
-from temper.models.parts import is_cut, own_part, part_of
 from temper.objectives import MetricSums, Objective, PolicyObjective, control
 from temper.objectives.advantage.critics import pretraining_steps
 from temper.objectives.finish import finished as with_derived
-from temper.trainer.adamw.files import read_tensors, write_tensors
 from temper.trainer.critic import Critic, explained
 from temper.trainer.loss_scale import LossScale
 from temper.trainer.memory import PeakMemory
-from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
+from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at
 from temper.trainer.passes.epochs import fill_once, measure_epochs
 from temper.trainer.passes.forward import Checkpointing, StepFacts
 from temper.trainer.passes.scoring import ScoringPasses, Share
 from temper.trainer.passes.states import set_ordered
 from temper.trainer.passes.work import FlopCounter
 from temper.trainer.policy_step import PolicyStep
-from temper.trainer.ranks import gather_to_first, rank_and_world
+from temper.trainer.ranks.parts import is_cut
+from temper.trainer.ranks.shares import Shard, share_of
+from temper.trainer.ranks.sums import gather_to_first
 from temper.trainer.references import MovingReference
 from temper.trainer.rehearsal import rehearse_passes, rehearse_update
+from temper.trainer.saved import SavedTrainer
 from temper.trainer.traces import Key, keys_of, traces_of
-from temper.trainer.weights import ModelFiles, Weights, kept_tensors, save_weights, stored_tensors, whole_weights
+from temper.trainer.weights import ModelFiles, Weights
 from temper.types import Batch, Column, Microbatch, Publication, Sample, Trace, TrainResult
 
 Pack = Callable[[Sequence[Sample]], list[Microbatch]]
-Shard = Callable[[Sequence[Microbatch], int, int], list[int]]
-"""(microbatches, rank, number of ranks) -> places of those of this rank; may be empty."""
-
-STATE_FOLDER = "trainer"
-"""Folder of the state inside a checkpoint: other tools take every *.safetensors file beside the weights for weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +122,8 @@ class LocalTrainer:
             counter=counter,
         )
         self._weights = Weights(model)
+        beside = tuple(part for part in (self._critic, self._reference) if part is not None)
+        self._saved = SavedTrainer(model, self._optimizer, settings.files, beside)
         self._one_pass = threading.Lock()
         """Held during a pass: credit and a canary are scored by two threads, and models that wait on the CPU or record
         routers have state."""
@@ -229,54 +226,20 @@ class LocalTrainer:
     def save(self, folder: Path) -> None:
         """An ordinary Hugging Face directory, or peft's, and trainer/ with moments, master weights and counters. The
         same for every number of ranks; of several the first writes it."""
-        if rank_and_world()[0]:
-            for tensors in (whole_weights(self._model), self._optimizer.tensors()):
-                for name in tensors:
-                    tensors[name]  # all ranks give their parts
-            return
-        save_weights(self._model, self._tokenizer, folder, self._settings.files)
-        own = folder / STATE_FOLDER
-        own.mkdir()
-        write_tensors(self._optimizer.tensors(), own, "optimizer")
-        state = {
+        scale = self._policy_step.loss_scale
+        counters = {
             "version": self._version,
-            "optimizer_steps": self._optimizer.num_steps,
-            "dtype": str(self._dtype),
             "scales": self._scales,
-            "loss_scale": None if self._policy_step.loss_scale is None else asdict(self._policy_step.loss_scale),
+            "loss_scale": None if scale is None else asdict(scale),
         }
-        (own / "state.json").write_text(json.dumps(state, sort_keys=True))
-        for part in (self._critic, self._reference):
-            if part is not None:
-                part.save(own)
+        self._saved.write(folder, self._tokenizer, counters)
 
     def load(self, folder: Path) -> None:
         """Raises UserError, before anything changes, when the checkpoint is of another model or precision."""
-        own = folder / STATE_FOLDER
-        if not (own / "state.json").is_file():
-            raise UserError(f"{folder} has no {STATE_FOLDER}/state.json: it holds a model but no training to continue")
-        state = json.loads((own / "state.json").read_text())
-        if state["dtype"] != str(self._dtype):
-            raise UserError(
-                f"{folder} was trained in {state['dtype']} and this run is in {self._dtype}: its moments and master "
-                f"weights do not fit. Set model.dtype to what it was"
-            )
-        stored = stored_tensors(self._model, folder, self._dtype, self._settings.files)
-        current = kept_tensors(self._model)
-        require_same_tensors(current, stored, f"checkpoint {folder}")
-        self._optimizer.load_tensors(read_tensors(own, "optimizer"), state["optimizer_steps"])
-        for part in (self._critic, self._reference):
-            if part is not None:
-                part.load(own)
-        for name, tensor in current.items():
-            own_part(tensor).copy_(part_of(stored[name], tensor))  # in place: samplers may share the storage
+        state = self._saved.read(folder)
         self._version, self._scales = state["version"], state["scales"]
         if (loss_scale := state.get("loss_scale")) is not None:
             self._policy_step.loss_scale = LossScale(**loss_scale)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(self._model.parameters()).dtype
 
     @property
     def _is_pretraining_critic(self) -> bool:
@@ -303,7 +266,7 @@ class LocalTrainer:
 
     def _share(self, update: Sequence[Sample]) -> Share:
         """This rank's part of one optimiser step."""
-        return _share_of(self._pack(update), self._shard, is_even=self.is_cut)
+        return share_of(self._pack(update), self._shard, is_even=self.is_cut)
 
     def _facts(self, update: Sequence[Sample], number: int) -> StepFacts:
         return StepFacts(
@@ -350,20 +313,6 @@ class LocalTrainer:
                 self._optimizer.reset()
         traces, flops = gather_to_first(applied.traces) or None, self._counter.take()
         return TrainResult(loss=loss, metrics=finished, seconds=seconds, traces=traces, model_flops=flops)
-
-
-def _share_of(microbatches: list[Microbatch], shard: Shard | None, *, is_even: bool) -> Share:
-    """is_even: all ranks make as many passes. Whoever has fewer microbatches goes over the smallest of all instead."""
-    rank, world = rank_and_world()
-    if world == 1:
-        return Share(microbatches, list(range(len(microbatches))))
-    if shard is None:
-        raise BackendError(f"{world} trainer ranks but no `shard`: each would train the whole batch")
-    places = shard(microbatches, rank, world)
-    most = max(len(shard(microbatches, other, world)) for other in range(world)) if is_even else len(places)
-    smallest = min(microbatches, key=lambda microbatch: sum(microbatch.lengths), default=None)
-    padding = [smallest] * (most - len(places)) if smallest is not None else []
-    return Share([microbatches[place] for place in places], places, padding)
 
 
 def policy_rate(settings: TrainerSettings, step: int, waiting_steps: int) -> float:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import UserError
-from temper.models.parts import OwnParts, PartsOf, WholeTensors, is_cut, own_part
 from temper.trainer.adamw.moments import States
 from temper.trainer.adamw.state import AdamState, states_of
 from temper.trainer.adamw.update import UpdateRule
-from temper.trainer.ranks import norm_over_ranks, sum_over_ranks
+from temper.trainer.ranks.parts import OwnParts, PartsOf, WholeTensors, is_cut, own_part
+from temper.trainer.ranks.sums import norm_over_ranks, sum_over_ranks
 
 LAST_PART = 0.2
 """Share of the steps after warm-up in which "wsd" falls: long enough to lose the noise of the full rate."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import BackendError
-from temper.models.parts import is_cut
 from temper.objectives import DirectLoss, MetricSums, Objective, PolicyObjective
 from temper.trainer.loss_scale import LossScale
 from temper.trainer.optim import MasterAdamW
@@ -31,7 +30,8 @@ from temper.trainer.passes.forward import (
 )
 from temper.trainer.passes.scoring import Share
 from temper.trainer.passes.work import FlopCounter
-from temper.trainer.ranks import merge_over_ranks
+from temper.trainer.ranks.parts import is_cut
+from temper.trainer.ranks.sums import merge_over_ranks
 from temper.trainer.trust_region import constrained_step
 from temper.types import Microbatch
 

@@ -22,7 +22,7 @@ from temper.objectives import MetricSums, PolicyObjective, Scored, objective_los
 from temper.objectives.metrics import mean_sums
 from temper.trainer.passes.forward import StepFacts
 from temper.trainer.passes.states import drawn_states
-from temper.trainer.ranks import merge_over_ranks, sum_over_ranks
+from temper.trainer.ranks.sums import merge_over_ranks, sum_over_ranks
 from temper.types import Microbatch
 
 Measures = Sequence[Mapping[str, Tensor]]

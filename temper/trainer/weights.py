@@ -26,8 +26,8 @@ from temper.models.lora.wrapping import (
     save_adapter,
 )
 from temper.models.nf4.layers import holds_four_bits
-from temper.models.parts import WholeTensors, is_cut, own_part, whole_of
 from temper.models.save import save_model, saved_tensors
+from temper.trainer.ranks.parts import WholeTensors, is_cut, own_part, under_own_name, whole_of
 from temper.types import Publication
 
 
@@ -84,7 +84,8 @@ def whole_weights(model: nn.Module) -> Mapping[str, Tensor]:
 
 def save_weights(model: nn.Module, tokenizer: Any, folder: Path, files: ModelFiles) -> None:
     if is_cut(model):
-        save_model(model, tokenizer, folder, dict(whole_weights(model)))
+        with under_own_name(model):
+            save_model(model, tokenizer, folder, whole_weights(model))
         return
     (save_adapter if has_adapter(model) else files.save)(model, tokenizer, folder)
 

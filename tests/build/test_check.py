@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -68,6 +69,42 @@ def test_what_cannot_be_done_over_a_base_in_four_bits_is_refused_by_name(
             continue
         with pytest.raises(UserError, match=message):
             check_stages(config)
+
+
+@pytest.mark.parametrize(
+    ("stage", "shared", "message"),
+    [
+        ({}, {"engine": {"place": "here"}}, 'does not hold a whole model to draw with. Set engine.place = "process"'),
+        ({}, {"model": {"new": {}, "lora": {"rank": 2}}}, "Leave out model.lora"),
+        ({}, {"model": {"new": {}, "dtype": "float16"}}, 'Use model.dtype = "bfloat16"'),
+        ({}, {"optim": {"states": "8bit"}}, "Leave out optim.states"),
+        ({}, {"optim": {"offload": True}}, "optim.offload"),
+        ({}, {"trainer": {"epochs": 2}}, "Use trainer.epochs = 1"),
+        ({}, {"objective": {"preset": "ppo"}}, "a critic or a step of its own"),
+        ({}, {"objective": {"preset": "trpo"}}, "a critic or a step of its own"),
+        ({}, MOVING, "Leave out objective.reference"),
+        ({"kind": "reward_model"}, {}, "goes through models in its own way"),
+    ],
+)
+def test_what_cannot_be_done_with_parts_of_a_model_is_refused_by_name(
+    stage: dict[str, Any], shared: dict[str, Any], message: str
+) -> None:
+    process = {"place": "process"}
+    for parts in (False, True):
+        keys = {"engine": process, **shared, "cluster": {"trainers": 2, "parts": parts}}
+        config = stages_of(stage, **keys)
+        if not parts:
+            check_stages(config)
+            continue
+        with pytest.raises(UserError, match=re.escape(message)) as raised:
+            check_stages(config)
+        assert "or use cluster.parts = false" in str(raised.value)
+
+
+def test_trainers_are_those_of_all_stages() -> None:
+    stages = [*stages_of({"kind": "sft"}, cluster={"trainers": 2}), *stages_of({}, cluster={"trainers": 3})]
+    with pytest.raises(UserError, match=r"cluster.trainers and cluster.parts are those of all stages"):
+        check_stages(stages)
 
 
 @pytest.mark.parametrize("kind", ["rl", "preference"])

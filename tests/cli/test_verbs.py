@@ -360,7 +360,7 @@ def test_a_training_that_an_alarm_stopped_does_not_end_with_code_0(
     assert "not finished: go on with --resume" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", ["train", "eval", "sample", "serve", "best", "scale", "compare", "choose", "export"])
+@pytest.mark.parametrize("verb", ["eval", "sample", "serve", "best", "scale", "compare", "choose", "export"])
 def test_several_processes_of_a_launcher_are_refused(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

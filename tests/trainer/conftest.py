@@ -18,6 +18,8 @@ import pytest
 from temper.types import Sample
 from tests.fakes.models import FAMILIES, make_family_model
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
@@ -69,7 +71,7 @@ def with_weight(sample: Sample, weight: float) -> Sample:
 def run_ranks() -> Callable[..., None]:
     def run(program: Path, folder: Path, ranks: Sequence[tuple[int, int]] = ((0, 2), (1, 2))) -> None:
         """Runs main(rank, world, folder) of the program for all pairs at once; who fails shows its errors."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(program.parents[2])}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         starter = Path(__file__).with_name("start_ranks.py")
         places = [f"{rank}of{world}" for rank, world in ranks]
         command = [sys.executable, str(starter), str(program), str(folder), *places]

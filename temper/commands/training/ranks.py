@@ -1,6 +1,6 @@
 """Trainer ranks of `temper train`: this process leads them, or follows.
 
-Owns: which of the two it is, and the beginning and the end. Refuses: what ranks compute (trainer/ranked.py), how
+Owns: which of the two it is, and the beginning and the end. Refuses: what ranks compute (trainer/ranks/ranked.py), how
 processes are started (cluster/ranks.py).
 `python -m temper.commands.training.ranks PARENT` is the main of a rank that rank 0 started.
 """
@@ -17,10 +17,11 @@ import torch
 
 from temper.build.trainer import open_here
 from temper.cluster.ranks import Place, Ranks, find_place, join_ranks, start_ranks
+from temper.commands.launchers import require_one_process
 from temper.config import RunConfig
 from temper.errors import TemperError, UserError
 from temper.rewards.workers.program import die_with_parent
-from temper.trainer.ranked import END, Together, follow
+from temper.trainer.ranks.ranked import END, Together, follow
 
 FOLLOWER_SECONDS = 24 * 3600.0
 """For a collective on a rank that follows: rank 0 has the recipe's deadline, and ends the others."""
@@ -28,8 +29,10 @@ FOLLOWER_SECONDS = 24 * 3600.0
 
 def follow_if_started_so() -> None:
     """Under torchrun or SLURM, in every process but rank 0: does what that says until the run is over, and ends this
-    process. Elsewhere: nothing."""
+    process. Elsewhere: nothing. UserError for one of several processes that cannot tell which of them it is."""
     place = find_place(os.environ)
+    if place.world == 1:
+        require_one_process('"temper train ..."')
     if place.rank > 0:
         _follow(place)
         sys.exit(0)
@@ -78,7 +81,8 @@ def _require_number(place: Place, wanted: int) -> int:
 
 def _follow(place: Place) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks; the first ends the run in order
-    torch.set_num_threads(max(1, torch.get_num_threads() // place.world) if "OMP_NUM_THREADS" not in os.environ else 1)
+    if "OMP_NUM_THREADS" not in os.environ:  # whoever started us has shared the cores out
+        torch.set_num_threads(max(1, torch.get_num_threads() // place.world))
     ranks = join_ranks(place, FOLLOWER_SECONDS)
     follow(ranks.channel, lambda order: open_here(order)[0])
     ranks.close()

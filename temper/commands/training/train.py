@@ -44,9 +44,9 @@ from temper.runs.records import AlarmRecord
 from temper.runs.store.run_store import CONFIG, RunStore, open_run
 from temper.runs.store.verdicts import Verdicts
 from temper.stages.kinds import kind_of
-from temper.trainer.channel import RankFailure
 from temper.trainer.checkpoint import latest_checkpoint, prune, remove_unfinished, write_checkpoint
-from temper.trainer.ranked import Together
+from temper.trainer.ranks.channel import RankFailure
+from temper.trainer.ranks.ranked import Together
 
 RUNS = Path("runs")
 

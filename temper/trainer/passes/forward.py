@@ -19,7 +19,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from temper.errors import UserError
 from temper.models.long_rows.host import CudaMover, HostInputs
-from temper.models.parts import within
 from temper.models.states import Head
 from temper.objectives import DirectLoss, Loss, MetricSums, Objective, Scored, Tokens, objective_loss
 from temper.objectives.policy.ratios import router_deviation
@@ -29,6 +28,7 @@ from temper.trainer.passes.noise import noisy_embeddings
 from temper.trainer.passes.routers import route_logprobs
 from temper.trainer.passes.scores import read_scores
 from temper.trainer.passes.states import DrawnStates, MakeAttention, drawn_states
+from temper.trainer.ranks.parts import within
 from temper.trainer.traces import seen_of
 from temper.types import Microbatch
 

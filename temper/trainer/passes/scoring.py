@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import UserError
-from temper.models.parts import within
 from temper.models.states import Head
 from temper.objectives import Objective, PolicyObjective, Scored, Tokens, join, measure_batch, measures_batch
 from temper.trainer.offload import on_device
@@ -26,7 +25,8 @@ from temper.trainer.passes.routers import chosen_routes
 from temper.trainer.passes.scores import read_scores
 from temper.trainer.passes.states import drawn_states
 from temper.trainer.passes.work import FlopCounter
-from temper.trainer.ranks import gather_over_ranks
+from temper.trainer.ranks.parts import within
+from temper.trainer.ranks.sums import gather_over_ranks
 from temper.types import Microbatch
 
 Who = Literal["policy", "reference", "teacher"]

@@ -17,7 +17,7 @@ from temper.models.load import shape_of
 from temper.models.nf4.layers import four_bit_sizes
 from temper.runs.flops import ModelSize, PassWork, active_parameters
 from temper.trainer.passes.sharing import shared_places
-from temper.trainer.ranks import sum_over_ranks
+from temper.trainer.ranks.sums import sum_over_ranks
 from temper.types import Microbatch
 
 

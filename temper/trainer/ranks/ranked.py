@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from temper.errors import TemperError
-from temper.trainer.channel import Channel
 from temper.trainer.local import LocalTrainer, Updates
+from temper.trainer.ranks.channel import Channel
 from temper.types import Batch, Publication, Sample, TrainResult
 
 Result = TypeVar("Result")

@@ -1,6 +1,6 @@
 """What rank 0 says to the other trainer ranks, and what they answer.
 
-Owns: the order of words, who failed first, deadlines. Refuses: tensors (ranks.py), and what a word means (ranked.py).
+Owns: the order of words, who failed first, deadlines. Refuses: tensors (sums.py), and what a word means (ranked.py).
 Nothing here is a collective: a rank that is late, stopped or gone holds nobody up for longer than a deadline. Words
 are pickles: ranks are processes of one run and trust each other.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
 
 from temper.errors import BackendError
 
@@ -46,6 +46,10 @@ class RankFailure(BackendError):
         self.reason = f"trainer rank {failure.rank} of {world} {doing} in {verb}: {failure.report.strip()}."
         self.is_lost = failure.is_lost
         super().__init__(f"{self.reason}\nNothing of this step was kept; --resume goes on from the last checkpoint")
+
+
+def _is_of_a_collective(error: Exception) -> bool:
+    return isinstance(error, DistError) or any(name in str(error).lower() for name in ("gloo", "nccl"))
 
 
 class Channel:
@@ -105,13 +109,18 @@ class Channel:
 
     def blame(self, error: Exception) -> Exception:
         """What to raise for an error of our own: the failure of another rank, where that is its cause. A rank that
-        fails leaves, and those who wait for it in a collective are told no more than that a connection closed."""
+        fails leaves, and those who wait for it in a collective are told no more than that a connection closed, or
+        after a while that nothing came."""
         end = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < end:
             if (failure := self.find_failure()) is not None:
                 return RankFailure(failure, self._verb, self.world)
             time.sleep(LONGEST_WAIT)
-        return error
+        if not _is_of_a_collective(error):
+            return error
+        waiting = [rank for rank in range(1, self.world) if not self._store.check([self._answer_of(rank)])]
+        silent = Failure(waiting[0] if waiting else 0, f"it did not take part: {error}", True)
+        return RankFailure(silent, self._verb, self.world)
 
     # Other ranks.
 
@@ -145,7 +154,8 @@ class Channel:
 
     def _forget(self) -> None:
         """What all have heard and answered is deleted: a run says thousands of words."""
-        for piece in range(self._pieces):
-            self._store.delete_key(f"word/{self._number}/{piece}")
-        for rank in range(1, self.world) if self._number else ():
-            self._store.delete_key(self._answer_of(rank))
+        if self._number == 0:
+            return
+        pieces = [f"word/{self._number}/{piece}" for piece in range(self._pieces)]
+        for key in (f"word/{self._number}", *pieces, *(self._answer_of(rank) for rank in range(1, self.world))):
+            self._store.delete_key(key)

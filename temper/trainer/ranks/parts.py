@@ -1,7 +1,7 @@
 """Models cut into parts: a trainer rank holds a part of every layer, and gathers a layer when it computes it (FSDP2).
 
 Owns: the cut, how a pass goes through a cut model, whole tensors from parts and parts from whole tensors. Refuses:
-families that are not walked (decoder.py), sums of anything but gradients (trainer/ranks.py).
+families that are not walked (models/decoder.py), sums of anything but gradients (sums.py).
 A pass happens inside the forward call of the model, and each layer inside its own: that is where torch gathers and
 frees. All ranks make the same passes in the same order, or they wait for each other for ever.
 """

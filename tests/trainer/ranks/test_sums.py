@@ -16,6 +16,8 @@ from temper.objectives import POLICY_GRADIENTS, PolicyObjective, resolve
 from temper.types import Sample
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
+
+
 def has_own_step(name: str) -> bool:
     objective = resolve(name)
     return isinstance(objective, PolicyObjective) and objective.step is not None
@@ -27,7 +29,9 @@ LOSSES = ("sft", "dpo", "beta_dpo", "kto", "nash_md", "gkd", "opd_top_k")
 """One of each way to read a batch; the other rules on pairs differ from dpo within a pair only."""
 NAMES = [*(name for name, preset in POLICY_GRADIENTS.items() if "router" not in preset.needs), *LOSSES]
 """Experts are not multiplied in float64."""
-CUT_NAMES = [name for name in NAMES if not {"values", "divergence"} & set(resolve(name).needs) and not has_own_step(name)]
+CUT_NAMES = [
+    name for name in NAMES if not {"values", "divergence"} & set(resolve(name).needs) and not has_own_step(name)
+]
 """Objectives that go through a model whose layers are shared out."""
 CASES = [
     *((name, budget, "none") for name in NAMES for budget in (UNEVEN, WHOLE)),

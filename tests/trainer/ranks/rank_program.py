@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from temper.batching.pack import pack, shard
-from temper.models.parts import cut
 from temper.objectives import POLICY_GRADIENTS, DirectLoss, resolve
-from temper.trainer import ranks
 from temper.trainer.critic import Critic
 from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
+from temper.trainer.ranks import sums as ranks
+from temper.trainer.ranks.parts import cut
 from temper.types import Batch, Sample
 
 

@@ -1,0 +1,85 @@
+"""All that a trainer leaves in a checkpoint.
+
+Owns: which files there are, and that nothing is taken over from a checkpoint of something else. Refuses: how tensors
+are held (adamw/, weights.py), and when a checkpoint is made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from temper.errors import UserError
+from temper.trainer.adamw.files import read_tensors, write_tensors
+from temper.trainer.optim import MasterAdamW, require_same_tensors
+from temper.trainer.ranks.parts import own_part, part_of
+from temper.trainer.ranks.sums import rank_and_world
+from temper.trainer.weights import ModelFiles, kept_tensors, save_weights, stored_tensors, whole_weights
+
+STATE_FOLDER = "trainer"
+"""Folder of the state inside a checkpoint: other tools take every *.safetensors file beside the weights for weights."""
+
+
+class Beside(Protocol):
+    """What has files of its own in that folder: a critic, a reference that moves."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTrainer:
+    """What is written and read, whole, for every number of ranks."""
+
+    model: nn.Module
+    optimizer: MasterAdamW
+    files: ModelFiles
+    beside: Sequence[Beside] = ()
+
+    def write(self, folder: Path, tokenizer: Any, counters: Mapping[str, Any]) -> None:
+        """Of several ranks the first writes. The others need to be here where they hold parts."""
+        if rank_and_world()[0]:
+            for tensors in (whole_weights(self.model), self.optimizer.tensors()):
+                for name in tensors:
+                    tensors[name]  # all ranks give their parts
+            return
+        save_weights(self.model, tokenizer, folder, self.files)
+        own = folder / STATE_FOLDER
+        own.mkdir()
+        write_tensors(self.optimizer.tensors(), own, "optimizer")
+        state = {**counters, "optimizer_steps": self.optimizer.num_steps, "dtype": str(self._dtype)}
+        (own / "state.json").write_text(json.dumps(state, sort_keys=True))
+        for part in self.beside:
+            part.save(own)
+
+    def read(self, folder: Path) -> dict[str, Any]:
+        """Takes over weights, moments and what lies beside them; returns the counters."""
+        own = folder / STATE_FOLDER
+        if not (own / "state.json").is_file():
+            raise UserError(f"{folder} has no {STATE_FOLDER}/state.json: it holds a model but no training to continue")
+        state: dict[str, Any] = json.loads((own / "state.json").read_text())
+        if state["dtype"] != str(self._dtype):
+            raise UserError(
+                f"{folder} was trained in {state['dtype']} and this run is in {self._dtype}: its moments and master "
+                f"weights do not fit. Set model.dtype to what it was"
+            )
+        stored = stored_tensors(self.model, folder, self._dtype, self.files)
+        current = kept_tensors(self.model)
+        require_same_tensors(current, stored, f"checkpoint {folder}")
+        self.optimizer.load_tensors(read_tensors(own, "optimizer"), state["optimizer_steps"])
+        for part in self.beside:
+            part.load(own)
+        for name, tensor in current.items():
+            own_part(tensor).copy_(part_of(stored[name], tensor))  # in place: samplers may share the storage
+        return state
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype

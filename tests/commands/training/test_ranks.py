@@ -1,0 +1,259 @@
+"""Several trainer processes are one run: the same rows, the same weights, and nobody is left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from temper.cluster.ranks import Place
+from temper.commands.training import ranks as led
+from temper.commands.training import train as training
+from temper.config import resolve, to_toml
+from temper.errors import UserError
+from temper.runs.reader import RunReader
+
+ROOT = Path(__file__).parents[3]
+SECONDS = 240.0
+IN_PROCESS = {"place": "process", "numerics": "exact", "threads": 1}
+
+
+def make_table(recipe: dict[str, Any], *, steps: tuple[int, int] = (4, 3), **cluster: Any) -> dict[str, Any]:
+    stages = [{**stage, "steps": own} for stage, own in zip(recipe["stage"], steps, strict=True)]
+    engine = {"engine": IN_PROCESS} if cluster.get("parts") else {"engine": {"numerics": "exact"}}
+    return {**recipe, "checkpoint": {"every": 1}, "cluster": cluster, **engine, "stage": stages}
+
+
+def run(table: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    """The last weights of a run in this process, which leads its ranks."""
+    training.train_stages(resolve(table, (), where="test"), run=folder)
+    return weights_of(folder)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    with RunReader(folder) as reader:
+        assert reader.is_finished
+    last = max((folder / "checkpoints").glob("1-rl/step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    return load_file(last / "model.safetensors")
+
+
+def digest(weights: dict[str, torch.Tensor]) -> str:
+    parts = (weights[name].numpy().tobytes() for name in sorted(weights))
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def gap(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+
+
+def test_two_trainers_leave_the_bits_of_one_where_sums_have_one_order(
+    tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """One microbatch in all: the second trainer adds zeros."""
+    alone = run(make_table(tiny_recipe), tmp_path / "alone")
+    together = run(make_table(tiny_recipe, trainers=2), tmp_path / "together")
+    assert digest(together) == digest(alone)
+    assert not torch.distributed.is_initialized()
+    for name in ("alone", "together"):
+        with RunReader(tmp_path / name) as reader:
+            assert len(reader.query("SELECT 1 FROM steps")) == 7
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("parts", [False, True], ids=["copies", "parts"])
+def test_three_trainers_with_uneven_shares_train_what_one_trains(
+    tiny_recipe: dict[str, Any], tmp_path: Path, parts: bool
+) -> None:
+    """Several microbatches a step, other numbers of them on every rank; sums in another order."""
+    tiny_recipe["stage"][0]["trainer"] |= {"tokens_per_microbatch": 24}
+    tiny_recipe["stage"][1]["trainer"] = {"tokens_per_microbatch": 48}
+    alone = run(make_table(tiny_recipe), tmp_path / "alone")
+    together = run(make_table(tiny_recipe, trainers=3, parts=parts), tmp_path / "together")
+    assert 0 < gap(together, alone) < 1e-5
+    # Every row is traced, whoever trained it.
+    with RunReader(tmp_path / "alone") as ours, RunReader(tmp_path / "together") as theirs:
+        assert ours.fingerprint().keys() == theirs.fingerprint().keys()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("before", "after"), [((2, True), (1, False)), ((1, False), (3, True))])
+def test_a_checkpoint_goes_on_with_another_number_of_trainers(
+    tiny_recipe: dict[str, Any], tmp_path: Path, before: tuple[int, bool], after: tuple[int, bool]
+) -> None:
+    whole = run(make_table(tiny_recipe), tmp_path / "whole")
+    half = make_table(tiny_recipe, steps=(4, 1), trainers=before[0], parts=before[1])
+    run(half, tmp_path / "run")
+    rest = make_table(tiny_recipe, trainers=after[0], parts=after[1])
+    (tmp_path / "run" / "config.toml").write_text(to_toml(resolve(rest, (), where="test")))
+    training.train_stages(resolve(rest, (), where="test"), run=tmp_path / "run", resume=True)
+    resumed = weights_of(tmp_path / "run")
+    assert gap(resumed, whole) < 1e-5
+
+
+# Runs in processes of their own, which die.
+
+
+def start(
+    table: dict[str, Any], folder: Path, launcher: tuple[str, ...] = (), **environment: str
+) -> subprocess.Popen[str]:
+    recipe = folder.parent / "recipe.toml"
+    recipe.write_text(to_toml(resolve(table, (), where="test")))
+    command = [sys.executable, *(launcher or ("-m", "temper")), "train", str(recipe), "--run", str(folder)]
+    return subprocess.Popen(
+        command,
+        cwd=folder.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        said, _ = process.communicate(timeout=SECONDS)
+        return process.returncode, said
+    finally:
+        process.kill()
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Processes of trainer ranks that this run started."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command, status = (entry / "cmdline").read_bytes(), (entry / "stat").read_text()
+        except OSError:
+            continue
+        parent, state = int(status.rpartition(")")[2].split()[1]), status.rpartition(")")[2].split()[0]
+        if b"temper.commands.training.ranks" in command and parent == process.pid and state != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+def wait_for(found: Any, what: str) -> Any:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        if value := found():
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"{what} did not come")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("number", "parts"), [(signal.SIGKILL, False), (signal.SIGSTOP, True)], ids=["a copy killed", "a part stopped"]
+)
+def test_when_a_trainer_is_lost_all_begin_anew_by_themselves(
+    tiny_recipe: dict[str, Any], tmp_path: Path, number: signal.Signals, parts: bool
+) -> None:
+    table = make_table(tiny_recipe, steps=(30, 3), trainers=2, parts=parts, rank_seconds=20)
+    undisturbed = run(table, tmp_path / "undisturbed")
+    process = start(table, tmp_path / "run")
+    (rank,) = wait_for(lambda: ranks_of(process), "a second trainer")
+    wait_for(lambda: (tmp_path / "run/checkpoints/0-sft/step-3").is_dir(), "a checkpoint")
+    os.kill(rank, number)
+    code, said = end_of(process)
+    assert code == 0, said
+    assert "All trainers begin anew from the last checkpoint" in re.sub(r"\s+", " ", said)
+    assert digest(weights_of(tmp_path / "run")) == digest(undisturbed)
+    assert not is_alive(rank)
+
+
+@pytest.mark.heavy
+def test_without_restarts_a_lost_trainer_ends_the_run_and_names_it(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    process = start(make_table(tiny_recipe, steps=(30, 3), trainers=2, max_restarts=0), tmp_path / "run")
+    (rank,) = wait_for(lambda: ranks_of(process), "a second trainer")
+    wait_for(lambda: (tmp_path / "run/checkpoints/0-sft/step-3").is_dir(), "a checkpoint")
+    os.kill(rank, signal.SIGKILL)
+    code, said = end_of(process)
+    assert code == 3, said
+    assert "trainer rank 1 of 2 was lost in" in said
+    assert "SIGKILL" in said
+    assert "--resume" in said
+
+
+@pytest.mark.heavy
+def test_no_trainer_outlives_the_first(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    process = start(make_table(tiny_recipe, steps=(60, 3), trainers=3), tmp_path / "run")
+    found = wait_for(lambda: ranks if len(ranks := ranks_of(process)) == 2 else None, "two more trainers")
+    wait_for(lambda: (tmp_path / "run/checkpoints/0-sft/step-3").is_dir(), "a checkpoint")
+    process.kill()
+    process.wait(timeout=30)
+    wait_for(lambda: not any(map(is_alive, found)), "the end of the other trainers")
+
+
+@pytest.mark.heavy
+def test_torchrun_makes_one_run(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    alone = run(make_table(tiny_recipe), tmp_path / "alone")
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "-m", "temper")
+    code, said = end_of(start(make_table(tiny_recipe), tmp_path / "run", launcher))
+    assert code == 0, said
+    assert digest(weights_of(tmp_path / "run")) == digest(alone)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("run")] == ["run"]
+    assert said.count("final weights") == 1, "one process reports"
+
+
+@pytest.mark.heavy
+def test_the_rank_that_fails_is_named_with_its_traceback_first(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    """A reward is the driver's; what breaks on a rank alone here is its memory: a planted error in its own passes."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import temper.trainer.policy_step as step\n"
+        "    def broken(*_, **__):\n"
+        "        raise ValueError('planted in rank 1')\n"
+        "    step.PolicyStep.gradient = broken\n"
+    )
+    table = make_table(tiny_recipe, trainers=2)
+    process = start(table, tmp_path / "run", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    code, said = end_of(process)
+    assert code == 3, said
+    assert "trainer rank 1 of 2 failed in step" in said
+    first = said.index("planted in rank 1")
+    assert "gloo" not in said[:first], "the cause comes first, not what it led to"
+
+
+# What is refused, and who a process is.
+
+
+@pytest.mark.parametrize(
+    ("place", "wanted", "world"), [(Place(0, 1, 0), 3, 3), (Place(0, 2, 0), 1, 2), (Place(1, 4, 1), 4, 4)]
+)
+def test_how_many_there_are(place: Place, wanted: int, world: int) -> None:
+    assert led._require_number(place, wanted) == world
+
+
+def test_a_launcher_that_started_others_than_the_recipe_asks_for_is_refused() -> None:
+    with pytest.raises(UserError, match=r"cluster.trainers=3, and 2 processes were started"):
+        led._require_number(Place(0, 2, 0), 3)
+
+
+def test_one_of_several_processes_that_does_not_know_which_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"2 processes were started"):
+        led.follow_if_started_so()
+
+
+def test_parts_of_one_trainer_are_refused(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cluster.parts shares weights out over trainers, and there is one"):
+        run(make_table(tiny_recipe, parts=True), tmp_path / "run")

@@ -1,0 +1,140 @@
+"""Words from one rank to the others: in order, whole, and never waited for without end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from temper.trainer.ranks import channel as channels
+from temper.trainer.ranks.channel import Channel, Failure, RankFailure
+
+
+def make_channels(world: int, *, seconds: float = 20.0, find_lost: Callable[[], Failure | None] = lambda: None) -> Any:
+    store = HashStore()
+    first = Channel(store, 0, world, seconds=seconds, find_lost=find_lost)
+    return first, [Channel(store, rank, world, seconds=seconds) for rank in range(1, world)]
+
+
+def in_thread(work: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_words_come_in_order_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "PIECE_BYTES", 100)
+    first, others = make_channels(3)
+    heard: dict[int, list[Any]] = {1: [], 2: []}
+
+    def follow(own: Channel) -> None:
+        for _ in range(3):
+            heard[own.rank].append(own.hear())
+            own.done()
+
+    threads = [in_thread(lambda own=own: follow(own)) for own in others]
+    words = [("step", list(range(1000))), ("score", None), ("save", "x" * 99)]
+    for verb, payload in words:
+        first.tell(verb, payload)
+        first.confirm()
+    for thread in threads:
+        thread.join(20)
+    assert heard == {1: words, 2: words}
+
+
+def test_what_was_heard_is_deleted() -> None:
+    """A run says thousands of words, each with all rows of a batch."""
+    store = HashStore()
+    first, other = (Channel(store, rank, 2, seconds=20) for rank in (0, 1))
+    counts = []
+    for _ in range(4):
+        first.tell("step", b"rows")
+        other.hear()
+        other.done()
+        first.confirm()
+        counts.append(store.num_keys())
+    assert counts[0] == counts[-1]
+
+
+def test_an_answer_is_waited_for() -> None:
+    first, (other,) = make_channels(2)
+    answered = []
+
+    def follow() -> None:
+        other.hear()
+        time.sleep(0.2)
+        answered.append(1)
+        other.done()
+
+    in_thread(follow)
+    first.tell("step")
+    first.confirm()
+    assert answered
+
+
+def test_of_several_failures_the_first_is_told() -> None:
+    first, others = make_channels(4)
+    first.tell("step")
+    others[2].failed("ZeroDivisionError: the cause")
+    others[0].failed("RuntimeError: Connection closed by peer")
+    with pytest.raises(
+        RankFailure, match=r"(?s)trainer rank 3 of 4 failed in step: ZeroDivisionError.*--resume"
+    ) as raised:
+        first.confirm()
+    assert not raised.value.is_lost
+
+
+def test_who_says_nothing_is_named_after_the_deadline() -> None:
+    first, others = make_channels(3, seconds=0.2)
+    first.tell("save")
+    others[0].hear()
+    others[0].done()
+    with pytest.raises(
+        RankFailure, match=r"trainer rank 2 of 3 was lost in save: nothing was heard of ranks \[2\]"
+    ) as raised:
+        first.confirm()
+    assert raised.value.is_lost
+
+
+def test_a_process_that_ended_is_seen_before_the_deadline() -> None:
+    first, _ = make_channels(2, find_lost=lambda: Failure(1, "it was killed by SIGKILL", True))
+    first.tell("step")
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="killed by SIGKILL"):
+        first.confirm()
+    assert time.monotonic() - start < 5
+
+
+def test_an_error_of_ours_gives_way_to_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "GRACE_SECONDS", 0.1)
+    first, (other,) = make_channels(2)
+    first.tell("step")
+    closed = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    other.failed("ValueError: the cause")
+    assert "the cause" in str(first.blame(closed))
+
+
+def test_an_error_of_ours_alone_stays_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "GRACE_SECONDS", 0.1)
+    first, _ = make_channels(2)
+    first.tell("step")
+    own = ValueError("a mistake of this rank")
+    assert first.blame(own) is own
+    silent = first.blame(RuntimeError("[gloo] Timed out waiting 5000ms for recv operation to complete"))
+    assert isinstance(silent, RankFailure)
+    assert silent.is_lost
+
+
+def test_who_follows_waits_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "LISTENING_SECONDS", 0.05)
+    first, (other,) = make_channels(2)
+    heard = []
+    thread = in_thread(lambda: heard.append(other.hear()))
+    time.sleep(0.3)
+    first.tell("observe", (0.5,))
+    thread.join(20)
+    assert heard == [("observe", (0.5,))]
