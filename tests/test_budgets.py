@@ -22,7 +22,7 @@ MORE_PARAMETERS = {
     "cli/serve.py:serve": 13,
     "cli/rollouts.py:rollouts": 9,
     "cli/planning/simulate.py:simulate": 13,
-    "cli/judging/evaluate.py:evaluate": 15,
+    "cli/judging/evaluate.py:evaluate": 16,
     "cli/judging/compare.py:compare": 12,
     "cli/judging/scale.py:scale": 15,
     "cli/judging/best.py:best": 15,

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from temper import calls
 from temper.build import build_stage
+from temper.build.thinking import with_budget
 from temper.commands.find import find_model
 from temper.commands.progress import show_work
 from temper.commands.training.train import outputs_of
@@ -35,13 +36,22 @@ NOT_EXPORTED = ("state.json", "manifest.json")
 LOGIT_TOLERANCE = 1e-3
 
 
-def evaluate_checkpoint(path: Path, recipe: Path, *, overrides: Sequence[str] = ()) -> list[EvaluationResult]:
-    """Held-out scores of a checkpoint by the last stage of a recipe that holds out tasks for a policy."""
+def evaluate_checkpoint(
+    path: Path, recipe: Path, *, overrides: Sequence[str] = (), thinking_budget: int | None = None
+) -> list[EvaluationResult]:
+    """Held-out scores of a checkpoint by the last stage of a recipe that holds out tasks for a policy.
+
+    thinking_budget: in place of that of rollout.thinking, whose texts are used; None: as the recipe says.
+    """
     stages = load_recipe(recipe, overrides)
     judging = [config for config in stages if config.heldout and kind_of(config).leaves != "scorer"]
     if not judging:
         raise UserError(f"{recipe} has no [heldout] table, so there is nothing to evaluate on")
-    return calls.run(_evaluate(_referred(judging[-1], stages, path), find_model(path)))
+    config = judging[-1]
+    if thinking_budget is not None:
+        thinking = with_budget(config.rollout.thinking, thinking_budget)
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"thinking": thinking})})
+    return calls.run(_evaluate(_referred(config, stages, path), find_model(path)))
 
 
 def _referred(config: RunConfig, stages: Sequence[RunConfig], path: Path) -> RunConfig:

@@ -97,7 +97,7 @@ def evaluate(
 ) -> SuiteResult:
     """A checkpoint on a suite, as `temper eval --suite` does it; saved where that saves it.
 
-    decoding: samples, temperature, top_p, max_new_tokens, limit, seed, out, force, numerics.
+    decoding: samples, temperature, top_p, max_new_tokens, thinking_budget, limit, seed, out, force, numerics.
     """
     from temper.commands.judging.evaluate import SuiteRequest, evaluate_suite
 

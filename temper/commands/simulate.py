@@ -218,6 +218,7 @@ def _simulate(
             trainers=split.trainers,
             is_shared=split.is_shared,
             max_staleness=staleness,
+            group_size=config.rollout.group_size,
             steps=asked.steps or _enough_steps(config),
             updates=config.trainer.updates_per_batch,
             max_new_tokens=config.sampling.max_new_tokens * config.rollout.max_turns,

@@ -263,7 +263,7 @@ def _family(task_id: str) -> str:
 
 def systems(folder: Path) -> dict[str, Any]:
     with reading(folder) as database:
-        names = [name for name in queries.metric_names(database) if name.startswith(("sys/", "stale/"))]
+        names = [name for name in queries.metric_names(database) if name.startswith(("sys/", "stale/", "flow/"))]
         return {
             "seconds": together(queries.seconds(database)),
             "series": _series(database, names),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from temper.errors import BackendError
 from temper.evals.suites import AnswerOf
 from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
+from temper.rollout.thinking import was_closed
 from temper.runs.results import PromptResult, SampleResult
 from temper.types import ScoreKind, Status, Task, Trajectory
 
@@ -47,7 +48,7 @@ async def play(
             task = tasks[row]
             name = f"{attempts.name}/{row}/{k}"
             trajectory = await run_episode(setup, task, group_id=task.id, index=k, request_id=name)
-            drawn[row][k] = as_sample(trajectory, attempts.answer_of)
+            drawn[row][k] = as_sample(trajectory, attempts.answer_of, has_budget=setup.thinking is not None)
             if trajectory.score.kind is ScoreKind.ERROR and trajectory.status is not Status.TIMEOUT:
                 failures.append(f"sample {k} of task {task.id}: {trajectory.score.reason}")
                 _require_few(failures, attempts, len(tasks))
@@ -80,7 +81,8 @@ def _require_few(failures: Sequence[str], attempts: Attempts, num_tasks: int) ->
         )
 
 
-def as_sample(trajectory: Trajectory, answer_of: AnswerOf) -> SampleResult:
+def as_sample(trajectory: Trajectory, answer_of: AnswerOf, *, has_budget: bool = False) -> SampleResult:
+    """`has_budget`: its thinking may have been closed."""
     events = [event for turn in trajectory.turns for event in turn.events]
     score = trajectory.score
     return SampleResult(
@@ -94,6 +96,7 @@ def as_sample(trajectory: Trajectory, answer_of: AnswerOf) -> SampleResult:
         events=dict(sorted(Counter(str(event.kind) for event in events).items())),
         cost=sum(event.cost for event in events),
         text=trajectory.text,
+        is_closed=was_closed(trajectory) if has_budget else None,
     )
 
 

@@ -20,6 +20,7 @@ from temper.evals.audits import HeldOutAttempt, choose
 from temper.evals.passk import clustered_interval
 from temper.evals.scores import suite_metrics
 from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
+from temper.rollout.thinking import was_closed
 from temper.runs.records import AuditRecord
 from temper.runs.results import PromptResult, SampleResult
 from temper.types import (
@@ -98,7 +99,8 @@ def _result(
     mean, low, high = clustered_interval(scores)
     everyone = [attempt for members in attempts for attempt in members]
     details: dict[str, float | Mapping[str, float]] = {**_gaps(heldout, everyone)}
-    details |= suite_metrics([_prompt_result(members) for members in attempts])
+    has_budget = heldout.setup.thinking is not None
+    details |= suite_metrics([_prompt_result(members, has_budget) for members in attempts])
     if reward is not None and not name:
         details["reward_heldout_gap"] = reward - mean
     params = _params_of(heldout.setup.params, evaluation)
@@ -202,12 +204,13 @@ def _require_scores(attempts: Sequence[Sequence[HeldOutAttempt]], limit: float) 
         )
 
 
-def _prompt_result(members: Sequence[HeldOutAttempt]) -> PromptResult:
-    samples = tuple(_sample_result(one.trajectory, one.heldout) for one in members)
+def _prompt_result(members: Sequence[HeldOutAttempt], has_budget: bool) -> PromptResult:
+    """`has_budget`: thinking may have been closed."""
+    samples = tuple(_sample_result(one.trajectory, one.heldout, has_budget) for one in members)
     return PromptResult(task_id=members[0].task.id, prompt="", gold=members[0].task.answer, samples=samples)
 
 
-def _sample_result(trajectory: Trajectory, score: Score) -> SampleResult:
+def _sample_result(trajectory: Trajectory, score: Score, has_budget: bool) -> SampleResult:
     events = [event for turn in trajectory.turns for event in turn.events]
     return SampleResult(
         score=score.value,
@@ -217,6 +220,7 @@ def _sample_result(trajectory: Trajectory, score: Score) -> SampleResult:
         status=trajectory.status.value,
         events=Counter(event.kind.value for event in events),
         cost=sum(event.cost for event in events),
+        is_closed=was_closed(trajectory) if has_budget else None,
     )
 
 

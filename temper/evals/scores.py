@@ -180,11 +180,14 @@ def _add(metrics: dict[str, Metric], name: str, values: Sequence[float], num_sam
 
 
 def _attempt_metrics(prompts: Sequence[PromptResult]) -> dict[str, Metric]:
-    """What every suite has: how long attempts were, how many were cut, how many could not be scored."""
+    """What every suite has: how long attempts were, how many were cut, how many could not be scored; and with a budget
+    for thinking, of how many it was closed."""
     metrics: dict[str, Metric] = {}
     num_samples = sum(len(prompt.samples) for prompt in prompts)
     for name, measure in ATTEMPTS.items():
         _add(metrics, name, _per_prompt(prompts, measure), num_samples)
+    if any(sample.is_closed is not None for prompt in prompts for sample in prompt.samples):
+        _add(metrics, "closed", _per_prompt(prompts, lambda sample: float(bool(sample.is_closed))), num_samples)
     if len(prompts) > 1:
         metrics["tokens"] = mean_interval(_per_prompt(prompts, lambda sample: sample.num_tokens), least=0.0)
     return metrics

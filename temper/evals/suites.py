@@ -23,6 +23,7 @@ from temper.config.recipe import merge, parse_override
 from temper.config.section import Section
 from temper.config.sections import EnvConfig
 from temper.config.sources import PromptConfig, RewardConfig, SourceConfig
+from temper.config.thinking import ThinkingConfig
 from temper.envs.library.problems import READERS, read_problems, read_rows
 from temper.errors import UserError, did_you_mean, install_line
 from temper.evals.scores import CORRECT_AT
@@ -74,6 +75,8 @@ class DecodingConfig(Section):
     stop: list[str] = Field([])
     max_turns: int = Field(1, ge=1)
     episode_seconds: float = Field(600.0, gt=0)
+    thinking: ThinkingConfig | None = None
+    """Close the thinking of answers at a budget of tokens, as rollout.thinking does in training."""
 
     @model_validator(mode="after")
     def _greedy_once(self) -> DecodingConfig:

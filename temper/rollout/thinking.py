@@ -13,7 +13,7 @@ import numpy as np
 
 from temper.errors import ContextFull
 from temper.rollout.pieces import Decode, as_asked, cut_at_stop, join
-from temper.types import Completion, Finish, Request, array_of
+from temper.types import Completion, Finish, Request, Trajectory, array_of
 
 Generate = Callable[[Request], Awaitable[Completion]]
 
@@ -39,6 +39,11 @@ class Thinking:
     def has_room(self, max_new_tokens: int) -> bool:
         """Whether something can be drawn behind the closing text."""
         return max_new_tokens > self.budget + len(self.closing_ids)
+
+
+def was_closed(trajectory: Trajectory) -> bool:
+    """Whether its thinking was closed in some turn."""
+    return any(len(turn.completion.injected) for turn in trajectory.turns)
 
 
 async def draw(generate: Generate, request: Request, thinking: Thinking | None, decode: Decode) -> Completion:

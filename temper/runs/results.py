@@ -43,6 +43,8 @@ class SampleResult:
     cost: float = 0.0
     text: str = ""
     """The last thing the model said."""
+    is_closed: bool | None = None
+    """Whether its thinking was closed at a budget; None: there was no budget."""
 
     def __post_init__(self) -> None:
         assert (self.score is None) == (self.reason is not None), "a sample has a score, or says why not"

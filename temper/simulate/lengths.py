@@ -34,6 +34,11 @@ def tail(tokens: int, share: float, times: float, seed: int) -> Lengths:
     return lambda group, member: round(tokens * (times if _source(seed, group, member).random() < share else 1))
 
 
+def groups_tail(tokens: int, share: float, times: float, seed: int) -> Lengths:
+    """The same by group: a hard prompt is long for all of its answers."""
+    return lambda group, member: round(tokens * (times if random.Random(f"{seed}/{group}").random() < share else 1))
+
+
 def measured(groups: Sequence[Sequence[int]], seed: int) -> Lengths:
     """Lengths of groups that were drawn once: a group takes those of one of them, so that hard prompts stay long for
     all of their members. More members than that had take theirs again."""
@@ -45,6 +50,28 @@ def measured(groups: Sequence[Sequence[int]], seed: int) -> Lengths:
     return length
 
 
+class OfferedLengths:
+    """Lengths, and a note of every group that they were asked for: also of one that is not trained yet, or was cut."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        self._lengths = lengths
+        self._names: dict[int, str] = {}
+        """Of groups, by draw."""
+
+    def __call__(self, group: str, member: int) -> int:
+        draw = group.rpartition("#")[2]
+        if draw.isdecimal():
+            self._names[int(draw)] = group
+        return self._lengths(group, member)
+
+    def means(self, group_size: int, longest: int) -> dict[int, float]:
+        """Mean length of the answers of every group, by draw, where none may be longer than `longest`."""
+        return {
+            draw: sum(min(longest, self._lengths(name, member)) for member in range(group_size)) / group_size
+            for draw, name in self._names.items()
+        }
+
+
 def _source(seed: int, group: str, member: int) -> random.Random:
     return random.Random(f"{seed}/{group}/{member}")
 
@@ -54,6 +81,7 @@ FORMS: dict[str, tuple[Callable[..., Lengths], str]] = {
     "uniform": (uniform, "LOW:HIGH"),
     "lognormal": (lognormal, "MEAN:SPREAD"),
     "tail": (tail, "TOKENS:SHARE:TIMES"),
+    "groups": (groups_tail, "TOKENS:SHARE:TIMES"),
 }
 """Distributions that can be written, each with how its numbers are written."""
 

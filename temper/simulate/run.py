@@ -16,7 +16,7 @@ from temper.protocols import BatchSource, Trainer
 from temper.rollout.buffer import StepGroups
 from temper.rollout.episode import EpisodeSetup
 from temper.simulate.clock import run_virtual, spend
-from temper.simulate.lengths import Lengths
+from temper.simulate.lengths import Lengths, OfferedLengths
 from temper.simulate.outcome import SimulatedRun, StepTrace, Tracer, summarize
 from temper.simulate.sampler import SamplerLimits, SimulatedSampler
 from temper.simulate.speeds import Speeds
@@ -43,6 +43,7 @@ class Scenario:
     is_shared: bool
     """Whether sampler and trainer use the same GPUs: then they take turns."""
     max_staleness: int
+    group_size: int
     steps: int
     """That are counted, after the first ones."""
     updates: int = 1
@@ -61,9 +62,10 @@ class Scenario:
 
 def simulate(scenario: Scenario) -> SimulatedRun:
     with seldom_collected():
-        steps = run_virtual(_run(scenario))
+        steps, offered = run_virtual(_run(scenario))
     return summarize(
         steps,
+        offered,
         skip=scenario.skip,
         max_staleness=scenario.max_staleness,
         samplers=scenario.limits.replicas,
@@ -72,8 +74,10 @@ def simulate(scenario: Scenario) -> SimulatedRun:
     )
 
 
-async def _run(scenario: Scenario) -> list[StepTrace]:
-    sampler = SimulatedSampler(scenario.speeds, scenario.lengths, scenario.limits)
+async def _run(scenario: Scenario) -> tuple[list[StepTrace], dict[int, float]]:
+    """Its steps, and the mean length of every group that was started, by draw."""
+    offered = OfferedLengths(scenario.lengths)
+    sampler = SimulatedSampler(scenario.speeds, offered, scenario.limits)
     trainer = SimulatedTrainer(scenario.speeds, trainers=scenario.trainers, updates=scenario.updates)
     tracer = Tracer(sampler, trainer)
     setup = make_setup(
@@ -97,7 +101,7 @@ async def _run(scenario: Scenario) -> list[StepTrace]:
         )
     )
     await sampler.close()
-    return tracer.steps
+    return tracer.steps, offered.means(scenario.group_size, scenario.max_new_tokens)
 
 
 def make_plan(

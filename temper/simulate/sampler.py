@@ -138,14 +138,18 @@ class SimulatedSampler:
             await self.abort(request_id)
 
     def _tokens(self, request: Request) -> int:
-        """How many it will draw: what its name says, less what it has drawn before it was interrupted."""
+        """How many it will draw."""
+        left = self._left(request)
+        room = self._limits.longest - len(request.prompt_ids) if self._limits.longest else left
+        return max(1, min(left, room, request.params.max_new_tokens))
+
+    def _left(self, request: Request) -> int:
+        """How many the answer still has: what its name says, less what it has drawn before it was interrupted."""
         found = _MEMBER.match(request.id)
         group, member = (found["group"], found["member"]) if found else (request.id, "0")
         # A baseline is no member of its group; what is not numbered is one more than the last.
         length = self._lengths(group, int(member) if member.isdecimal() else len(group))
-        room = self._limits.longest - len(request.prompt_ids) if self._limits.longest else length
-        left = length - self._paused.get(request.id, 0)
-        return max(1, min(left, room, request.params.max_new_tokens))
+        return length - self._paused.get(request.id, 0)
 
     def _stop(self, request_id: str, finish: Finish) -> None:
         if request_id not in self._live:
@@ -160,10 +164,11 @@ class SimulatedSampler:
         """`finish` None: it came to its own end."""
         place, row, done, request = self._live.pop(request_id)
         self._loads[place] -= 1
+        if finish is None:  # an answer that ends with the last token that it may have is whole
+            is_cut = drawn >= request.params.max_new_tokens and drawn < self._left(request)
+            finish = Finish.LENGTH if is_cut else Finish.STOP
         if finish is not Finish.INTERRUPT:
             self._paused.pop(request_id, None)
-        if finish is None:
-            finish = Finish.LENGTH if drawn >= request.params.max_new_tokens else Finish.STOP
         if not done.done():
             done.set_result(
                 Completion(

@@ -18,7 +18,8 @@ from temper.simulate.speeds import Speeds
 
 
 def render_runs(runs: Sequence[SimulatedRun], title: str) -> Table:
-    names = ("GPUs", "draw+train", "s/step", "tokens/s", "draw idle", "train idle", "stale", "max", "gain")
+    idle = ("draw\nidle", "train\nidle")
+    names = ("GPUs", "draw+train", "s/step", "tokens/s", *idle, "stale", "max", "drawn", "length", "gain")
     right = (Column(name, justify="right", no_wrap=True) for name in names)
     table = Table(Column("S", no_wrap=True), *right, title=title, title_justify="left", padding=(0, 0))
     for run in runs:
@@ -33,6 +34,8 @@ def render_runs(runs: Sequence[SimulatedRun], title: str) -> Table:
             f"{run.trainer_idle:.0%}",
             f"{run.stale_mean:.2f}",
             str(run.stale_max),
+            f"{run.drawn_per_trained:.2f}",
+            f"{run.length_ratio:.2f}",
             f"{sync.seconds_per_step / run.seconds_per_step:.2f}x" if sync is not None else "",
         )
     return table

@@ -58,6 +58,23 @@ def test_a_gpu_stands_for_speeds(
     assert "draw+train" in shown
 
 
+def test_controls_of_the_recipe_act(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tenth of the groups has four tokens in place of one: cut, a step takes less time and more tokens."""
+    asked = (*SPEEDS, "--lengths", "groups:1:0.1:4", "--staleness", "0", "--steps", "60", "--json")
+    assert simulate(monkeypatch, recipe, *asked) == 0
+    (plain,) = json.loads(capsys.readouterr().out)
+    keys = ("--set", "stage.2.rollout.order=finished", "--set", 'stage.2.rollout.controls=["tail"]')
+    assert simulate(monkeypatch, recipe, *asked, *keys) == 0
+    (tail,) = json.loads(capsys.readouterr().out)
+    assert tail["seconds_per_step"] < 0.85 * plain["seconds_per_step"]
+    assert plain["drawn_per_trained"] == pytest.approx(1.0)
+    assert tail["drawn_per_trained"] > 1.05
+    assert tail["longest_step"] > plain["longest_step"]
+    assert tail["length_ratio"] == pytest.approx(1.0, abs=0.15)
+
+
 def test_a_recipe_without_a_stage_that_draws_is_refused(
     recipe: Path, tiny_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

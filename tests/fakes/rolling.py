@@ -49,6 +49,7 @@ class Flow:
     pressure: Callable[[], Mapping[str, float]] = dict
     drops: Callable[[Task], bool] = lambda task: False
     params: Mapping[str, Any] = field(default_factory=dict)
+    make_source: Callable[..., RolloutSource] = RolloutSource
 
     def open(self, sampler: TailSampler, version: int = 0) -> RolloutSource:
         params = SamplingParams(max_new_tokens=self.max_new_tokens, stop_ids=(STOP,), **self.params)
@@ -69,7 +70,7 @@ class Flow:
             groups_per_step=self.groups_per_step, max_staleness=self.staleness, order=self.order,
             decode=Letters().decode, pressure=self.pressure,
         )  # fmt: skip
-        return RolloutSource(
+        return self.make_source(
             setup, stream, buffer, settings, _plain_batch, controls=read_controls(self.controls, setting)
         )
 

@@ -1,9 +1,9 @@
 """Random schedules of a run with drops, crashes and resumes, on a virtual clock: the real loop, source and buffer over
 groups that are drawn by the simulated sampler.
 
-Owns: drawing a schedule from a seed, living through it, and what must hold of the history that survives. Groups are not
-played episode by episode: ten thousand schedules would take ten times as long, and who is drawn, dropped, trained and
-drawn again is decided above them.
+Owns: drawing a schedule from a seed, and living through it. Groups are not played episode by episode: ten thousand
+schedules would take ten times as long, and who is drawn, dropped, trained and drawn again is decided above them.
+Refuses: controls by lot (controlled.py), and what must hold of the history that survives (promises.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import Any
 from unittest.mock import patch
 
 from temper import loop
+from temper.engine.wrapped import WrappedSampler
 from temper.rollout.buffer import Buffer
+from temper.rollout.controls.control import Control, Setting
+from temper.rollout.controls.registry import CONTROLS, read_controls
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.source import RolloutSettings, RolloutSource
 from temper.simulate.clock import VirtualLoop, spend
@@ -31,6 +34,7 @@ from temper.simulate.world import Lots, make_setup
 from temper.tasks.dataset import FileSource, Stream
 from temper.types import (
     Batch,
+    Completion,
     EvaluationResult,
     Group,
     Message,
@@ -69,20 +73,32 @@ class Schedule:
     is_shared: bool
     crashes: tuple[float, ...]
     """Seconds that each process lives; the last one lives to the end."""
-    controls: tuple[Any, ...]
-    """rollout.controls, for Parts.more."""
-    order: str
+    order: Any
     """rollout.order: in another than "draw" a step may leave draws behind that are trained later."""
+    controls: tuple[Mapping[str, Any], ...] = ()
+    """rollout.controls."""
 
     @property
     def most_left_behind(self) -> int:
         """Draws that may be under way when a step ends, though later ones were trained."""
-        return 0 if self.order == "draw" else (self.staleness + 1) * self.groups_per_step
+        if self.order == "draw":
+            return 0
+        # Synchronous: fewer than fill a step waited, and then one step put off a step's groups more.
+        return (self.staleness + 1) * self.groups_per_step if self.staleness else 2 * self.groups_per_step - 1
+
+    @property
+    def most_overtaken(self) -> int:
+        """Steps after which a draw is consumed at the latest, counted from the first step that consumed a later one. A
+        crash costs one that was running its tokens and so its time; patience is in the checkpoint."""
+        if self.order == "draw":
+            return 0
+        if self.staleness:
+            return self.staleness  # it had started before the later one, whose tokens are not older
+        # Twice a step's groups may wait when patience ends: the second half has a step of its own.
+        return 1 + max(control["patience"] for control in self.controls)
 
 
-def draw_schedule(
-    seed: int, orders: Sequence[str] = ("draw",), controls: Sequence[tuple[Any, ...]] = ((),)
-) -> Schedule:
+def draw_schedule(seed: int, orders: Sequence[str] = ("draw",)) -> Schedule:
     lot = random.Random(seed)
     staleness = lot.choice([0, 0, 1, 1, 2, 4])
     longest, train = lot.choice([0.1, 1.0, 30.0]), lot.choice([0.0, 0.5, 10.0])
@@ -101,10 +117,19 @@ def draw_schedule(
         train_seconds=train,
         is_shared=lot.random() < 0.5,
         crashes=tuple(lot.random() * steps * (longest + train) for _ in range(lot.choice([0, 1, 1, 2]))),
-        controls=(chosen := lot.choice(controls)),
-        # A synchronous step waits for all of its groups, unless a control starts more than it needs.
-        order=lot.choice(orders) if staleness or chosen else "draw",
+        order=lot.choice(orders) if staleness else "draw",  # a synchronous step waits for all of its groups
     )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a group trains, and what of it was true."""
+
+    draw: int
+    versions: tuple[int, ...]
+    """Of its tokens, as it says."""
+    drawn_by: tuple[int, ...]
+    """Of its tokens, as the sampler drew them."""
 
 
 @dataclass
@@ -115,8 +140,14 @@ class Step:
     """(draw, task) of each group."""
     dropped: list[tuple[int, str]]
     ages: list[int]
+    """Of each group's oldest token, by what the sampler drew."""
+    answers: list[Answer]
     waited: float
     """Seconds that the trainer waited for it."""
+    num_cut: int
+    """Groups that controls gave back while it was filled."""
+    first_of_life: int
+    """Step with which the process began that did this one."""
 
 
 @dataclass
@@ -136,13 +167,21 @@ class Parts:
 
     make_buffer: MakeBuffer = Buffer
     make_source: MakeSource = RolloutSource
-    more: Callable[[Schedule], tuple[Any, ...]] = lambda schedule: ()
-    """What a source is given beside the rest: its controls."""
+    controls: tuple[type[Control], ...] = ()
+    """In place of those of the same names."""
+
+    def __str__(self) -> str:
+        named = [part.__name__ for part in (self.make_buffer, self.make_source, *self.controls)]  # type: ignore[attr-defined]
+        return " ".join(name for name in named if name not in ("Buffer", "RolloutSource"))
 
 
 def live_through(schedule: Schedule, parts: Parts = Parts()) -> History:
     """Runs to the last step, through all crashes. Raises what ends the run before that."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner, patch("temper.rollout.source.run_group", _run_group):
+    with (
+        asyncio.Runner(loop_factory=VirtualLoop) as runner,
+        patch("temper.rollout.source.run_group", _run_group),
+        patch.dict(CONTROLS, {control.name: control for control in parts.controls}),
+    ):
         return runner.run(_live(schedule, parts))
 
 
@@ -189,9 +228,10 @@ class _Process:
             train_token=0.0,
             train_step=schedule.train_seconds,
         )
-        self._sampler = SimulatedSampler(speeds, _lengths_of(schedule), SamplerLimits(max_running=10_000))
+        self._sampler = SimulatedSampler(speeds, lengths_of(schedule), SamplerLimits(max_running=10_000))
         self._trainer = SimulatedTrainer(speeds, version=saved.step)
-        setup = make_setup(self._sampler, _Lot(schedule), lambda task: 1, max_new_tokens=1000, episode_seconds=1e9)
+        self._witness = Witness(self._sampler)
+        setup = make_setup(self._witness, _Lot(schedule), lambda task: 1, max_new_tokens=1000, episode_seconds=1e9)
         buffer = parts.make_buffer(
             groups_per_step=schedule.groups_per_step,
             max_staleness=schedule.staleness,
@@ -207,8 +247,9 @@ class _Process:
             step_seconds=STEP_SECONDS,
             prefix="stage 0",
         )
-        credit, more = make_credit(speeds), parts.more(schedule)
-        self._source = _Timed(parts.make_source(setup, stream_of(schedule), buffer, settings, credit, *more))
+        credit, controls = make_credit(speeds), read_controls(schedule.controls, _setting_of(schedule))
+        source = parts.make_source(setup, stream_of(schedule), buffer, settings, credit, controls=controls)
+        self._source = _Timed(source)
         if saved.state is not None:
             self._source.load_state(saved.state)
 
@@ -243,16 +284,37 @@ class _Process:
         if not self._is_alive:
             return
         assert report.step not in self._history.steps, "a step is trained once"
-        version = report.version - 1
+        version, answers = report.version - 1, [self._witness.compare(group) for group in batch.groups]
         self._history.steps[report.step] = Step(
             trained=[(group.draw, group.task.id) for group in batch.groups],
             dropped=[(group.draw, group.task.id) for group, _ in batch.dropped],
-            ages=[version - group.oldest_version for group in batch.groups],
+            ages=[version - min(answer.drawn_by) for answer in answers],
+            answers=answers,
             waited=self._source.waited,
+            num_cut=int(batch.system.get("flow/cut", 0)),
+            first_of_life=self._checkpoints[0].step + 1,
         )
 
     def evaluation(self, result: EvaluationResult) -> None:
         """Nothing is held out."""
+
+
+class Witness(WrappedSampler):
+    """Below all controls: knows which version drew which token of a group, in how many pieces ever."""
+
+    def __init__(self, sampler: SimulatedSampler) -> None:
+        super().__init__(sampler)
+        self._drawn: dict[str, tuple[int, ...]] = {}
+
+    async def generate(self, request: Request) -> Completion:
+        piece = await self._sampler.generate(request)
+        before = self._drawn.get(request.id, ()) if len(request.prompt_ids) > 1 else ()
+        self._drawn[request.id] = (*before, *piece.versions)
+        return piece
+
+    def compare(self, group: Group) -> Answer:
+        told = group.trajectories[0].turns[0].completion.versions
+        return Answer(group.draw, tuple(told), self._drawn[_request_id(group.draw)])
 
 
 class _Timed:
@@ -284,7 +346,19 @@ class _Lot(Lots):
         return share > 0 and random.Random(self._schedule.seed * 1_000_003 + draw).random() < share
 
 
-def _lengths_of(schedule: Schedule) -> Lengths:
+def _setting_of(schedule: Schedule) -> Setting:
+    """The sampler's pressure is by lot: nothing that it says may break a promise."""
+    lot = random.Random(schedule.seed)
+    moods = [{}, {"preemptions": 1.0}, {"kv_use": 0.99}, {"kv_use": 0.1}, {"kv_use": 0.1, "waiting": 3.0}]
+    return Setting(
+        groups_per_step=schedule.groups_per_step,
+        max_staleness=schedule.staleness,
+        order=schedule.order,
+        pressure=lambda: lot.choice(moods),
+    )
+
+
+def lengths_of(schedule: Schedule) -> Lengths:
     """Tokens of a group by its draw; a few are long."""
 
     def length(group: str, member: int) -> int:
@@ -297,7 +371,7 @@ def _lengths_of(schedule: Schedule) -> Lengths:
 async def _run_group(setup: EpisodeSetup, task: Task, *, draw: int, group_size: int, **_: Any) -> Group:
     """In place of run_group: one request for all members, no environment, a reward by lot."""
     assert isinstance(setup.scorer, _Lot)
-    request = Request(id=f"g/{draw}/0", prompt_ids=(1,), params=setup.params)
+    request = Request(id=_request_id(draw), prompt_ids=(1,), params=setup.params)
     turn = Turn(completion=await setup.sampler.generate(request), message=Message(role="assistant", content="."))
     score = Score.unscorable("by lot") if setup.scorer.drops(draw) else Score.of(1.0)
     members = tuple(
@@ -307,6 +381,10 @@ async def _run_group(setup: EpisodeSetup, task: Task, *, draw: int, group_size: 
     return Group(id=f"{task.id}#{draw}", draw=draw, task=task, trajectories=members)
 
 
+def _request_id(draw: int) -> str:
+    return f"g/{draw}/0"
+
+
 @cache
 def _tasks(num_tasks: int) -> tuple[Task, ...]:
     return tuple(Task(id=f"t{i}", messages=(Message(role="user", content=str(i)),)) for i in range(num_tasks))
@@ -314,26 +392,6 @@ def _tasks(num_tasks: int) -> tuple[Task, ...]:
 
 def stream_of(schedule: Schedule) -> Stream:
     return Stream([FileSource("tasks", _tasks(schedule.num_tasks))], [1.0], seed=schedule.seed)
-
-
-def check(schedule: Schedule, history: History) -> None:
-    """What must hold of every schedule."""
-    steps = [history.steps[step] for step in range(1, schedule.steps + 1)]
-    assert all(len(step.trained) == schedule.groups_per_step for step in steps), "every step is full"
-    consumed = sorted(draw for step in steps for draw in (*step.trained, *step.dropped))
-    stream = stream_of(schedule)
-    drawn = [(draw, task.id) for draw, task in (stream.next() for _ in range(consumed[-1][0] + 1))]
-    left_behind = set(drawn) - set(consumed)
-    assert sorted([*consumed, *left_behind]) == drawn, "each draw is trained or dropped, once"
-    assert len(left_behind) <= schedule.most_left_behind, "each draw is trained or dropped, once"
-    for first in range(0, len(drawn) - schedule.num_tasks + 1, schedule.num_tasks):
-        epoch = {task for draw, task in drawn if first <= draw < first + schedule.num_tasks}
-        assert len(epoch) == schedule.num_tasks, "each prompt is there once in an epoch"
-    assert max(age for step in steps for age in step.ages) <= schedule.staleness, "the bound is kept"
-    for step in steps if not schedule.controls else ():  # which may have a group wait for a later step
-        rounds = 1 + len(step.dropped)
-        # A group that is dropped is replaced when it ends, never later.
-        assert step.waited <= rounds * schedule.longest_seconds + 1e-3, "nothing waits for what has not been started"
 
 
 @contextmanager

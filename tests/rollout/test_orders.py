@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from temper.errors import BackendError
 from temper.rollout.buffer import Buffer
 from temper.simulate.clock import run_virtual
+from tests.fakes.fairness import TASKS, UNFAIR, chi_square
 from tests.fakes.rolling import Flow, Run, train
 from tests.fakes.tail import TailSampler, heavy_tail
 from tests.rollout.test_buffer import Simulation, group, lines_per_group
@@ -136,9 +137,6 @@ def test_a_finished_group_costs_the_same_however_many_others_wait() -> None:
     assert lines_per_group(64, 4, "finished") <= 1.1 * lines_per_group(8, 4, "finished")
 
 
-TASKS = 20
-
-
 @dataclass
 class Timed:
     """Steps on a clock: two of twenty tasks take eight times as long as the others, in every epoch."""
@@ -189,9 +187,7 @@ def test_what_is_trained_is_distributed_as_what_was_offered() -> None:
     for seed in range(12):
         steps = asyncio.run(Timed("finished", seed=seed).run(40)).steps[10:35]
         counts.update(task for step in steps for task in step)
-    expected = sum(counts.values()) / TASKS
-    chi_square = sum((counts[task] - expected) ** 2 / expected for task in range(TASKS))
-    assert chi_square < 43.8, "0.1% of fair runs are above this, with 19 degrees of freedom"
+    assert chi_square(counts, range(TASKS)) < UNFAIR
 
 
 def simulated(order: str, steps: int = 12) -> Run:

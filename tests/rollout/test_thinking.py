@@ -413,6 +413,11 @@ def test_a_run_with_a_budget_is_on_policy_to_the_bit_and_shows_what_was_put_in(
         ({"budget": 3, "closing": "zy", "end": "z"}, {"sampling": {"max_new_tokens": 8, "stop": ["zy"]}}, "stop text"),
         ({"budget": 3, "closing": "zy", "end": "z"}, {"objective": {"preset": "vineppo"}}, "from inside an answer"),
         ({"budget": 3, "closing": "ZY", "end": "Z"}, {}, "cannot encode"),
+        (
+            {"budget": 3, "closing": "zy", "end": "z"},
+            {"evaluation": {"max_new_tokens": 5}},
+            "leave nothing of evaluation.max_new_tokens=5 for an answer",
+        ),
     ],
 )
 def test_a_budget_that_could_never_act_is_refused(

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from temper.errors import UserError
-from temper.simulate.lengths import measured, read_lengths
+from temper.simulate.lengths import OfferedLengths, fixed, measured, read_lengths
 
 
 def draws(text: str, count: int = 4000) -> list[int]:
@@ -24,6 +24,21 @@ def test_lengths_are_as_they_are_asked_for() -> None:
     heavy = draws("tail:100:0.1:8")
     assert set(heavy) == {100, 800}
     assert heavy.count(800) / len(heavy) == pytest.approx(0.1, abs=0.02)
+
+
+def test_a_hard_prompt_is_long_for_all_of_its_answers() -> None:
+    drawn = draws("groups:100:0.1:8")
+    groups = [set(drawn[first : first + 4]) for first in range(0, len(drawn), 4)]
+    assert all(group in ({100}, {800}) for group in groups)
+    assert groups.count({800}) / len(groups) == pytest.approx(0.1, abs=0.03)
+
+
+def test_every_group_that_was_started_is_offered() -> None:
+    offered = OfferedLengths(lambda group, member: 10 + member)
+    assert [offered("stage 0/t1#0", 0), offered("stage 0/t5#3", 1), offered("stage 0/t5#3", 99)] == [10, 11, 109]
+    assert offered.means(group_size=3, longest=11) == {0: 32 / 3, 3: 32 / 3}, "a baseline is no member"
+    canary = OfferedLengths(fixed(3))
+    assert (canary("canary", 0), canary.means(2, 9)) == (3, {})
 
 
 def test_the_same_request_has_the_same_length() -> None:

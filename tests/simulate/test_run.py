@@ -9,7 +9,7 @@ from temper.rollout.buffer import Buffer
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.source import RolloutSettings, RolloutSource
 from temper.simulate.lengths import Lengths, fixed, tail
-from temper.simulate.outcome import SimulatedRun
+from temper.simulate.outcome import SimulatedRun, StepTrace, ratio_to_draw_order
 from temper.simulate.run import Credit, Scenario, simulate
 from temper.simulate.sampler import SamplerLimits
 from temper.simulate.speeds import Speeds
@@ -35,8 +35,8 @@ def outcome(
     return simulate(
         Scenario(
             make_source=make_source, speeds=speeds, lengths=lengths, prompt_tokens=lambda task: 5, trainers=1,
-            limits=SamplerLimits(max_running=64), is_shared=is_shared, max_staleness=staleness, steps=steps,
-            max_new_tokens=1000, degenerate=degenerate,
+            limits=SamplerLimits(max_running=64), is_shared=is_shared, max_staleness=staleness, group_size=2,
+            steps=steps, max_new_tokens=1000, degenerate=degenerate,
         )
     )  # fmt: skip
 
@@ -77,6 +77,35 @@ def test_groups_without_a_difference_are_drawn_again_and_cost_time() -> None:
     found = outcome(0, degenerate=0.5, steps=20)
     assert found.groups_dropped > 0.5
     assert found.seconds_per_step > 20.0, "most steps take a second round"
+
+
+def test_tokens_of_dropped_groups_are_drawn_and_not_trained() -> None:
+    assert outcome(0).drawn_per_trained == pytest.approx(1.0)
+    found = outcome(0, degenerate=0.5, steps=20)
+    assert found.drawn_per_trained == pytest.approx(1 + found.groups_dropped / 2), "two groups a step are trained"
+
+
+def test_in_draw_order_nobody_is_favoured_and_steps_are_as_long_as_their_answers() -> None:
+    heavy = tail(10, share=0.3, times=8, seed=1)
+    found = outcome(2, lengths=heavy, steps=20)
+    assert found.length_ratio == pytest.approx(1.0)
+    assert found.shortest_step < 0.7
+    assert found.longest_step > 1.5
+
+
+def trace(lengths: dict[int, float], dropped: tuple[int, ...] = ()) -> StepTrace:
+    return StepTrace(
+        time=0.0, sampler_busy=0.0, trainer_busy=0.0, decoded=0.0, tokens_drawn=0, lengths=lengths, tokens_trained=0,
+        dropped=dropped, ages=(),
+    )  # fmt: skip
+
+
+def test_lengths_are_compared_with_what_draw_order_would_have_trained() -> None:
+    """Worked: draws 0 to 5 are 10, 80, 10, 10, 30 and 10 long, 2 is dropped. The second step would have had 3 and 4."""
+    offered = {0: 10.0, 1: 80.0, 2: 10.0, 3: 10.0, 4: 30.0, 5: 10.0}
+    short_first = [trace({0: 10.0, 3: 10.0}, dropped=(2,)), trace({4: 30.0, 5: 10.0})]
+    assert ratio_to_draw_order(short_first, offered, skip=1) == pytest.approx(1.0)
+    assert ratio_to_draw_order(short_first, offered, skip=0) == pytest.approx(60 / 130), "1 is still to come"
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,8 @@ def test_lengths_end_at_the_limit_of_the_request() -> None:
 
     completion = run(play, lengths=fixed(50))
     assert (len(completion.token_ids), completion.finish) == (5, Finish.LENGTH)
+    whole = run(play, lengths=fixed(5))
+    assert (len(whole.token_ids), whole.finish) == (5, Finish.STOP), "its last token ends it"
 
 
 def test_seconds_in_which_it_drew_are_counted() -> None:

@@ -13,7 +13,8 @@ from temper.rollout.buffer import Buffer, StepGroups
 from temper.rollout.source import RolloutSource
 from temper.simulate.clock import Deadlock
 from temper.types import Batch, Group, Scalar
-from tests.fakes.schedules import Parts, check, draw_schedule, live_through, on_failure
+from tests.fakes.promises import check
+from tests.fakes.schedules import Parts, draw_schedule, live_through, on_failure
 
 ORDERS = ("draw", "finished")
 """Values of rollout.order that schedules are drawn with."""
@@ -148,19 +149,18 @@ FAULTS = {
     "the bound is kept|giving draws back": (Parts(make_buffer=BurstsAfterRestart),),
     "each draw is trained or dropped, once": (
         Parts(make_source=TrainsTwice),
-        Parts(make_buffer=LosesDrops),
         Parts(make_source=ForgetsStarted),
         Parts(make_source=BeginsAnew),
     ),
+    # The one that is missed first is behind a later one.
+    "each draw is trained or dropped, once|nobody starves": (Parts(make_buffer=LosesDrops),),
     "no progress": (Parts(make_buffer=NeverWakes), Parts(make_buffer=KeepsPlaces)),
     "nothing waits for what has not been started": (Parts(make_buffer=LooksSeldom),),
 }
 
 
 @pytest.mark.parametrize(
-    ("promise", "parts"),
-    [(promise, parts) for promise, faulty in FAULTS.items() for parts in faulty],
-    ids=lambda value: value if isinstance(value, str) else f"{value.make_buffer.__name__} {value.make_source.__name__}",
+    ("promise", "parts"), [(promise, parts) for promise, faulty in FAULTS.items() for parts in faulty], ids=str
 )
 def test_a_fault_that_breaks_a_promise_is_found(promise: str, parts: Parts) -> None:
     with pytest.raises((AssertionError, BackendError, Deadlock), match=promise):

@@ -29,6 +29,9 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw among the tokens that hold this probability")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of one turn")] = None,
+    thinking_budget: Annotated[
+        int | None, typer.Option(min=1, help="Tokens after which thinking is closed, as by rollout.thinking")
+    ] = None,
     limit: Annotated[int, typer.Option(min=0, help="Only the first prompts; 0: all")] = 0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     target: Annotated[Path | None, typer.Option("--out", help="Result; default evaluations/...")] = None,
@@ -46,14 +49,14 @@ def evaluate(
 
         asked = SuiteRequest(
             suite=suite, data=data, samples=samples, temperature=temperature, top_p=top_p,
-            max_new_tokens=max_new_tokens, limit=limit, seed=seed, out=target, force=force,
-            numerics="fast" if fast else "exact", overrides=set_ or (),
+            max_new_tokens=max_new_tokens, thinking_budget=thinking_budget, limit=limit, seed=seed, out=target,
+            force=force, numerics="fast" if fast else "exact", overrides=set_ or (),
         )  # fmt: skip
         notes = SafeConsole(stderr=True, soft_wrap=True)
         found = evaluate_suite(checkpoint, asked, note=lambda line: notes.print(line, highlight=False))
         out.print_json(json.dumps(found.metrics)) if as_json else out.print(render(found))
         return
-    _evaluate_heldout(checkpoint, recipe or _own_recipe(checkpoint), set_ or (), as_json)
+    _evaluate_heldout(checkpoint, recipe or _own_recipe(checkpoint), set_ or (), thinking_budget, as_json)
 
 
 def _own_recipe(checkpoint: Path) -> Path:
@@ -67,7 +70,9 @@ def _own_recipe(checkpoint: Path) -> Path:
     )
 
 
-def _evaluate_heldout(checkpoint: Path, recipe: Path, overrides: Sequence[str], as_json: bool) -> None:
+def _evaluate_heldout(
+    checkpoint: Path, recipe: Path, overrides: Sequence[str], thinking_budget: int | None, as_json: bool
+) -> None:
     import dataclasses
 
     from temper.config import load_recipe
@@ -76,7 +81,7 @@ def _evaluate_heldout(checkpoint: Path, recipe: Path, overrides: Sequence[str], 
     with importing():
         from temper.commands.checkpoints import evaluate_checkpoint
 
-    results = evaluate_checkpoint(checkpoint, recipe, overrides=overrides)
+    results = evaluate_checkpoint(checkpoint, recipe, overrides=overrides, thinking_budget=thinking_budget)
     if as_json:
         out.print_json(json.dumps([dataclasses.asdict(result) for result in results]))
         return

@@ -28,7 +28,11 @@ def simulate(
         list[str] | None, typer.Option(metavar="NAME=SECONDS", help="One speed by name, e.g. decode_step=0.02")
     ] = None,
     lengths: Annotated[
-        str, typer.Option(help="fixed:TOKENS, uniform:LOW:HIGH, lognormal:MEAN:SPREAD or tail:TOKENS:SHARE:TIMES")
+        str,
+        typer.Option(
+            help="fixed:TOKENS, uniform:LOW:HIGH, lognormal:MEAN:SPREAD, tail:TOKENS:SHARE:TIMES, or groups:... for "
+            "whole groups that are long"
+        ),
     ] = "",
     gpus: Annotated[str, typer.Option(help="How many, up to 1000; several: 1,8,64")] = "1",
     staleness: Annotated[str, typer.Option(help="Bounds S; 0 is synchronous")] = "0,1,2,4,8",

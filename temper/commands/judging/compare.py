@@ -106,7 +106,7 @@ def _with_samples(asked: SuiteRequest) -> SuiteRequest:
 def _like(result: SuiteResult, asked: SuiteRequest) -> SuiteRequest:
     """The settings of a result, for the checkpoint it is compared with."""
     budget: dict[str, Any] = dict(result.budget)
-    names = ("samples", "temperature", "top_p", "max_new_tokens")
+    names = ("samples", "temperature", "top_p", "max_new_tokens", "thinking_budget")
     given = {name: budget[name] for name in names if name in budget and getattr(asked, name) is None}
     return dataclasses.replace(
         asked,

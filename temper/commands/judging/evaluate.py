@@ -26,6 +26,7 @@ from rich.text import Text
 from temper import calls
 from temper.build import pick_device
 from temper.build.policy import Room, describe_policy, open_engine
+from temper.build.thinking import read_thinking, with_budget
 from temper.catalogue import reward_of
 from temper.commands.find import find_model
 from temper.commands.progress import show_work
@@ -41,6 +42,7 @@ from temper.protocols import Env
 from temper.rewards.composite import CompositeReward
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.openings import try_openings
+from temper.rollout.thinking import Thinking
 from temper.runs.results import PromptResult, SuiteResult, differing_budget, load, save
 from temper.tasks.render import Renderer
 from temper.terminal import print_line
@@ -66,6 +68,8 @@ class SuiteRequest:
     temperature: float | None = None
     top_p: float | None = None
     max_new_tokens: int | None = None
+    thinking_budget: int | None = None
+    """Tokens after which thinking is closed."""
     limit: int = 0
     """Only the first tasks; 0: all."""
     seed: int = 0
@@ -124,6 +128,8 @@ def with_decoding(suite: Suite, asked: SuiteRequest) -> Suite:
     if given.get("temperature") == 0:
         given.setdefault("samples", 1)
     try:
+        if asked.thinking_budget is not None:
+            given["thinking"] = with_budget(suite.decoding.thinking, asked.thinking_budget).model_dump()
         decoding = DecodingConfig.model_validate({**suite.decoding.model_dump(), **given})
     except ValidationError as error:
         problems = [str(problem["msg"]).removeprefix("Value error, ") for problem in error.errors()]
@@ -139,7 +145,8 @@ def default_path(checkpoint: Path, suite: str) -> Path:
 
 def budget_of(suite: Suite, tasks: Sequence[Task], seed: int) -> dict[str, Scalar]:
     """Everything that must be equal before two scores may be compared."""
-    decoding = suite.decoding.model_dump(exclude={"stop"})
+    decoding = suite.decoding.model_dump(exclude={"stop", "thinking"})
+    thinking = {} if suite.decoding.thinking is None else suite.decoding.thinking.model_dump()
     rewards = [part.model_dump(exclude_defaults=True) for part in suite.reward]
     return {
         "suite": suite.name,
@@ -147,6 +154,7 @@ def budget_of(suite: Suite, tasks: Sequence[Task], seed: int) -> dict[str, Scala
         "prompts_sha256": prompts_sha256(suite, tasks),
         **decoding,
         "stop": json.dumps(suite.decoding.stop),
+        **{f"thinking_{name}": value for name, value in thinking.items()},
         "seed": seed,
         "verifier": json.dumps(rewards, sort_keys=True),
         "verifier_version": verifier_version(suite),
@@ -224,6 +232,7 @@ def open_setup(
             f"max_new_tokens={decoding.max_new_tokens} that is more than the model's context of {shape.max_context}. "
             f"Use {f'--max-new-tokens {left}' if left > 0 else 'shorter prompts, or a model with a longer context'}"
         )
+    thinking = _thinking(decoding, renderer)
     numerics = asked.numerics
     if numerics == "exact" and shape.family not in FAMILIES:
         note(f"numerics: fast, because exact ones are made for {', '.join(FAMILIES)}; the last digits may vary")
@@ -242,9 +251,19 @@ def open_setup(
         params=_params(decoding, renderer),
         max_turns=decoding.max_turns,
         episode_seconds=decoding.episode_seconds,
+        thinking=thinking,
         seed=asked.seed,
     )
     return setup, at_once
+
+
+def _thinking(decoding: DecodingConfig, renderer: Renderer) -> Thinking | None:
+    """When the thinking of a turn is closed, in tokens of this model."""
+    if decoding.thinking is None:
+        return None
+    longest, key = decoding.max_new_tokens, "decoding.max_new_tokens"
+    where = "decoding.thinking (--thinking-budget)"
+    return read_thinking(decoding.thinking, renderer, longest=longest, key=key, stop=decoding.stop, where=where)
 
 
 def _params(decoding: DecodingConfig, renderer: Renderer) -> SamplingParams:

@@ -178,6 +178,11 @@ def require_single_turn(suite: Suite, tasks: Sequence[Task]) -> None:
             f'suite "{suite.name}" plays in {", ".join(sorted(environments))} over up to {suite.decoding.max_turns} '
             f"turns. Test-time scaling is defined for one question and one answer: use a suite without environment"
         )
+    if suite.decoding.thinking is not None:
+        raise UserError(
+            f'suite "{suite.name}" has decoding.thinking, and here answers are drawn in pieces that know nothing of '
+            f"its budget. Leave it out; temper scale has budgets of its own, e.g. --modes budget --budgets 64,256"
+        )
 
 
 async def _run(

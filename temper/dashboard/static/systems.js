@@ -1,4 +1,4 @@
-// Where the time and the memory go. Owns: seconds per step by phase, idle time, cache, staleness.
+// Where the time and the memory go. Owns: seconds per step by phase, idle time, cache, staleness, what controls did.
 import { remembered } from "./api.js";
 import { Chart } from "./charts.js";
 import { curves } from "./curves.js";
@@ -14,6 +14,12 @@ const NAMES = {
   "stale/max": "oldest",
   "stale/in_flight": "while it was drawn",
   "stale/in_queue": "while it waited",
+  "flow/overtaken": "a later one is trained",
+  "flow/cut": "cut since the step before",
+  "flow/put_off": "wait for a late step",
+  "flow/running_limit": "may run",
+  "flow/lead_limit": "may be under way",
+  "flow/running_limit_change": "change of those that may run",
 };
 const STEPPING = "Appears with the first step.";
 const CHARTS = [
@@ -67,6 +73,55 @@ const CHARTS = [
     names: /mixed_version/,
     why: SAMPLING,
   },
+  {
+    title: "Groups that are late",
+    hint: "Drawn before one that is trained already, cut in favour of quicker ones, or put off to a late step.",
+    y: "groups",
+    names: /^flow\/(overtaken|cut|put_off)$/,
+    isOptional: true,
+  },
+  {
+    title: "Length of a step's answers",
+    hint: "Mean over that of the last 32 steps. Under 1: quick groups were trained; over 1: late ones came.",
+    y: "ratio",
+    names: /^flow\/length_ratio$/,
+    isOptional: true,
+  },
+  {
+    title: "Late steps",
+    hint: "1: the step caught up on groups that were put off.",
+    y: "0 or 1",
+    names: /^flow\/late_step$/,
+    isOptional: true,
+  },
+  {
+    title: "Limit of short steps",
+    hint: "By tail: an answer that is longer puts its group off.",
+    y: "tokens",
+    names: /^flow\/tail_limit$/,
+    isOptional: true,
+  },
+  {
+    title: "Interrupted answers",
+    hint: "By partial: paused when the step was full, and resumed with the next weights.",
+    y: "requests",
+    names: /^flow\/interrupted$/,
+    isOptional: true,
+  },
+  {
+    title: "Computed a second time",
+    hint: "By partial: tokens of resumed answers that new weights computed again, over those trained.",
+    y: "ratio",
+    names: /^flow\/prefilled_again$/,
+    isOptional: true,
+  },
+  {
+    title: "Limits of running groups",
+    hint: "By concurrency: lower when the cache is full or finished groups queue.",
+    y: "groups",
+    names: /^flow\/(running_limit|lead_limit)/,
+    isOptional: true,
+  },
 ];
 const TOKEN_AGES = /^stale\/token_hist\//;
 const DONE = /tokens$|memory_since_start/; // counts that Throughput shows, and a flag
@@ -108,12 +163,15 @@ export async function mount(root, { run, isCurrent }) {
       { barmode: "stack", bargap: 0, ...boundaries(lay), margin: { l: 44, r: 10, t: 6, b: 30 } },
       "Appears with the first step.",
     );
-    for (const { spec, chart } of charts)
+    for (const { spec, chart } of charts) {
+      const own = names.filter((name) => spec.names.test(name)).sort(inOrder);
+      chart.node.hidden = Boolean(spec.isOptional) && !own.length; // most recipes have no controls
       chart.set(
-        drawn(names.filter((name) => spec.names.test(name)).sort(inOrder)),
+        drawn(own),
         { ...boundaries(lay), showlegend: true, yaxis: { rangemode: "tozero", tickformat: spec.format } },
         spec.why,
       );
+    }
     stale.set(bars(found.staleness), { hovermode: "closest", xaxis: { dtick: 1 } }, SAMPLING);
     const stacked = { ...boundaries(lay), showlegend: true, yaxis: { rangemode: "tozero" } };
     ages.set(shares(series, state.run, lay), stacked, SAMPLING);
@@ -153,7 +211,7 @@ function inOrder(one, other) {
 }
 
 function words(name) {
-  return NAMES[name] || name.replace(/^(sys|stale)\//, "").replace("tok_s", "tokens/s").replaceAll("_", " ");
+  return NAMES[name] || name.replace(/^(sys|stale|flow)\//, "").replace("tok_s", "tokens/s").replaceAll("_", " ");
 }
 
 function summary({ series = {}, idle, seconds }) {

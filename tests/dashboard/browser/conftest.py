@@ -61,7 +61,7 @@ evaluation = { every = 3 }
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs made of one: as trained ("plain"), with another learning rate in its recipe ("other") or another seed
+    """Runs made of one: as trained ("plain"), with another learning rate and a control ("other") or another seed
     ("seed", whose rewards are 0.5 higher), without its imitation ("alone", whose proximal policy is the sampler),
     failed, killed, with planted attacks, and one just begun ("new")."""
     folder = tmp_path_factory.mktemp("runs")
@@ -73,6 +73,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("other", "seed", "alone", "failed", "killed", "planted"):
         shutil.copytree(folder / "plain", folder / name)
     change_recipe(folder / "other", "learning_rate = 0.001", "learning_rate = 0.0005")
+    for name, value in (("flow/cut", 2), ("flow/put_off", 3), ("flow/overtaken", 1), ("flow/late_step", 1)):
+        rows = f"SELECT stage, step, '{name}', {value} FROM metrics WHERE name = 'sys/step_time' AND stage = 1"
+        write(folder / "other", f"INSERT INTO metrics (stage, step, name, value) {rows}")
     change_recipe(folder / "seed", "\nseed = 0\nmirrors", "\nseed = 7\nmirrors")
     write(folder / "seed", "UPDATE metrics SET value = value + 0.5 WHERE name = 'reward/mean'")
     drop_imitation(folder / "alone")

@@ -405,6 +405,29 @@ def test_no_chart_of_the_system_mixes_units(browser: Browser) -> None:
     assert all(unit for unit, _, _ in by_title.values()), "every axis says what it counts"
 
 
+def test_charts_of_controls_are_there_where_controls_did_something(browser: Browser) -> None:
+    shown = (
+        "return Object.fromEntries([...document.querySelectorAll('.chart')].filter((one) => one.checkVisibility())"
+        ".map((one) => [one.chart.title, one.chart.traces.map((t) => t.name)]))"
+    )
+    drawn = "[...document.querySelectorAll('.chart')].every((one) => one.chart.traces)"
+    browser.open("other", "systems")
+    browser.wait(drawn, "charts")
+    charts = browser.run(shown)
+    assert charts["Groups that are late"] == [
+        "a later one is trained",
+        "cut since the step before",
+        "wait for a late step",
+    ]
+    assert charts["Late steps"] == ["late step"]
+    assert "Interrupted answers" not in charts
+    browser.open("plain", "systems")
+    browser.wait(drawn, "charts")
+    charts = browser.run(shown)
+    assert "Throughput" in charts
+    assert not {"Groups that are late", "Late steps"} & set(charts)
+
+
 def test_the_recipe_begins_with_what_it_changes(browser: Browser) -> None:
     browser.open("plain", "config")
     table = "[aria-label='Keys that differ from the defaults']"
