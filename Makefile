@@ -33,7 +33,7 @@ adapters:
 	$(VENV)-adapters/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-e ".[verifiers,openenv,ray]" pytest pytest-rerunfailures
 	$(VENV)-adapters/bin/python -m pytest --reruns 1 tests/envs/adapters/test_verifiers.py tests/envs/adapters/test_openenv.py \
-		tests/rewards/test_workers_ray.py
+		tests/rewards/test_workers_ray.py tests/cluster/test_ray.py
 
 # vLLM's build for CPUs, with the torch that constraints.txt names and not the one it asks for. Its last test kills it.
 vllm:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from temper.build.memory import enough_kv_tokens
 from temper.build.models import adapter_settings
 from temper.build.policy import size_engine
 from temper.cluster.devices import sampler_devices
+from temper.cluster.ray import RayPlace
 from temper.cluster.samplers import start_sampler
 from temper.cluster.threads import Threads, share_threads
 from temper.config import RunConfig
@@ -39,16 +40,25 @@ from temper.stages.reading.data import StageData
 from temper.terminal import print_line
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What sampler processes need beside a recipe."""
+
+    note: Callable[[str], None] = print_line
+    """Told what becomes of them."""
+    ray: RayPlace | None = None
+    """Where they are started; None: on this machine."""
+
+
 def make_sampler(
     config: RunConfig,
     objective: Objective,
     data: StageData,
     model: Any,
     model_folder: Path,
-    note: Callable[[str], None] = print_line,
+    beside: Beside = Beside(),
 ) -> tuple[Sampler, torch.nn.Module | None]:
-    """The sampler, and the module whose weights it holds, when that is in this process. note: told what becomes of
-    sampler processes."""
+    """The sampler, and the module whose weights it holds, when that is in this process."""
     if "scores" in objective.needs:
         return NoSampler(), None
     kind = config.engine.kind
@@ -67,7 +77,7 @@ def make_sampler(
     if kind == "vllm":
         return _vllm(config, data, model, model_folder), None
     if config.engine.place == "process" and (data.is_rolling or config.cluster.parts):
-        return _in_processes(config, objective, data, model, model_folder, note), None
+        return _in_processes(config, objective, data, model, model_folder, beside), None
     drawing = sampler_model(
         model,
         weights=config.engine.weights if data.is_rolling else "model",
@@ -106,7 +116,7 @@ def make_opponent(
 
 
 def _in_processes(
-    config: RunConfig, objective: Objective, data: StageData, model: Any, folder: Path, note: Callable[[str], None]
+    config: RunConfig, objective: Objective, data: StageData, model: Any, folder: Path, beside: Beside
 ) -> Sampler:
     """Opens there what would be opened here, and shares out the threads until it is closed."""
     if isinstance(objective, DirectLoss) and objective.loss.opponent_share is not None:
@@ -136,6 +146,9 @@ def _in_processes(
     def start(place: int) -> ProcessSampler:
         name = "the sampler process" if num == 1 else f"sampler process {place + 1} of {num}"
         environment = {"OMP_NUM_THREADS": str(threads.sampler)}
+        if beside.ray is not None:
+            own = replace(order, device=parameter.device.type)  # it sees the GPU that it was given, and no other
+            return beside.ray.start_sampler(place, name, own.to_json(), environment)
         return start_sampler(
             replace(order, device=devices[place]).to_json(), weights, name=name, environment=environment
         )
@@ -150,9 +163,9 @@ def _in_processes(
             num,
             max_restarts=config.cluster.max_restarts,
             silent_seconds=config.cluster.silent_seconds,
-            # On a GPU they read the trainer's own memory, which changes while it trains.
-            feeds_late=takes_turns or not parameter.is_cuda,
-            note=note,
+            # On a GPU, and over a network, they get the trainer's own tensors, which change while it trains.
+            feeds_late=takes_turns or not (parameter.is_cuda or beside.ray),
+            note=beside.note,
             closed=closed,
         )
     except BaseException:

@@ -27,10 +27,15 @@ def train(
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run stopped.")] = False,
     run: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME")] = None,
+    ray_address: Annotated[
+        str, typer.Option(help='A Ray cluster to run on, e.g. "auto": cluster.place = "ray" and its address')
+    ] = "",
 ) -> None:
     """Train a recipe: all its stages, in order."""
     from temper.config import load_recipe
 
+    if ray_address:
+        set_ = [*(set_ or ()), "cluster.place=ray", f"cluster.address={ray_address}"]
     name = load_recipe(recipe, set_ or ())[0].name  # first: a mistake in it needs no torch to be found
     if dry_run:
         with importing():

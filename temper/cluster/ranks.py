@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from temper.cluster.child import Child
+from temper.engine.process.client import Process
 from temper.errors import BackendError, UserError
 from temper.trainer.ranks.channel import Channel, Failure
 
@@ -44,6 +45,14 @@ class Place:
 
 ALONE = Place(0, 1, 0)
 
+StartRank = Callable[[int, str, Mapping[str, str]], Process]
+"""(rank, name, environment) -> a process that is this rank."""
+
+
+def as_children(module: str) -> StartRank:
+    """Ranks as children of this process, which run `module`."""
+    return lambda _, name, environment: Child(name, module, environment=environment)
+
 
 def find_place(environment: Mapping[str, str]) -> Place:
     """As whoever started this process says; alone, where nobody says so. SLURM's word counts where it also says where
@@ -61,7 +70,7 @@ class Ranks:
 
     place: Place
     channel: Channel
-    children: list[Child] = field(default_factory=list)
+    children: Sequence[Process] = ()
 
     def close(self, *, at_once: bool = False) -> None:
         """Ends what was started here. Others end with the word that the run is over, or because we are gone. at_once:
@@ -75,15 +84,16 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def start_ranks(module: str, world: int, seconds: float) -> Ranks:
-    """This process as rank 0, and children that run `module` as the others. seconds: that any of them may be silent."""
-    store = TCPStore(HOST, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STARTING_SECONDS))
-    children: list[Child] = []
+def start_ranks(start: StartRank, world: int, seconds: float, host: str = HOST) -> Ranks:
+    """This process as rank 0, and others that `start` starts. seconds: that any of them may be silent. host: where they
+    find this one."""
+    store = TCPStore(host, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STARTING_SECONDS))
+    children: list[Process] = []
     os.environ |= _sharing(0, world)
     try:
         for rank in range(1, world):
-            environment = _environment(rank, world, store.port)
-            children.append(Child(f"trainer rank {rank} of {world}", module, environment=environment))
+            told = _environment(rank, world, host, store.port)
+            children.append(start(rank, f"trainer rank {rank} of {world}", told))
         return _formed(Place(0, world, 0), store, seconds, children)
     except BaseException:
         for child in children:
@@ -98,11 +108,11 @@ def join_ranks(place: Place, seconds: float) -> Ranks:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=STARTING_SECONDS)))
     except ValueError as error:
         raise UserError(f"trainer ranks cannot find each other: {error}") from error
-    return _formed(place, store, seconds, [])
+    return _formed(place, store, seconds, ())
 
 
-def _environment(rank: int, world: int, port: int) -> dict[str, str]:
-    own = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": HOST, "MASTER_PORT": port}
+def _environment(rank: int, world: int, host: str, port: int) -> dict[str, str]:
+    own = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": host, "MASTER_PORT": port}
     own |= {"OMP_NUM_THREADS": torch.get_num_threads()}
     return {**{name: str(value) for name, value in own.items()}, **_sharing(rank, world)}
 
@@ -114,7 +124,7 @@ def _sharing(rank: int, world: int) -> dict[str, str]:
     return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
-def _formed(place: Place, store: Store, seconds: float, children: list[Child]) -> Ranks:
+def _formed(place: Place, store: Store, seconds: float, children: Sequence[Process]) -> Ranks:
     """Waits for: every rank to be there, then for all to connect, each within its deadline."""
 
     def find_lost() -> Failure | None:

@@ -5,6 +5,8 @@ Owns: the table. Refuses: starting them (build/, cluster/). The text under each 
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from temper.config.section import Section
@@ -13,6 +15,11 @@ from temper.config.section import Section
 class ClusterConfig(Section):
     """Processes of a run: those that train and those that draw."""
 
+    place: Literal["processes", "ray"] = "processes"
+    """Where trainers and samplers beside this process run: as children on this machine, or where a Ray cluster has room
+    for them. Their machines see the run directory and the model's."""
+    address: str = ""
+    """Of a Ray cluster that runs already ("auto": the one of this machine); empty: one is started here for the run."""
     trainers: int = Field(1, ge=1)
     """Trainer processes that share out each batch, one GPU each. Rank 0 is the process that was started; others follow
     it."""

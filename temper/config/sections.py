@@ -298,6 +298,13 @@ class RunConfig(Section):
             raise ValueError(
                 'engine.numerics = "exact" is made for float32 and bfloat16, not for model.dtype = "float16"'
             )
+        if self.cluster.place == "ray" and self.engine.place == "here" and self.cluster.trainers == 1:
+            raise ValueError(
+                'cluster.place = "ray" places sampler processes and trainers, and there are none: set '
+                'engine.place = "process" or cluster.trainers'
+            )
+        if self.cluster.address and self.cluster.place != "ray":
+            raise ValueError('cluster.address is that of a Ray cluster: set cluster.place = "ray", or leave it out')
         if self.cluster.sampler_keys() and self.engine.place == "here":
             raise ValueError(
                 f"cluster.{self.cluster.sampler_keys()[0]} is about sampler processes: "

@@ -182,7 +182,7 @@ READ_ELSEWHERE = {
     # Where there is an adapter.
     "LoraConfig.rank", "LoraConfig.alpha", "LoraConfig.targets", "LoraConfig.rslora", "LoraConfig.base",
     "EngineConfig.address",  # by SGLang
-    "ClusterConfig.trainers", "ClusterConfig.rank_seconds",  # before the first stage: commands/training/ranks.py
+    "ClusterConfig.address", "ClusterConfig.trainers", "ClusterConfig.rank_seconds",  # before the first stage: commands/training/ranks.py
     # By sampler processes.
     "EngineConfig.threads", "ClusterConfig.samplers", "ClusterConfig.max_restarts", "ClusterConfig.silent_seconds",
     "RolloutConfig.keep",  # by rejection sampling

@@ -10,19 +10,26 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from temper.build import pick_device
 from temper.build.trainer import open_here
-from temper.cluster.ranks import Place, Ranks, find_place, join_ranks, start_ranks
+from temper.cluster.ranks import Place, Ranks, as_children, find_place, join_ranks, start_ranks
+from temper.cluster.ray import RayPlace
 from temper.commands.launchers import require_one_process
 from temper.config import RunConfig
+from temper.config.cluster import ClusterConfig
+from temper.engine.process.client import Process
 from temper.errors import TemperError, UserError
 from temper.rewards.workers.program import die_with_parent
 from temper.trainer.ranks.ranked import END, Together, follow
 
+MODULE = "temper.commands.training.ranks"
 FOLLOWER_SECONDS = 24 * 3600.0
 """For a collective on a rank that follows: rank 0 has the recipe's deadline, and ends the others."""
 
@@ -38,16 +45,50 @@ def follow_if_started_so() -> None:
         sys.exit(0)
 
 
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Who works beside this process."""
+
+    together: Together | None = None
+    """All trainer ranks; None: there is one, this process."""
+    ray: RayPlace | None = None
+    """Where further processes are started; None: on this machine."""
+
+
 @contextmanager
-def trainer_ranks(stages: Sequence[RunConfig]) -> Iterator[Together | None]:
-    """All ranks of a run, from its first stage to its last; None: there is one trainer, and it is this process."""
+def started(stages: Sequence[RunConfig]) -> Iterator[Others]:
+    """What a run has beside this process, from its first stage to its last."""
     place, cluster = find_place(os.environ), stages[0].cluster
     world = _require_number(place, cluster.trainers)
-    if world == 1:
-        if cluster.parts:
-            raise UserError("cluster.parts shares weights out over trainers, and there is one: set cluster.trainers")
+    if world == 1 and cluster.parts:
+        raise UserError("cluster.parts shares weights out over trainers, and there is one: set cluster.trainers")
+    with _ray(stages, place, world) as ray:
+        if world == 1:
+            yield Others(ray=ray)
+            return
+        with _ranks(place, cluster, world, ray) as together:
+            yield Others(together, ray)
+
+
+@contextmanager
+def _ray(stages: Sequence[RunConfig], place: Place, world: int) -> Iterator[RayPlace | None]:
+    cluster = stages[0].cluster
+    if cluster.place != "ray":
         yield None
         return
+    if place.world > 1:
+        raise UserError(f'cluster.place = "ray", and a launcher started {place.world} processes. Use one of the two')
+    samplers = max(config.cluster.samplers if config.engine.place == "process" else 0 for config in stages)
+    gpus = int(any(pick_device(config.model.device).type == "cuda" for config in stages))
+    ray = RayPlace(cluster.address, ranks=world - 1, samplers=samplers, gpus=gpus)
+    try:
+        yield ray
+    finally:
+        ray.close()
+
+
+@contextmanager
+def _ranks(place: Place, cluster: ClusterConfig, world: int, ray: RayPlace | None) -> Iterator[Together]:
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // world))
     ranks: Ranks | None = None
@@ -55,8 +96,11 @@ def trainer_ranks(stages: Sequence[RunConfig]) -> Iterator[Together | None]:
     try:
         if place.world > 1:
             ranks = join_ranks(place, cluster.rank_seconds)
+        elif ray is not None:
+            start = partial(_start_on_ray, ray)
+            ranks = start_ranks(start, world, cluster.rank_seconds, ray.host)
         else:
-            ranks = start_ranks(__name__, world, cluster.rank_seconds)
+            ranks = start_ranks(as_children(MODULE), world, cluster.rank_seconds)
         yield Together(ranks.channel)
         is_over = True
     finally:
@@ -66,6 +110,10 @@ def trainer_ranks(stages: Sequence[RunConfig]) -> Iterator[Together | None]:
             with suppress(TemperError):
                 ranks.close(at_once=not is_over)
         torch.set_num_threads(threads)
+
+
+def _start_on_ray(ray: RayPlace, rank: int, name: str, environment: Mapping[str, str]) -> Process:
+    return ray.start_rank(rank, name, f"{MODULE}:follow_here", {**environment, "LOCAL_RANK": "0"})
 
 
 def _require_number(place: Place, wanted: int) -> int:
@@ -80,7 +128,8 @@ def _require_number(place: Place, wanted: int) -> int:
 
 
 def _follow(place: Place) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks; the first ends the run in order
+    with suppress(ValueError):  # not in the main thread of a process of Ray
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks; the first ends the run in order
     if "OMP_NUM_THREADS" not in os.environ:  # whoever started us has shared the cores out
         torch.set_num_threads(max(1, torch.get_num_threads() // place.world))
     ranks = join_ranks(place, FOLLOWER_SECONDS)
@@ -88,9 +137,14 @@ def _follow(place: Place) -> None:
     ranks.close()
 
 
+def follow_here() -> None:
+    """For processes that somebody started for this alone."""
+    _follow(find_place(os.environ))
+
+
 def main() -> None:
     die_with_parent(int(sys.argv[1]))
-    _follow(find_place(os.environ))
+    follow_here()
 
 
 if __name__ == "__main__":

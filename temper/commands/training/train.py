@@ -27,7 +27,7 @@ from temper.build import (
     settle_for_cpu,
     with_sampler_correction,
 )
-from temper.commands.training.ranks import trainer_ranks
+from temper.commands.training.ranks import Others, started
 from temper.commands.training.stopping import Stopped, run_until_stopped
 from temper.config import FIRST, RunConfig, load_recipe, read_table, refer, to_toml
 from temper.config.memory import settled_choice, with_choice, with_stored_choice
@@ -46,7 +46,6 @@ from temper.runs.store.verdicts import Verdicts
 from temper.stages.kinds import kind_of
 from temper.trainer.checkpoint import latest_checkpoint, prune, remove_unfinished, write_checkpoint
 from temper.trainer.ranks.channel import RankFailure
-from temper.trainer.ranks.ranked import Together
 
 RUNS = Path("runs")
 
@@ -93,8 +92,8 @@ def _run_to_the_end(stages: Sequence[RunConfig], folder: Path, records: RunRecor
     restarts = stages[0].cluster.max_restarts
     while True:
         try:
-            with trainer_ranks(stages) as together:
-                work = run_stages(stages, folder, records, together)
+            with started(stages) as others:
+                work = run_stages(stages, folder, records, others)
                 if (number := calls.run(run_until_stopped(work))) is not None:
                     raise Stopped(number)
                 return
@@ -160,10 +159,8 @@ class RunRecords:
         self.display.note(line_of(alarm))
 
 
-async def run_stages(
-    stages: Sequence[RunConfig], folder: Path, records: RunRecords, together: Together | None = None
-) -> None:
-    """Runs what is left of every stage. together: all trainer ranks; None: there is one."""
+async def run_stages(stages: Sequence[RunConfig], folder: Path, records: RunRecords, others: Others = Others()) -> None:
+    """Runs what is left of every stage."""
     store, display = records.store, records.display
     stages = list(stages)
     outputs = {FIRST: first_model(stages[0], folder)}
@@ -188,7 +185,7 @@ async def run_stages(
                 audit=store.audit,
             )
             caches = folder / "caches" / checkpoints.name
-            around = Around(caches=caches, earlier=outputs.keys(), together=together)
+            around = Around(caches=caches, earlier=outputs.keys(), together=others.together, ray=others.ray)
             stage = build_stage(config, index, model, resumed, around=around, listeners=listeners)
             # As it is run, for a resume: what is free then is no longer what was free now.
             stages[index] = with_choice(recipe, settled_choice(stage.config))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from temper.engine.in_flight import InFlight
+from temper.engine.process.sent_weights import SentWeights
 from temper.engine.process.weights import SharedWeights
 from temper.engine.process.wire import Frame, completion_of, error_of, read_frame, request_frame, to_bytes
 from temper.errors import BackendError
@@ -59,17 +60,19 @@ class ProcessSampler:
 
     def __init__(
         self,
-        connection: socket.socket,
-        weights: SharedWeights,
+        connection: socket.socket | Callable[[], socket.socket],
+        weights: SharedWeights | SentWeights,
         process: Process,
         *,
         order: str,
     ) -> None:
         """The order is sent at once: the other process opens its model while this one goes on.
 
-        weights: may be those of several samplers, and are closed by whoever made them.
+        connection: or what waits for it, where the other process has to call back from another machine; raises OSError
+        when it does not. weights: may be those of several samplers, and are closed by whoever made them.
         """
         self._connection, self._weights, self._process = connection, weights, process
+        self._order = to_bytes(Frame("order", ORDER, {"order": order}))
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._opening: asyncio.Future[Frame] | None = None
@@ -84,7 +87,8 @@ class ProcessSampler:
         """Why nothing can be asked any more; '' when all is well."""
         self._in_flight = InFlight()
         self._stats: Mapping[str, float] = {}
-        connection.sendall(to_bytes(Frame("order", ORDER, {"order": order})))
+        if not callable(connection):
+            connection.sendall(self._order)
 
     @property
     def version(self) -> int:
@@ -94,10 +98,23 @@ class ProcessSampler:
         """Returns when it is connected and has loaded its model."""
         if self._opening is None:
             self._opening = self._asked[ORDER] = asyncio.get_running_loop().create_future()
-            reader, self._writer = await asyncio.open_connection(sock=self._connection)
+            reader, self._writer = await asyncio.open_connection(sock=await self._connected())
             self._listener = asyncio.create_task(self._listen(reader), name="answers of a sampler process")
         self._require_whole()
         await self._within(self._opening, OPEN_SECONDS, "open its model")
+
+    async def _connected(self) -> socket.socket:
+        if not callable(self._connection):
+            return self._connection
+        try:
+            connection = await asyncio.to_thread(self._connection)
+            await asyncio.to_thread(connection.sendall, self._order)
+        except OSError as error:
+            self._process.kill()
+            self._break(self._process.wait(0.0) or f"it did not call back: {error}")
+            raise self._failed() from error
+        self._connection = connection
+        return connection
 
     async def generate(self, request: Request) -> Completion:
         """Waits for: the other process. Unblocked by: its answer or its death; a deadline is the episode's."""
@@ -153,7 +170,8 @@ class ProcessSampler:
             return
         self._is_closed = True
         if self._writer is None:
-            self._connection.close()  # it sees that nobody is there
+            if not callable(self._connection):
+                self._connection.close()  # it sees that nobody is there
         elif not self._failure:
             self._send(Frame("close"))
         if await asyncio.to_thread(self._process.wait, END_SECONDS) is None:
@@ -168,7 +186,7 @@ class ProcessSampler:
     async def _publish(self, publication: Publication) -> None:
         async with self._publishing:
             await self.opened()
-            told = await asyncio.to_thread(self._weights.write, publication)
+            told = await self._weights.hand_over(publication, self._send_piece)
             call, answer = self._new_call()
             self._send(Frame("load", call, told))
             loaded = await self._within(answer, LOAD_SECONDS, f"take over publication {publication.version}")
@@ -241,6 +259,13 @@ class ProcessSampler:
         assert self._writer is not None, "nothing is sent before the first publication"
         if not self._failure:  # else whoever waits for an answer has been told
             self._writer.write(to_bytes(frame))
+
+    async def _send_piece(self, frame: Frame) -> None:
+        """Weights go in pieces, and no faster than they are taken."""
+        self._require_whole()
+        self._send(frame)
+        assert self._writer is not None, "nothing is sent before it is connected"
+        await self._writer.drain()
 
     def _new_call(self) -> tuple[int, asyncio.Future[Frame]]:
         self._require_whole()

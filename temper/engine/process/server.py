@@ -87,6 +87,7 @@ class Server:
             "generate": self._generate,
             "abort": lambda frame: self._sampler.abort(frame.fields["id"]),
             "interrupt": lambda frame: self._sampler.interrupt(frame.fields["id"]),
+            "piece": self._put,
             "load": self._load,
             "warm_up": self._warm_up,
             "ping": self._ping,
@@ -127,6 +128,9 @@ class Server:
             self.send(completion_frame(call, await self._sampler.generate(request)))
         except Exception as error:  # told to who asked, who raises it again
             self.send(error_frame(call, error))
+
+    async def _put(self, frame: Frame) -> None:
+        self._weights.put(frame.fields["start"], frame.arrays[0], frame.fields["size"])
 
     async def _load(self, frame: Frame) -> None:
         """Nothing is drawn between the first tensor and the last: engines take weights over between two steps. One that

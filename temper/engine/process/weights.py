@@ -7,14 +7,16 @@ The memory has no name in any file system: it is gone with the last process that
 
 from __future__ import annotations
 
+import asyncio
 import math
 import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from temper.engine.process.wire import Frame
 from temper.errors import BackendError
 from temper.types import Publication
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:  # a process that only forwards frames needs no torch
 
     from temper.engine.process.device_weights import DeviceReader, DeviceWriter
 
+SendPiece = Callable[[Frame], Awaitable[None]]
+"""Sends a part of the weights to the other side, and waits until there is room for the next."""
 ALIGNMENT = 64
 """Of a tensor in the memory, in bytes: what vector instructions like."""
 
@@ -47,6 +51,16 @@ class SharedWeights:
         self._writing = threading.Lock()
         self._written: tuple[Publication, dict[str, Any]] | None = None
 
+    async def hand_over(self, publication: Publication, send: SendPiece) -> dict[str, Any]:
+        """Nothing is sent: the other side has the same memory."""
+        return await asyncio.to_thread(self.write, publication)
+
+    def put(self, start: int, data: Any, size: int) -> None:
+        """Bytes of weights that came over a socket, where they lie among `size`."""
+        if not 0 <= start <= start + len(data) <= size:
+            raise BackendError("weights outside of what was announced: the stream is out of step")
+        self._open_map(size)[start : start + len(data)] = memoryview(data).cast("B")
+
     def write(self, publication: Publication) -> dict[str, Any]:
         """What the other side needs to find the tensors, in their order. For a reader that comes later it is told again
         and not written again: the trainer's own tensors may be on their way to the next version."""
@@ -61,7 +75,7 @@ class SharedWeights:
         like = publication.alike or publication.tensors
         if any(tensor.is_cuda for tensor in like.values()):
             return self._write_on_device(publication)
-        places, size = _places(like)
+        places, size = places_of(like)
         views = self._views(places, size)
         with torch.no_grad():
             for name, view in views.items():
@@ -96,13 +110,17 @@ class SharedWeights:
         self._reader = self._reader or DeviceReader()
         return self._reader.read(told)
 
-    def _views(self, places: list[list[Any]], size: int) -> dict[str, torch.Tensor]:
-        import torch
-
+    def _open_map(self, size: int) -> mmap.mmap:
         if self._map is None or len(self._map) < size:
             if os.fstat(self.descriptor).st_size < size:
                 os.ftruncate(self.descriptor, size)
             self._map = mmap.mmap(self.descriptor, size)
+        return self._map
+
+    def _views(self, places: list[list[Any]], size: int) -> dict[str, torch.Tensor]:
+        import torch
+
+        mapped = self._open_map(size)
         views = {}
         for name, shape, kind, start in places:
             dtype, count = getattr(torch, kind), math.prod(shape)
@@ -110,12 +128,12 @@ class SharedWeights:
                 raise BackendError(f"{name} lies outside of the weights that were sent")
             empty = torch.empty(shape, dtype=dtype)
             views[name] = (
-                torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(shape) if count else empty
+                torch.frombuffer(mapped, dtype=dtype, count=count, offset=start).view(shape) if count else empty
             )
         return views
 
 
-def _places(tensors: Mapping[str, torch.Tensor]) -> tuple[list[list[Any]], int]:
+def places_of(tensors: Mapping[str, torch.Tensor]) -> tuple[list[list[Any]], int]:
     """(name, shape, dtype, first byte) of each, and the bytes of all."""
     places: list[list[Any]] = []
     start = 0

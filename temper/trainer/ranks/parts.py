@@ -8,6 +8,7 @@ frees. All ranks make the same passes in the same order, or they wait for each o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
@@ -46,6 +47,8 @@ def cut(model: Any) -> None:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     model.temper_cut, model.forward = True, _call
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    # It warns of views that a layer returns; nothing here changes one in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # A sum, not a mean: weights of tokens already hold the denominator of the whole batch.
