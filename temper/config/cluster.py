@@ -11,8 +11,14 @@ from temper.config.section import Section
 
 
 class ClusterConfig(Section):
-    """Processes beside the trainer's."""
+    """Processes of a run: trainers, and samplers beside them."""
 
+    trainers: int = Field(1, ge=1)
+    """Trainer processes that share out each batch, one GPU each. Rank 0 is the process that was started; others follow
+    it."""
+    parts: bool = False
+    """Whether each trainer holds a part of every layer's weights, gradients and optimiser states (FSDP2), and gathers a
+    layer when it computes it; otherwise each holds all of them. Parts need less memory, copies less exchange."""
     samplers: int = Field(1, ge=1)
     """Sampler processes that draw side by side, with engine.place = "process". Each has its own copy of the weights and
     its own cache; a group stays with one of them."""

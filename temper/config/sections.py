@@ -298,8 +298,12 @@ class RunConfig(Section):
             raise ValueError(
                 'engine.numerics = "exact" is made for float32 and bfloat16, not for model.dtype = "float16"'
             )
-        if self.cluster != ClusterConfig() and self.engine.place == "here":
-            raise ValueError('[cluster] is about sampler processes: set engine.place = "process", or leave it out')
+        of_samplers = self.cluster.model_copy(update={"trainers": 1, "parts": False})
+        if of_samplers != ClusterConfig() and self.engine.place == "here":
+            raise ValueError(
+                '[cluster] is about sampler processes: set engine.place = "process", or leave out all of it but '
+                "trainers and parts"
+            )
         if self.optim.warmup_steps > self.steps:
             raise ValueError(f"optim.warmup_steps={self.optim.warmup_steps} is more than steps={self.steps}")
         return self

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from temper.simulate.sampler import SimulatedSampler
+from temper.simulate.split import Split
 from temper.simulate.trainer import SimulatedTrainer
 from temper.types import Batch, EvaluationResult, StepReport
 
@@ -67,6 +68,8 @@ class SimulatedRun:
     trainers: int
     is_shared: bool
     """Whether both sides use the same GPUs in turn."""
+    parts: bool
+    """Whether each trainer holds a part of weights and states, in place of all."""
     seconds_per_step: float
     tokens_per_second: float
     """Tokens drawn, of dropped groups too."""
@@ -84,9 +87,7 @@ class SimulatedRun:
         return f"async, S = {self.max_staleness}" if self.max_staleness else "sync"
 
 
-def summarize(
-    steps: Sequence[StepTrace], *, skip: int, max_staleness: int, samplers: int, trainers: int, is_shared: bool
-) -> SimulatedRun:
+def summarize(steps: Sequence[StepTrace], split: Split, *, skip: int, max_staleness: int) -> SimulatedRun:
     """Over the steps after the first `skip`: a run that has just begun waits for its first groups."""
     first, last, counted = steps[skip - 1], steps[-1], steps[skip:]
     assert counted, "there must be steps after those that are skipped"
@@ -94,13 +95,14 @@ def summarize(
     ages = [age for step in counted for age in step.ages]
     return SimulatedRun(
         max_staleness=max_staleness,
-        gpus=samplers if is_shared else samplers + trainers,
-        samplers=samplers,
-        trainers=trainers,
-        is_shared=is_shared,
+        gpus=split.samplers if split.is_shared else split.samplers + split.trainers,
+        samplers=split.samplers,
+        trainers=split.trainers,
+        is_shared=split.is_shared,
+        parts=split.parts,
         seconds_per_step=elapsed / len(counted),
         tokens_per_second=sum(step.tokens_drawn for step in counted) / elapsed,
-        sampler_idle=1 - (last.sampler_busy - first.sampler_busy) / (elapsed * samplers),
+        sampler_idle=1 - (last.sampler_busy - first.sampler_busy) / (elapsed * split.samplers),
         trainer_idle=1 - (last.trainer_busy - first.trainer_busy) / elapsed,
         stale_mean=statistics.fmean(ages),
         stale_max=max(ages),

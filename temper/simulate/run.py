@@ -20,6 +20,7 @@ from temper.simulate.lengths import Lengths
 from temper.simulate.outcome import SimulatedRun, StepTrace, Tracer, summarize
 from temper.simulate.sampler import SamplerLimits, SimulatedSampler
 from temper.simulate.speeds import Speeds
+from temper.simulate.split import Split
 from temper.simulate.trainer import SimulatedTrainer
 from temper.simulate.world import Lots, PromptTokens, make_setup
 from temper.types import Batch
@@ -39,9 +40,7 @@ class Scenario:
     lengths: Lengths
     prompt_tokens: PromptTokens
     limits: SamplerLimits
-    trainers: int
-    is_shared: bool
-    """Whether sampler and trainer use the same GPUs: then they take turns."""
+    split: Split
     max_staleness: int
     steps: int
     """That are counted, after the first ones."""
@@ -62,19 +61,12 @@ class Scenario:
 def simulate(scenario: Scenario) -> SimulatedRun:
     with seldom_collected():
         steps = run_virtual(_run(scenario))
-    return summarize(
-        steps,
-        skip=scenario.skip,
-        max_staleness=scenario.max_staleness,
-        samplers=scenario.limits.replicas,
-        trainers=scenario.trainers,
-        is_shared=scenario.is_shared,
-    )
+    return summarize(steps, scenario.split, skip=scenario.skip, max_staleness=scenario.max_staleness)
 
 
 async def _run(scenario: Scenario) -> list[StepTrace]:
     sampler = SimulatedSampler(scenario.speeds, scenario.lengths, scenario.limits)
-    trainer = SimulatedTrainer(scenario.speeds, trainers=scenario.trainers, updates=scenario.updates)
+    trainer = SimulatedTrainer(scenario.speeds, trainers=scenario.split.trainers, updates=scenario.updates)
     tracer = Tracer(sampler, trainer)
     setup = make_setup(
         sampler,
@@ -83,7 +75,7 @@ async def _run(scenario: Scenario) -> list[StepTrace]:
         max_new_tokens=scenario.max_new_tokens,
         episode_seconds=scenario.episode_seconds,
     )
-    credit = make_credit(scenario.speeds, sampler if scenario.is_shared else None)
+    credit = make_credit(scenario.speeds, sampler if scenario.split.is_shared else None)
     source = scenario.make_source(setup, trainer, credit)
     await loop.run(
         make_plan(
@@ -92,7 +84,7 @@ async def _run(scenario: Scenario) -> list[StepTrace]:
             recorders=(tracer,),
             steps=scenario.skip + scenario.steps,
             runs_ahead=scenario.max_staleness > 0,
-            is_shared=scenario.is_shared,
+            is_shared=scenario.split.is_shared,
             after_step=scenario.speeds.after_step,
         )
     )

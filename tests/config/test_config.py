@@ -184,6 +184,7 @@ READ_ELSEWHERE = {
     "EngineConfig.address",  # by SGLang
     # By sampler processes.
     "EngineConfig.threads", "ClusterConfig.samplers", "ClusterConfig.max_restarts", "ClusterConfig.silent_seconds",
+    "ClusterConfig.trainers", "ClusterConfig.parts",  # by the planner
     "RolloutConfig.keep",  # by rejection sampling
     "ThinkingConfig.budget", "ThinkingConfig.closing", "ThinkingConfig.end",  # where there is a budget for thinking
     "RolloutConfig.transcripts_gb",  # before the first stage: commands/training/train.py
