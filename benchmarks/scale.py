@@ -64,7 +64,9 @@ def main() -> None:
     parser.add_argument("--gpu", default="", help="default: h100-80 for 7B, h200 for others")
     parser.add_argument("--groups", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=2, help="that are counted, after the first ones")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="that are counted, after the first ones; 0: 2, or 10 if S > 1"
+    )
     parser.add_argument("--again", action="store_true", help="show what is there")
     parser.add_argument("--experts", action="store_true", help="measure products of experts on this machine's GPU")
     options = parser.parse_args()
@@ -115,7 +117,7 @@ def result_of(case: Case, options: argparse.Namespace) -> dict[str, Any] | None:
 def simulate_case(recipe: Path, case: Case, gpu: str, steps: int) -> dict[str, Any]:
     asked = SimulationRequest(
         gpu=gpu, given={}, gpus=[case.gpus], staleness=[case.staleness], lengths=f"lognormal:{case.mean}:{SPREAD}",
-        steps=steps,
+        steps=steps or (2 if case.staleness < 2 else 10),  # a run that is far ahead is long in settling
     )  # fmt: skip
     result = simulate_recipe(recipe, asked)
     (run,), (plan,) = result.runs, result.plans

@@ -92,10 +92,12 @@ def test_more_gpus_are_faster_and_a_side_that_is_slower_gets_more_of_them(make_w
 
 def test_both_kinds_of_gpus_must_have_room(make_workload: Make) -> None:
     apart = with_layout(make_workload("7b"), Layout(trainers=4, samplers=4, parts=True, is_apart=True))
-    trainer, sampler = (plan_memory(side).needed_bytes for side in by_gpu(apart).values())
-    assert trainer != sampler
-    assert fits(apart, max(trainer, sampler))
-    assert not fits(apart, max(trainer, sampler) - 1)
+    cached = replace(apart, choice=replace(apart.choice, kv_tokens=20 * apart.choice.kv_tokens))
+    for work, fullest in ((apart, "trainer"), (cached, "sampler")):
+        needed = {kind: plan_memory(side).needed_bytes for kind, side in by_gpu(work).items()}
+        assert max(needed, key=lambda kind: needed[kind]) == fullest
+        assert fits(work, max(needed.values()))
+        assert not fits(work, max(needed.values()) - 1)
 
 
 def test_what_fits_nowhere_names_the_change_that_helps(make_workload: Make) -> None:

@@ -80,6 +80,12 @@ def test_shorter_answers_make_a_token_cheaper_to_train_and_a_split_publishes_ove
     assert (long.publish, sent) == (0.0, pytest.approx(WORK.shape.parameters * 2 / (GPU.peer_link * LINK_REACH)))
 
 
+def test_speeds_are_those_of_one_gpu_however_many_there_are() -> None:
+    one, many = (roofline_speeds(with_layout(SPREAD, Layout(trainers=count, samplers=count)), GPU) for count in (1, 8))
+    for name in ("decode_row", "decode_kv", "prefill_token", "train_token"):
+        assert getattr(many, name) == pytest.approx(getattr(one, name))
+
+
 def test_a_reference_is_paid_for_in_the_credit() -> None:
     with_reference = dataclasses.replace(WORK, frozen=(WORK.shape,))
     speeds = roofline_speeds(with_reference, GPU)
