@@ -14,12 +14,16 @@ _QWEN_1_5B = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers
               "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
 _QWEN_7B = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
             "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}  # fmt: skip
+_QWEN_30B_A3B = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+                 "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
+                 "num_key_value_heads": 4, "vocab_size": 151936, "tie_word_embeddings": False}  # fmt: skip
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("llama", _TINY),
     "smollm2-135m": ("llama", _SMOLLM2_135M),
     "qwen2.5-1.5b": ("qwen2", _QWEN_1_5B),
     "qwen2.5-7b": ("qwen2", _QWEN_7B),
+    "qwen3-30b-a3b": ("qwen3_moe", _QWEN_30B_A3B),
 }
 """(model_type, configuration)."""
 

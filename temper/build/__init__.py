@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from temper.build.check import check_stage, check_stages
 from temper.build.full import explain_out_of_memory
-from temper.build.memory import StagePlan, describe_peak, explain_misfit, plan_stage, settle_for_cpu
+from temper.build.memory import PlanRequest, StagePlan, describe_peak, explain_misfit, plan_stage, settle_for_cpu
 from temper.build.models import first_model, pick_device, pick_dtype
 from temper.build.objective import doubts_about, resolve_objective, with_sampler_correction
 from temper.build.plan import make_plan
@@ -13,6 +13,7 @@ from temper.build.stage import Around, Listeners, Stage, build_stage, check_data
 __all__ = [
     "Around",
     "Listeners",
+    "PlanRequest",
     "Stage",
     "StagePlan",
     "build_stage",

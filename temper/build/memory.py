@@ -6,7 +6,7 @@ Owns: reading a stage as a Workload, settling its keys on "auto", what is said w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -18,13 +18,14 @@ from temper.build.models import pick_device, pick_dtype
 from temper.config import RunConfig
 from temper.config.memory import CPU_CHOICE, KEYS, MemoryChoice, given_choice, settled_choice, with_choice
 from temper.errors import UserError
-from temper.objectives import Objective, PolicyObjective
-from temper.planning.choice import Remedy, candidates, choose, find_remedy
+from temper.objectives import DirectLoss, Objective, PolicyObjective
+from temper.planning.choice import Remedy, find_remedy
 from temper.planning.gpus import GIB, Gpu, this_gpu
+from temper.planning.layout import Layout, best_layout, enough_gpus, explain_choice, layouts, plan_layout
 from temper.planning.memory import MemoryPlan, plan_memory
-from temper.planning.seconds import TimePlan, plan_seconds
+from temper.planning.seconds import TimePlan
 from temper.planning.shape import DecoderShape, read_decoder_shape
-from temper.planning.workload import AdapterShape, Workload
+from temper.planning.workload import AdapterShape, AnswerLengths, Workload, by_gpu
 from temper.stages.distill import teacher_folders
 from temper.stages.kinds import kind_of
 from temper.stages.reading.data import StageData
@@ -39,40 +40,110 @@ DOUBT = 0.93
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What a stage would hold and take on a GPU."""
+    """What a stage would hold and take on its GPUs."""
 
     gpu: Gpu
+    layout: Layout
     work: Workload
     chosen: tuple[str, ...]
     """Fields of the choice that were on "auto"."""
-    memory: MemoryPlan
+    memories: Mapping[str, MemoryPlan]
+    """By kind of GPU: a trainer's, and a sampler's where it has one of its own."""
     time: TimePlan
+    reason: str
+    """Why this layout was chosen; "": there was no choice."""
     remedy: Remedy | None
     """The cheapest change that makes it fit; None: it fits, or nothing does."""
+    enough_gpus: int | None
+    """On how many it would fit; None: it fits, or the recipe says on how many it runs, or there are never enough."""
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """Of the kind of GPU that needs most."""
+        return max(self.memories.values(), key=lambda memory: memory.needed_bytes)
 
     @property
     def fits(self) -> bool:
         return self.memory.needed_bytes <= self.gpu.usable_bytes
 
 
-def plan_stage(config: RunConfig, objective: Objective, data: StageData, model_folder: Path, gpu: Gpu) -> StagePlan:
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a plan is asked for beside the GPU."""
+
+    gpus: int | None = None
+    """None: as the recipe is written, on this machine."""
+    trainers: int = 0
+    """Of them, where it is known; 0: what is fastest."""
+    parts: bool | None = None
+    """None: what is fastest."""
+    lengths: AnswerLengths | None = None
+    """None: seconds are those of the longest answers."""
+
+
+AS_WRITTEN = PlanRequest()
+
+
+def plan_stage(
+    config: RunConfig,
+    objective: Objective,
+    data: StageData,
+    model_folder: Path,
+    gpu: Gpu,
+    asked: PlanRequest = AS_WRITTEN,
+) -> StagePlan:
     """The plan with what the recipe gives, and for the rest with what is chosen for this GPU."""
-    given = given_choice(config)
-    work = workload_of(config, objective, data, model_folder)
-    choice = choose(work, gpu.usable_bytes, given)
-    if choice is None:  # the least that can be asked for, so that the table shows how much is missing
-        choice = list(candidates(work, given))[-1]
-    work = replace(work, choice=choice)
-    memory = plan_memory(work)
-    is_enough = memory.needed_bytes <= gpu.usable_bytes
+    given, work = given_choice(config), workload_of(config, objective, data, model_folder)
+    tried = [plan_layout(work, layout, gpu, given, asked.lengths) for layout in _layouts(config, data, work, asked)]
+    best, gpus = best_layout(tried), asked.gpus or 1
+    can_grow = not best.fits and gpus > 1 and not _has_table(config)
     return StagePlan(
         gpu=gpu,
-        work=work,
+        layout=best.layout,
+        work=best.work,
         chosen=tuple(field for field in KEYS if field not in given),
-        memory=memory,
-        time=plan_seconds(work, gpu),
-        remedy=None if is_enough else find_remedy(work, gpu.usable_bytes),
+        memories={kind: plan_memory(side) for kind, side in by_gpu(best.work).items()},
+        time=best.time,
+        reason=explain_choice(best, tried) if len(tried) > 1 and best.fits else "",
+        remedy=None if best.fits else find_remedy(best.work, gpu.usable_bytes),
+        enough_gpus=enough_gpus(work, gpu, gpus, given) if can_grow else None,
     )
+
+
+def _layouts(config: RunConfig, data: StageData, work: Workload, asked: PlanRequest) -> list[Layout]:
+    """Those to choose from: what the [cluster] table says, or what is worth trying where it says nothing."""
+    written = written_layouts(config, data)
+    if asked.gpus is None:
+        return [written[max(written) if torch.cuda.device_count() > config.cluster.trainers else min(written)]]
+    if not _has_table(config):
+        parts = True if config.cluster.parts else asked.parts
+        return list(layouts(work, asked.gpus, trainers=asked.trainers, parts=parts))
+    if asked.gpus not in written:
+        needed = f"trainers = {config.cluster.trainers}, which need {min(written)} GPUs"
+        if len(written) > 1:
+            needed += f", and samplers = {config.cluster.samplers}: {max(written)} GPUs, or {min(written)} in turn"
+        raise UserError(
+            f"--gpus {asked.gpus}: the recipe's [cluster] table says {needed}. Plan it for so many, or leave trainers "
+            "and samplers out of the table: then they are proposed"
+        )
+    return [written[asked.gpus]]
+
+
+def _has_table(config: RunConfig) -> bool:
+    return config.cluster.trainers > 1 or config.cluster.samplers > 1
+
+
+def written_layouts(config: RunConfig, data: StageData) -> dict[int, Layout]:
+    """By how many GPUs they need: what the recipe's [cluster] table may mean. Sampler processes have GPUs of their own
+    where there are any, and are on the trainers' otherwise."""
+    cluster = config.cluster
+    alone = Layout(trainers=cluster.trainers, parts=cluster.parts)
+    if config.engine.place == "here":
+        return {alone.gpus: alone}
+    apart = replace(alone, samplers=cluster.samplers, is_apart=True)
+    if not data.is_rolling:  # drawn for evaluations alone, in the trainer's process
+        return {alone.gpus: alone, apart.gpus: alone}
+    return {alone.gpus: replace(apart, is_apart=False), apart.gpus: apart}
 
 
 def settle(config: RunConfig, objective: Objective, data: StageData, model_folder: Path) -> RunConfig:
@@ -102,7 +173,9 @@ def explain_misfit(plan: StagePlan) -> str:
         if plan.remedy is not None
         else "No setting of the trainer or the engine makes it fit: use a smaller model, shorter rows or a larger GPU"
     )
-    return f"this needs {needed:.1f} GiB, and {free:.1f} are free ({describe_peak(plan.memory)}). {change}"
+    more = f"; or {plan.enough_gpus} GPUs" if plan.enough_gpus else ""
+    where = f" on each of {plan.layout.gpus} GPUs ({plan.layout})" if plan.layout.gpus > 1 else ""
+    return f"this needs {needed:.1f} GiB{where}, and {free:.1f} are free ({describe_peak(plan.memory)}). {change}{more}"
 
 
 def describe_peak(memory: MemoryPlan, count: int = 4) -> str:
@@ -139,8 +212,12 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         has_critic=isinstance(objective, PolicyObjective) and objective.critic is not None,
         has_own_head=is_scorer,
         trains=kind_of(config).trains,
+        trainers=config.cluster.trainers,
+        parts=config.cluster.parts,
         engine=_engine_weights(config, data),
         num_samplers=config.cluster.samplers if data.is_rolling else 1,
+        ahead=config.rollout.max_staleness if data.is_rolling else 0,
+        has_processes=config.engine.kind == "local" and not _has_opponents(objective),
         samples=not is_scorer,
         rolls=data.is_rolling,
         prompt_tokens=prompt,
@@ -155,16 +232,22 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
     )
 
 
-def _engine_weights(config: RunConfig, data: StageData) -> Literal["shared", "copied", "elsewhere"]:
-    """As build/sampler.py decides. Sampler processes have a GPU of their own where there is more than one."""
+def _engine_weights(config: RunConfig, data: StageData) -> Literal["shared", "copied", "apart", "elsewhere"]:
+    """As build/sampler.py decides. Sampler processes have GPUs of their own where trainers leave any."""
     if config.engine.kind == "sglang":
         return "elsewhere"
     if config.engine.place == "process" and data.is_rolling:
-        return "copied" if torch.cuda.device_count() < 2 else "elsewhere"
+        return "copied" if torch.cuda.device_count() <= config.cluster.trainers else "apart"
+    if config.cluster.parts and config.cluster.trainers > 1:
+        return "copied"
     if _has_four_bit_base(config):
         return "shared"
     runs_ahead = config.rollout.max_staleness > 0 and data.is_rolling
     return "copied" if config.model.lora is not None or config.engine.kind == "vllm" or runs_ahead else "shared"
+
+
+def _has_opponents(objective: Objective) -> bool:
+    return isinstance(objective, DirectLoss) and objective.loss.opponent_share is not None
 
 
 def _has_four_bit_base(config: RunConfig) -> bool:

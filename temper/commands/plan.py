@@ -1,4 +1,4 @@
-"""`temper plan`: bytes and seconds of every stage of a recipe on a GPU, before anything runs.
+"""`temper plan`: bytes and seconds of every stage of a recipe on one GPU or many, before anything runs.
 
 Owns: which GPU, and that a recipe that cannot fit is refused. Refuses: the sums (planning/).
 """
@@ -7,35 +7,84 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Group
 
-from temper.build import StagePlan, check_stage, check_stages, explain_misfit, first_model, plan_stage
+from temper.build import (
+    PlanRequest,
+    StagePlan,
+    check_stage,
+    check_stages,
+    explain_misfit,
+    first_model,
+    plan_stage,
+)
 from temper.commands.training.preflight import Later, OpenedStage
 from temper.config import load_recipe
 from temper.errors import UserError
+from temper.objectives import Objective
 from temper.planning.gpus import GPUS, Gpu, find_gpu, this_gpu
-from temper.planning.table import render_plan
+from temper.planning.table import cluster_lines, needs_line, render_plan, settings_line
 from temper.stages.kinds import kind_of
-from temper.stages.reading.data import open_data
+from temper.stages.reading.data import StageData, open_data
 
 
-def plan_recipe(recipe: Path, *, overrides: Sequence[str] = (), gpu: str = "") -> tuple[list[Group], list[str]]:
+def plan_recipe(
+    recipe: Path, *, overrides: Sequence[str] = (), gpu: str = "", gpus: int = 1
+) -> tuple[list[Group], list[str]]:
     """A table for each stage, and what to say of those that do not fit; no weights are read."""
     where = pick_gpu(gpu)
     stages = load_recipe(recipe, overrides)
     check_stages(stages)
     with tempfile.TemporaryDirectory() as folder:
         later = Later(stages, first_model(stages[0], Path(folder)))
-        plans = [(opened, plan_opened(opened, where)) for opened in map(later.open, stages)]
-    tables = [_render(opened, plan) for opened, plan in plans]
+        opened = [_Readied.of(stage) for stage in map(later.open, stages)]
+        plans = _plan_all(opened, where, gpus)
+    tables = [_render(readied.stage, plan) for readied, plan in zip(opened, plans, strict=True)]
     misfits = [
-        f"stage {opened.number} ({opened.config.stage}): {explain_misfit(plan)}"
-        for opened, plan in plans
+        f"stage {readied.stage.number} ({readied.stage.config.stage}): {explain_misfit(plan)}"
+        for readied, plan in zip(opened, plans, strict=True)
         if not plan.fits
     ]
     return tables, misfits
+
+
+@dataclass(frozen=True)
+class _Readied:
+    """A stage and its data, to be planned in several ways."""
+
+    stage: OpenedStage
+    objective: Objective
+    data: StageData
+
+    @classmethod
+    def of(cls, stage: OpenedStage) -> _Readied:
+        objective = check_stage(stage.config)
+        return cls(stage, objective, open_data(stage.readable, objective, kind_of(stage.config).reading, stage.model))
+
+    def plan(self, gpu: Gpu, asked: PlanRequest) -> StagePlan:
+        return plan_stage(self.stage.readable, self.objective, self.data, self.stage.model, gpu, asked)
+
+
+def _plan_all(stages: Sequence[_Readied], gpu: Gpu, gpus: int) -> list[StagePlan]:
+    """Trainers are started once for all stages: of what each stage would like best, what all of them together are
+    fastest with. Where no such table suits all, every stage shows its own."""
+    best = [stage.plan(gpu, PlanRequest(gpus=gpus)) for stage in stages]
+    wishes = dict.fromkeys((plan.layout.trainers, plan.layout.parts) for plan in best)
+    if len(wishes) == 1:
+        return best
+    together = [
+        [stage.plan(gpu, PlanRequest(gpus=gpus, trainers=trainers, parts=parts)) for stage in stages]
+        for trainers, parts in wishes
+    ]
+    fitting = [plans for plans in together if all(plan.fits for plan in plans)]
+
+    def seconds(plans: Sequence[StagePlan]) -> float:
+        return sum(plan.time.total * stage.stage.config.steps for plan, stage in zip(plans, stages, strict=True))
+
+    return min(fitting, key=seconds, default=best)
 
 
 def pick_gpu(name: str) -> Gpu:
@@ -48,12 +97,11 @@ def pick_gpu(name: str) -> Gpu:
     return found
 
 
-def plan_opened(stage: OpenedStage, gpu: Gpu) -> StagePlan:
-    objective = check_stage(stage.config)
-    data = open_data(stage.readable, objective, kind_of(stage.config).reading, stage.model)
-    return plan_stage(stage.readable, objective, data, stage.model, gpu)
-
-
 def _render(stage: OpenedStage, plan: StagePlan) -> Group:
-    title = f"stage {stage.number}: {stage.config.stage}, on {plan.gpu.name} ({plan.gpu.usable_bytes / 2**30:.1f} GiB)"
-    return render_plan(title, plan.work, plan.chosen, (plan.gpu, plan.memory, plan.time))
+    many = f"{plan.layout.gpus} x " if plan.layout.gpus > 1 else ""
+    where = f"{many}{plan.gpu.name} ({plan.gpu.usable_bytes / 2**30:.1f} GiB)"
+    lines = [settings_line(plan.work, plan.chosen), needs_line(plan.memory, plan.gpu)]
+    lines += cluster_lines(plan.layout, plan.work, plan.time, plan.reason)
+    return render_plan(
+        f"stage {stage.number}: {stage.config.stage}, on {where}", plan.work, plan.memories, plan.time, lines
+    )

@@ -13,12 +13,21 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from temper.build import check_stage, check_stages, explain_misfit, first_model, plan_stage
+from temper.build import (
+    PlanRequest,
+    StagePlan,
+    check_stage,
+    check_stages,
+    explain_misfit,
+    first_model,
+    plan_stage,
+)
 from temper.commands.training.preflight import Later, OpenedStage
 from temper.config import RunConfig, load_recipe
 from temper.errors import UserError
 from temper.objectives import Objective
 from temper.planning.gpus import find_gpu
+from temper.planning.workload import AnswerLengths
 from temper.protocols import BatchSource, Trainer
 from temper.rollout.episode import EpisodeSetup
 from temper.runs.reader import RunReader
@@ -28,8 +37,8 @@ from temper.simulate.outcome import SimulatedRun
 from temper.simulate.roofline import roofline_speeds
 from temper.simulate.run import Credit, Scenario, simulate
 from temper.simulate.sampler import SamplerLimits
-from temper.simulate.speeds import Speeds, with_given
-from temper.simulate.split import Split, StepSize, split_gpus
+from temper.simulate.speeds import Speeds, in_parts, with_given
+from temper.simulate.split import Split, StepSize, require_samplers, split_gpus
 from temper.stages.kinds import kind_of
 from temper.stages.parts import Parts
 from temper.stages.reading.data import StageData, open_data
@@ -69,6 +78,19 @@ class SimulationResult:
     runs: Sequence[SimulatedRun]
     speeds: Sequence[Speeds]
     """Of each run."""
+    plans: Sequence[StagePlan | None]
+    """Of each run whose speeds are those of a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arrangement:
+    """Who does what on so many GPUs, and how fast."""
+
+    split: Split
+    speeds: Speeds
+    kv_tokens: int
+    """Of each sampler; 0: enough."""
+    plan: StagePlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +102,6 @@ class _Stage:
     data: StageData
     lengths: Lengths
     like: MeasuredRun | None
-    speeds_of: Callable[[bool], Speeds]
-    """By whether sampler and trainer share GPUs."""
-    kv_tokens: int
 
     @property
     def config(self) -> RunConfig:
@@ -106,14 +125,20 @@ def simulate_recipe(
             raise UserError(f"{recipe} has no stage that trains on what it draws by its reward: nothing to simulate")
         stage = _open(opened[-1], asked)
         prompt_tokens = _prompt_tokens(stage.data)
-        runs, speeds = [], []
+        runs, found = [], []
         for gpus in asked.gpus:
             for staleness in asked.staleness:
                 tell(f"{gpus} GPU(s), S = {staleness}")
-                run, own = _simulate(stage, asked, gpus, staleness, prompt_tokens)
-                runs.append(run)
-                speeds.append(own)
-    return SimulationResult(title=_title(stage, prompt_tokens), runs=runs, speeds=speeds)
+                rollout = stage.config.rollout.model_copy(update={"max_staleness": staleness})
+                own = stage.config.model_copy(update={"rollout": rollout})
+                found.append(_arrange(stage, own, asked, gpus, prompt_tokens))
+                runs.append(_simulate(stage, own, asked, found[-1], prompt_tokens))
+    return SimulationResult(
+        title=_title(stage, prompt_tokens),
+        runs=runs,
+        speeds=[each.speeds for each in found],
+        plans=[each.plan for each in found],
+    )
 
 
 def _is_simulated(config: RunConfig) -> bool:
@@ -127,22 +152,44 @@ def _open(opened: OpenedStage, asked: SimulationRequest) -> _Stage:
     data = open_data(config, objective, kind_of(config).reading, opened.model)
     like = None if asked.like is None else measure_run(asked.like)
     lengths = _lengths(config, asked, like)
+    return _Stage(opened=opened, objective=objective, data=data, lengths=lengths, like=like)
+
+
+def _arrange(
+    stage: _Stage, config: RunConfig, asked: SimulationRequest, gpus: int, prompt_tokens: Callable[[Task], int]
+) -> _Arrangement:
+    """By the planner where a GPU is named; by speeds alone where they are given or measured."""
+    staleness, trainers = config.rollout.max_staleness, asked.trainers if gpus > 1 else 0
+    require_samplers(trainers, gpus)
+    if asked.gpu:
+        return _planned(stage, config, asked, gpus, trainers if staleness else 0)
+    speeds = with_given(None if stage.like is None else stage.like.speeds, asked.given)
+    split = split_gpus(speeds, _step_size(stage, prompt_tokens), gpus=gpus, max_staleness=staleness, trainers=trainers)
+    split = replace(split, parts=config.cluster.parts and split.trainers > 1)
     kv_tokens = config.engine.kv_tokens if isinstance(config.engine.kv_tokens, int) else 0
-    if not asked.gpu:
-        speeds = with_given(None if like is None else like.speeds, asked.given)
-        return _Stage(opened=opened, objective=objective, data=data, lengths=lengths, like=like, kv_tokens=kv_tokens,
-                      speeds_of=lambda is_shared: speeds)  # fmt: skip
-    plan = plan_stage(config, objective, data, opened.model, find_gpu(asked.gpu))
+    return _Arrangement(
+        split=split, speeds=in_parts(speeds, split.trainers) if split.parts else speeds, kv_tokens=kv_tokens
+    )
+
+
+def _planned(stage: _Stage, config: RunConfig, asked: SimulationRequest, gpus: int, trainers: int) -> _Arrangement:
+    """What `temper plan` would propose for answers of the mean length, and its seconds."""
+    looked_at = _answers(stage.lengths, config)
+    lengths = AnswerLengths(mean=max(1, round(statistics.fmean(looked_at))), longest=max(looked_at))
+    request = PlanRequest(gpus=gpus, trainers=trainers, lengths=lengths)
+    plan = plan_stage(config, stage.objective, stage.data, stage.opened.model, find_gpu(asked.gpu), request)
     if not plan.fits:
         raise UserError(explain_misfit(plan))
-    mean = _mean_answer(lengths, config)
-
-    def speeds_of(is_shared: bool) -> Speeds:
-        own = roofline_speeds(plan.work, plan.gpu, mean_tokens=mean, is_shared=is_shared)
-        return with_given(own, asked.given)
-
-    return _Stage(opened=opened, objective=objective, data=data, lengths=lengths, like=like, speeds_of=speeds_of,
-                  kv_tokens=plan.work.choice.kv_tokens)  # fmt: skip
+    speeds = roofline_speeds(plan.work, plan.gpu, lengths=lengths)
+    split = Split(
+        samplers=plan.work.drawing_gpus,
+        trainers=plan.layout.trainers,
+        is_shared=not plan.layout.is_apart,
+        parts=plan.layout.parts,
+    )
+    return _Arrangement(
+        split=split, speeds=with_given(speeds, asked.given), kv_tokens=plan.work.choice.kv_tokens, plan=plan
+    )
 
 
 def measure_run(folder: Path) -> MeasuredRun:
@@ -173,9 +220,10 @@ def _lengths(config: RunConfig, asked: SimulationRequest, like: MeasuredRun | No
     return read_lengths(f"lognormal:{max(1, config.sampling.max_new_tokens // USUAL_SHARE)}:0.6", asked.seed)
 
 
-def _mean_answer(lengths: Lengths, config: RunConfig) -> float:
+def _answers(lengths: Lengths, config: RunConfig) -> list[int]:
+    """Tokens of a few."""
     longest, size = config.sampling.max_new_tokens * config.rollout.max_turns, config.rollout.group_size
-    return statistics.fmean(min(longest, lengths(f"looked at/{i // size}", i % size)) for i in range(LOOKED_AT))
+    return [min(longest, lengths(f"looked at/{i // size}", i % size)) for i in range(LOOKED_AT)]
 
 
 def _prompt_tokens(data: StageData) -> Callable[[Task], int]:
@@ -194,30 +242,21 @@ def _prompt_tokens(data: StageData) -> Callable[[Task], int]:
 
 
 def _simulate(
-    stage: _Stage, asked: SimulationRequest, gpus: int, staleness: int, prompt_tokens: Callable[[Task], int]
-) -> tuple[SimulatedRun, Speeds]:
-    config = stage.config
-    rollout = config.rollout.model_copy(update={"max_staleness": staleness})
-    own = config.model_copy(update={"rollout": rollout})
-    # The split needs speeds, and speeds a word about the split: two sides apart publish over a link.
-    apart = stage.speeds_of(staleness == 0 or gpus == 1)
-    split = split_gpus(
-        apart,
-        _step_size(stage, prompt_tokens),
-        gpus=gpus,
-        max_staleness=staleness,
-        trainers=asked.trainers if gpus > 1 else 0,
-    )
-    run = simulate(
+    stage: _Stage,
+    config: RunConfig,
+    asked: SimulationRequest,
+    arranged: _Arrangement,
+    prompt_tokens: Callable[[Task], int],
+) -> SimulatedRun:
+    return simulate(
         Scenario(
-            make_source=_make_source(stage, own),
-            speeds=apart,
+            make_source=_make_source(stage, config),
+            speeds=arranged.speeds,
             lengths=stage.lengths,
             prompt_tokens=prompt_tokens,
-            limits=_limits(stage, split),
-            trainers=split.trainers,
-            is_shared=split.is_shared,
-            max_staleness=staleness,
+            limits=_limits(stage, arranged),
+            split=arranged.split,
+            max_staleness=config.rollout.max_staleness,
             group_size=config.rollout.group_size,
             steps=asked.steps or _enough_steps(config),
             updates=config.trainer.updates_per_batch,
@@ -227,7 +266,6 @@ def _simulate(
             seed=asked.seed,
         )
     )
-    return run, apart
 
 
 def _enough_steps(config: RunConfig) -> int:
@@ -235,11 +273,11 @@ def _enough_steps(config: RunConfig) -> int:
     return max(LEAST_STEPS, min(MOST_STEPS, ENOUGH_ANSWERS // rows))
 
 
-def _limits(stage: _Stage, split: Split) -> SamplerLimits:
+def _limits(stage: _Stage, arranged: _Arrangement) -> SamplerLimits:
     return SamplerLimits(
-        replicas=split.samplers,
+        replicas=arranged.split.samplers,
         max_running=stage.config.engine.max_running,
-        kv_tokens=stage.kv_tokens,
+        kv_tokens=arranged.kv_tokens,
         longest=stage.data.shape.max_context,
     )
 
@@ -249,7 +287,7 @@ def _step_size(stage: _Stage, prompt_tokens: Callable[[Task], int]) -> StepSize:
     return StepSize(
         rows=config.rollout.groups_per_step * config.rollout.group_size,
         prompt_tokens=statistics.fmean(map(prompt_tokens, stage.data.probe)),
-        answer_tokens=_mean_answer(stage.lengths, config),
+        answer_tokens=statistics.fmean(_answers(stage.lengths, config)),
         max_running=config.engine.max_running,
         updates=config.trainer.updates_per_batch,
     )

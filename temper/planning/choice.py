@@ -12,19 +12,22 @@ from typing import Any
 
 from temper.config.memory import KEYS, MemoryChoice
 from temper.planning.memory import plan_memory
-from temper.planning.workload import AdapterShape, Workload
+from temper.planning.workload import AdapterShape, Workload, by_gpu
 
 MICROBATCHES = (65536, 32768, 16384, 8192)
 """Largest first: larger ones are faster, and above this they gain nothing."""
 SMALL_MICROBATCHES = (4096, 2048, 1024)
 KV_SHARES = (1.0, 0.5, 0.25, 0.125)
 """Of what every running sequence would need at its longest. With less, sequences wait for each other."""
+SMALL_KV_SHARES = (1 / 16, 1 / 32, 1 / 64, 1 / 128)
+"""Tried where nothing else fits: of answers that may become very long few do."""
 REMEDY_RANK = 32
 """Of the adapter that is proposed where nothing else fits."""
 
 
 def fits(work: Workload, free_bytes: float) -> bool:
-    return plan_memory(work).needed_bytes <= free_bytes
+    """Whether every kind of GPU has room for what it holds."""
+    return all(plan_memory(side).needed_bytes <= free_bytes for side in by_gpu(work).values())
 
 
 def choose(work: Workload, free_bytes: float, given: Mapping[str, Any]) -> MemoryChoice | None:
@@ -33,6 +36,8 @@ def choose(work: Workload, free_bytes: float, given: Mapping[str, Any]) -> Memor
 
     `work.choice` holds kv_tokens that are enough; `given` are values of a recipe, which are never changed.
     """
+    if not fits(replace(work, choice=least_choice(work, given)), free_bytes):
+        return None  # found at once, since many ways to share out GPUs are tried
     for candidate in candidates(work, given):
         if fits(replace(work, choice=candidate), free_bytes):
             return candidate
@@ -41,7 +46,9 @@ def choose(work: Workload, free_bytes: float, given: Mapping[str, Any]) -> Memor
 
 def candidates(work: Workload, given: Mapping[str, Any]) -> Iterator[MemoryChoice]:
     """Preferred ones first."""
-    for microbatches, shares in ((MICROBATCHES, KV_SHARES[:1]), (MICROBATCHES + SMALL_MICROBATCHES, KV_SHARES)):
+    small = MICROBATCHES + SMALL_MICROBATCHES
+    ways = ((MICROBATCHES, KV_SHARES[:1]), (small, KV_SHARES), *((small, (share,)) for share in SMALL_KV_SHARES))
+    for microbatches, shares in ways:
         options: dict[str, tuple[Any, ...]] = {
             "states": ("float32", "bfloat16", "8bit"),
             "gradient_checkpointing": (False, True),
@@ -52,6 +59,22 @@ def candidates(work: Workload, given: Mapping[str, Any]) -> Iterator[MemoryChoic
             options[field] = (value,) if field != "kv_tokens" or value else (work.choice.kv_tokens,)
         for values in product(*options.values()):
             yield MemoryChoice(**dict(zip(options, values, strict=True)))
+
+
+def fuller_caches(
+    work: Workload, free_bytes: float, given: Mapping[str, Any], least_tokens: int
+) -> Iterator[MemoryChoice]:
+    """What fits with each cache above so many tokens: for a fuller one something else is given up."""
+    sizes = [] if "kv_tokens" in given else [_cache_tokens(work, share) for share in KV_SHARES + SMALL_KV_SHARES]
+    for size in sizes:
+        choice = choose(work, free_bytes, {**given, "kv_tokens": size}) if size > least_tokens else None
+        if choice is not None:
+            yield choice
+
+
+def least_choice(work: Workload, given: Mapping[str, Any]) -> MemoryChoice:
+    """The least that can be asked for: everything is given up that a recipe does not give."""
+    return list(candidates(work, given))[-1]
 
 
 def _cache_tokens(work: Workload, share: float) -> int:
@@ -112,14 +135,15 @@ def _changes(work: Workload) -> list[Change]:
     if work.trains:
         changes += [
             (KEYS["gradient_checkpointing"], _checkpointed, lambda changed: "true"),
+            ("cluster.parts", _in_parts, lambda changed: "true"),
             (KEYS["states"], _compact, lambda changed: '"8bit"'),
             ("optim.offload", _offloaded, lambda changed: "true"),
             ("model.lora", _adapted, lambda changed: f"{{rank = {REMEDY_RANK}}}"),
         ]
     if work.frozen:
         changes.append(("model.offload", _frozen_away, lambda changed: "true"))
-    if work.samples and work.engine != "elsewhere":
-        changes += [_smaller_cache(share) for share in KV_SHARES[1:]]
+    if work.samples and work.engine != "elsewhere":  # a sampler's own GPU may be the one that is full
+        changes += [_smaller_cache(share) for share in KV_SHARES[1:] + SMALL_KV_SHARES]
     return changes
 
 
@@ -145,6 +169,13 @@ def _smaller_cache(share: float) -> Change:
 
 def _checkpointed(work: Workload) -> Workload | None:
     return None if work.choice.gradient_checkpointing else _chosen(work, gradient_checkpointing=True)
+
+
+def _in_parts(work: Workload) -> Workload | None:
+    """The sampler in a trainer's own process then needs a copy of the weights."""
+    if work.parts or work.trainers == 1:
+        return None
+    return replace(work, parts=True, engine="copied" if work.engine == "shared" else work.engine)
 
 
 def _compact(work: Workload) -> Workload | None:

@@ -1,16 +1,21 @@
 """GPUs that a plan can be made for, by the numbers of their data sheets, and the one of this machine.
 
-Owns: memory, rates and bandwidths. Refuses: clocks; what a kernel reaches of these is in seconds.py.
+Owns: memory, rates and bandwidths. Refuses: clocks; what kernels and collectives reach of these is in seconds.py and
+exchange.py. Links between GPUs are half of what data sheets say of NVLink, which count both directions; networks are
+those of NVIDIA's own machines (DGX A100: 200 Gb/s for each GPU, DGX H100, H200 and B200: 400 Gb/s). GPUs without NVLink
+reach each other as they reach the host, and machines of them share 100 Gb/s.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from temper.errors import UserError, did_you_mean
 from temper.runs.flops import peak_flops
 
 GIB = 2**30
+MOST_GPUS = 4096
+"""That a plan is made for."""
 UNKNOWN_FLOPS = 50e12
 """Of a GPU that no table knows: enough to tell what dominates."""
 
@@ -27,6 +32,12 @@ class Gpu:
     """Bytes per second of its memory."""
     link: float = 25e9
     """Bytes per second from and to the memory of the host."""
+    peer_link: float = 25e9
+    """Bytes per second from and to another GPU of the same machine."""
+    network: float = 100e9 / 8 / 8
+    """Bytes per second from and to another machine, for each GPU."""
+    per_machine: int = 8
+    """GPUs of one machine."""
     free_bytes: float | None = None
     """What is free now, where the GPU is here; None: all of it."""
 
@@ -42,19 +53,24 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu(name="b200", device_name="B200", memory_bytes=178 * GIB, bandwidth=8.0e12, link=50e9),
-        Gpu(name="h200", device_name="H200", memory_bytes=139.8 * GIB, bandwidth=4.8e12, link=50e9),
-        Gpu(name="h100-80", device_name="H100", memory_bytes=79.1 * GIB, bandwidth=3.35e12, link=50e9),
-        Gpu(name="a100-80", device_name="A100", memory_bytes=79.1 * GIB, bandwidth=2.0e12),
-        Gpu(name="a100-40", device_name="A100", memory_bytes=39.4 * GIB, bandwidth=1.55e12),
+        Gpu(name="b200", device_name="B200", memory_bytes=178 * GIB, bandwidth=8.0e12, link=50e9,
+            peer_link=900e9, network=50e9),
+        Gpu(name="h200", device_name="H200", memory_bytes=139.8 * GIB, bandwidth=4.8e12, link=50e9,
+            peer_link=450e9, network=50e9),
+        Gpu(name="h100-80", device_name="H100", memory_bytes=79.1 * GIB, bandwidth=3.35e12, link=50e9,
+            peer_link=450e9, network=50e9),
+        Gpu(name="a100-80", device_name="A100", memory_bytes=79.1 * GIB, bandwidth=2.0e12,
+            peer_link=300e9, network=25e9),
+        Gpu(name="a100-40", device_name="A100", memory_bytes=39.4 * GIB, bandwidth=1.55e12,
+            peer_link=300e9, network=25e9),
         Gpu(name="l40s", device_name="L40S", memory_bytes=44.4 * GIB, bandwidth=0.864e12),
         Gpu(name="l4", device_name="L4", memory_bytes=22.0 * GIB, bandwidth=0.3e12),
         Gpu(name="a10-24", device_name="A10", memory_bytes=22.0 * GIB, bandwidth=0.6e12),
         Gpu(name="4090", device_name="RTX 4090", memory_bytes=23.5 * GIB, bandwidth=1.0e12),
         Gpu(name="3090", device_name="RTX 3090", memory_bytes=23.6 * GIB, bandwidth=0.936e12),
-        Gpu(name="t4", device_name="T4", memory_bytes=14.6 * GIB, bandwidth=0.32e12, link=12e9),
+        Gpu(name="t4", device_name="T4", memory_bytes=14.6 * GIB, bandwidth=0.32e12, link=12e9, peer_link=12e9),
     )
-}
+}  # fmt: skip
 
 
 def find_gpu(name: str) -> Gpu:
@@ -75,11 +91,5 @@ def this_gpu() -> Gpu | None:
     kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     device_name = torch.cuda.get_device_name()
     like = next((gpu for gpu in GPUS.values() if gpu.device_name in device_name), None)
-    return Gpu(
-        name="this machine's",
-        device_name=device_name,
-        memory_bytes=total,
-        bandwidth=like.bandwidth if like else 1e12,
-        link=like.link if like else 25e9,
-        free_bytes=free + kept,
-    )
+    known = like or Gpu(name="", device_name="", memory_bytes=total, bandwidth=1e12)
+    return replace(known, name="this machine's", device_name=device_name, memory_bytes=total, free_bytes=free + kept)

@@ -1,4 +1,4 @@
-"""Bytes of a stage on its GPU, by part and phase.
+"""Bytes of a stage on one of its GPUs, by part and phase.
 
 Owns: the sum. What a layer keeps for its backward pass is read off the code that keeps it: models/decoder.py and its
 kernels, trainer/passes/packed_attention.py, sharing.py and logprobs.py. Refuses: measuring (benchmarks/plan.py does),
@@ -17,6 +17,7 @@ from temper.engine.local.graphs import bucket
 from temper.models.decoder import FAMILIES
 from temper.models.long_rows.feed_forward import CHUNK_TOKENS as FED_TOKENS
 from temper.models.nf4.blocks import BLOCK
+from temper.planning.exchange import GRADIENT_BYTES
 from temper.planning.shape import DecoderShape
 from temper.planning.workload import Workload
 from temper.trainer.adamw.footprint import bytes_per_parameter
@@ -42,6 +43,10 @@ ROUNDING = 1.03
 whole blocks of the allocator. Seen on an H200: 1.00 to 1.04."""
 WORKSPACE_BYTES = 160 << 20
 """Of libraries that multiply matrices, for the streams of trainer and engine."""
+COLLECTIVE_BYTES = 1 << 30
+"""What NCCL is assumed to hold for its channels, where there are several trainers."""
+GATHERED_LAYERS = 2
+"""Whole layers of a model in parts that are there at once: one that is computed, and the next, which arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ class MemoryPlan:
 def plan_memory(work: Workload) -> MemoryPlan:
     lasting = {"weights": _weights(work), **_engine(work), **_frozen(work), **_states(work)}
     phases: dict[str, dict[str, float]] = {}
-    if work.samples and work.engine != "elsewhere":
+    if work.samples and work.engines_here:
         phases["rollout"] = {**lasting, "prompts and logits": _engine_pass(work)}
     if work.frozen:
         visiting = max(_weight_bytes(shape, work.itemsize) for shape in work.frozen) if work.offload_frozen else 0.0
@@ -81,8 +86,8 @@ def plan_memory(work: Workload) -> MemoryPlan:
         }
     if work.trains:
         gradients = {"gradients": _gradients(work)}
-        phases["forward and backward"] = {**lasting, **gradients, **_backward(work)}
-        bucket = min(BUCKET_VALUES, work.trained_parameters)
+        phases["forward and backward"] = {**lasting, **gradients, **_gathered(work), **_backward(work)}
+        bucket = min(BUCKET_VALUES, work.trained_parameters // work.share)
         phases["update"] = {**lasting, **gradients, "buffers": float(UPDATE_BYTES_PER_VALUE * bucket)}
     if not phases:
         phases["rollout"] = lasting
@@ -106,16 +111,32 @@ def _weight_bytes(shape: DecoderShape, itemsize: int) -> float:
 
 
 def _weights(work: Workload) -> float:
+    """Of the policy: all of them, or this trainer's part."""
     shape = work.shape
     factors = 4 * work.trained_parameters if work.adapter is not None else 0  # factors are float32
     if not work.has_four_bit_base:
-        return _weight_bytes(shape, work.itemsize) + factors
-    return FOUR_BIT_BYTES * shape.layers + (shape.parameters - shape.layers) * work.itemsize + factors
+        return (_weight_bytes(shape, work.itemsize) + factors) / work.share
+    outside = (shape.parameters - shape.layers) * work.itemsize
+    return (FOUR_BIT_BYTES * shape.layers + outside + factors) / work.share
+
+
+def _gathered(work: Workload) -> dict[str, float]:
+    """Of a model in parts: layers that are whole for now, with all that is outside of layers, and what a collective
+    reads and writes: weights as they arrive, and the gradients of the largest piece before they are shared out."""
+    if work.share == 1:
+        return {}
+    shape, size = work.shape, work.itemsize
+    layer, outside = shape.layers / shape.num_layers, shape.parameters - shape.layers
+    each = size + (size + GRADIENT_BYTES if work.adapter is None else 0)
+    return {
+        "gathered layers": float((GATHERED_LAYERS * layer + outside) * size),
+        "exchange buffers": float(max(layer, outside) * each),
+    }
 
 
 def _engine(work: Workload) -> dict[str, float]:
-    """The sampler's own weights, its cache and what its recorded steps hold; nothing where it is elsewhere."""
-    if not work.samples or work.engine == "elsewhere":
+    """The sampler's own weights, its cache and what its recorded steps hold; nothing where it is on another GPU."""
+    if not work.samples or not work.engines_here:
         return {}
     shape, own = work.shape, 0.0
     if work.has_float8_sampler:
@@ -128,13 +149,13 @@ def _engine(work: Workload) -> dict[str, float]:
     # One pool for all recordings, made before step 1: the largest decode step, and the largest pass over prompts.
     graphs = bucket(work.max_running) * shape.vocabulary * 4 + tokens * _pass_width(work) * work.itemsize
     parts = {"sampler's weights": own, "KV cache": cache, "graphs": float(graphs) if work.has_graphs else 0.0}
-    return {name: work.num_samplers * size for name, size in parts.items()}
+    return {name: work.engines_here * size for name, size in parts.items()}
 
 
 def _engine_pass(work: Workload) -> float:
     """A chunk of prompts, and the logits of a first token for everyone."""
     chunk = work.tokens_per_step * _pass_width(work) * work.itemsize
-    return work.num_samplers * float(chunk + work.max_running * work.shape.vocabulary * 4 + _made_weight(work))
+    return work.engines_here * float(chunk + work.max_running * work.shape.vocabulary * 4 + _made_weight(work))
 
 
 def _made_weight(work: Workload) -> float:
@@ -163,7 +184,12 @@ def _states(work: Workload) -> dict[str, float]:
         whole = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=_dtype(work))
         critic = work.shape.parameters * (whole.device - whole.gradients)
     held = each.masters + each.moments - each.host
-    return {"optimiser states": work.trained_parameters * held, "critic": critic, "workspaces": float(WORKSPACE_BYTES)}
+    return {
+        "optimiser states": work.trained_parameters * held / work.share,
+        "critic": critic / work.share,
+        "workspaces": float(WORKSPACE_BYTES),
+        "collectives": float(COLLECTIVE_BYTES) if work.trainers > 1 else 0.0,
+    }
 
 
 def _trained_dtype(work: Workload) -> torch.dtype:
@@ -174,12 +200,12 @@ def _host(work: Workload) -> float:
     each = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=_trained_dtype(work))
     away = sum(_weight_bytes(shape, work.itemsize) for shape in work.frozen) if work.offload_frozen else 0.0
     inputs = work.shape.num_layers * _kept_inputs(work) if work.choice.gradient_checkpointing == "offload" else 0.0
-    return work.trained_parameters * each.host + away + inputs
+    return work.trained_parameters * each.host / work.share + away + inputs
 
 
 def _gradients(work: Workload) -> float:
     """Summed in float32; those of the critic exist by turns with the policy's."""
-    return 4.0 * (work.shape.parameters if work.has_critic else work.trained_parameters)
+    return GRADIENT_BYTES * (work.shape.parameters if work.has_critic else work.trained_parameters) / work.share
 
 
 def _forward(work: Workload) -> float:

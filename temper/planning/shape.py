@@ -87,6 +87,13 @@ class DecoderShape:
     def active_layers(self) -> int:
         return self.num_layers * (self.attention + self.active_mlp)
 
+    def read_layers(self, num_tokens: int) -> float:
+        """Parameters of layers that so many tokens need between them, each with experts of its own drawn by lot."""
+        if not self.num_experts:
+            return float(self.layers)
+        idle = (1 - self.experts_per_token / self.num_experts) ** num_tokens
+        return self.num_layers * (self.attention + self.mlp * (1 - idle))
+
     @property
     def parameters(self) -> int:
         small = 2 * self.width

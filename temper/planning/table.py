@@ -5,7 +5,7 @@ Owns: words and columns. Refuses: numbers that are not in the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group
 from rich.table import Column, Table
@@ -13,7 +13,9 @@ from rich.text import Text
 
 from temper.config.memory import KEYS
 from temper.config.toml import to_toml_value
+from temper.models.decoder import FAMILIES
 from temper.planning.gpus import GIB, Gpu
+from temper.planning.layout import Layout
 from temper.planning.memory import MemoryPlan
 from temper.planning.seconds import TimePlan
 from temper.planning.workload import Workload
@@ -37,8 +39,31 @@ def time_table(time: TimePlan) -> Table:
     for name, seconds in time.seconds.items():
         table.add_row(name, f"{seconds:.2f}", time.reasons[name])
     table.add_section()
-    table.add_row("together", f"{time.total:.2f}", f"{time.slowest} dominates", style="bold")
+    together = "the longer side" if time.overlaps else "together"
+    table.add_row(together, f"{time.total:.2f}", f"{time.slowest} dominates", style="bold")
     return table
+
+
+def cluster_lines(layout: Layout, work: Workload, time: TimePlan, reason: str) -> list[str]:
+    """What to write into a recipe, why, and what stands in the way; nothing for one GPU."""
+    if layout.gpus == 1:
+        return []
+    values = {"trainers": layout.trainers, "samplers": layout.samplers, "parts": layout.parts}
+    draws = layout.samplers > 1 or layout.is_apart
+    table = {key: value for key, value in values.items() if key != "samplers" or draws}
+    written = f"cluster = {to_toml_value(table)}" + (', engine.place = "process"' if draws else "")
+    trainers = "trainers hold a part each" if layout.parts else "trainers hold a copy each"
+    where = "samplers have GPUs of their own" if layout.is_apart else "all draw, then all train"
+    words = f"{trainers}, {where}" if draws else trainers
+    lines = [f"{written}: {words}" + (f"; {reason}" if reason else "")]
+    if layout.is_apart:
+        idle = {"samplers": 1 - time.drawing / time.total, "trainers": 1 - time.training / time.total}
+        lines.append("GPUs that wait: " + ", ".join(f"{who} {share:.0%} of the time" for who, share in idle.items()))
+    if layout.parts and work.shape.family not in FAMILIES:
+        lines.append(
+            f"parts are made for {', '.join(FAMILIES)} today: a {work.shape.family} can be planned, not trained so"
+        )
+    return lines
 
 
 def settings_line(work: Workload, chosen: Sequence[str]) -> str:
@@ -51,21 +76,32 @@ def settings_line(work: Workload, chosen: Sequence[str]) -> str:
     return ", ".join(words)
 
 
-def render_plan(title: str, work: Workload, chosen: Sequence[str], parts: tuple[Gpu, MemoryPlan, TimePlan]) -> Group:
-    gpu, memory, time = parts
+def render_plan(
+    title: str, work: Workload, memories: Mapping[str, MemoryPlan], time: TimePlan, lines: Sequence[str]
+) -> Group:
+    """`lines`: what is said below the facts."""
+    titles = {kind: title if len(memories) == 1 else f"{title}, each {kind}'s GPU" for kind in memories}
+    tables = [memory_table(memory, titles[kind]) for kind, memory in memories.items()]
+    return Group(*tables, time_table(time), Text(facts_line(work)), *map(Text, lines))
+
+
+def facts_line(work: Workload) -> str:
     shape = work.shape
-    facts = (
-        f"{shape.family}, {shape.parameters / 1e9:.3g} billion parameters"
+    active = f", {shape.active_layers / 1e9:.3g} active in layers" if shape.num_experts else ""
+    return (
+        f"{shape.family}, {shape.parameters / 1e9:.3g} billion parameters{active}"
         + (f", {work.trained_parameters / 1e6:,.0f} million trained" if work.trained_parameters else "")
         + f"; rows of up to {work.row_tokens:,} tokens, {work.packed_tokens:,} in a microbatch"
     )
+
+
+def needs_line(memory: MemoryPlan, gpu: Gpu) -> str:
+    """What the fullest GPU must have free."""
     host = f", {memory.host_bytes / GIB:.1f} GiB of the host's" if memory.host_bytes else ""
-    needs = (
+    return (
         f"needs {memory.needed_bytes / GIB:.1f} of {gpu.usable_bytes / GIB:.1f} GiB (tensors "
         f"{memory.peak_bytes / GIB:.1f}, most in {memory.peak_phase}; CUDA and gaps the rest){host}"
     )
-    lines = [Text(facts), Text(settings_line(work, chosen)), Text(needs)]
-    return Group(memory_table(memory, title), time_table(time), *lines)
 
 
 def _gib(size: float | None) -> str:

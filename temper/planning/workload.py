@@ -5,7 +5,7 @@ Owns: the record, and what follows from it by counting. Refuses: recipes and dat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from temper.config.memory import MemoryChoice
@@ -46,10 +46,19 @@ class Workload:
     has_own_head: bool = False
     """Whether a scalar head takes the place of logits."""
     trains: bool = True
-    engine: Literal["shared", "copied", "elsewhere"] = "shared"
-    """Whose weights the sampler draws with: the trainer's, a copy on the same GPU, or none here."""
+    trainers: int = 1
+    """GPUs that share out each batch."""
+    parts: bool = False
+    """Whether each of them holds a part of weights, gradients and states, in place of all."""
+    engine: Literal["shared", "copied", "apart", "elsewhere"] = "shared"
+    """Whose weights the sampler draws with: the trainer's, a copy on the same GPU, a copy on a GPU of its own, or those
+    of a server that is not planned here."""
     num_samplers: int = 1
-    """Engines on this GPU, each with a copy of the weights and a cache."""
+    """Engines in all, each with a copy of the weights and a cache."""
+    ahead: int = 0
+    """Steps whose rollouts may be under way beside those of the step that is trained (rollout.max_staleness)."""
+    has_processes: bool = True
+    """Whether samplers can be processes of their own, and many: Temper's own engine."""
     samples: bool = True
     """Whether there is a sampler with a cache."""
     rolls: bool = True
@@ -58,6 +67,8 @@ class Workload:
     """Of a usual prompt."""
     completion_tokens: int
     """Of the longest completion; of given rows, what is trained of the longest."""
+    longest_tokens: int = 0
+    """Of the longest completion where completion_tokens is the mean (with_lengths); 0: they are the same."""
     group_size: int
     """Rows that share a prompt."""
     rows_per_update: int
@@ -75,9 +86,38 @@ class Workload:
         return self.prompt_tokens + self.completion_tokens
 
     @property
+    def share(self) -> int:
+        """Trainers that one copy of weights, gradients and states is shared out over."""
+        return self.trainers if self.parts else 1
+
+    @property
+    def trainer_rows(self) -> int:
+        """Of an update, on the GPU that has most of them: a row is never cut."""
+        return -(-self.rows_per_update // self.trainers)
+
+    @property
+    def microbatches(self) -> int:
+        """Of an update, on each GPU."""
+        return -(-self.trainer_rows * self.row_tokens // self.packed_tokens)
+
+    @property
+    def engines_here(self) -> int:
+        """Samplers on one trainer's GPU."""
+        return -(-self.num_samplers // self.trainers) if self.engine in ("shared", "copied") else 0
+
+    @property
+    def drawing_gpus(self) -> int:
+        return self.num_samplers if self.engine == "apart" else min(self.num_samplers, self.trainers)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether one step is trained while the next is drawn, on GPUs of their own."""
+        return self.engine == "apart" and self.ahead > 0
+
+    @property
     def packed_tokens(self) -> int:
-        """Of the largest microbatch: a row is never cut, and there are no more rows than an update has."""
-        most = min(self.choice.tokens_per_microbatch, self.rows_per_update * self.row_tokens)
+        """Of the largest microbatch: a row is never cut, and there are no more rows than an update has on a GPU."""
+        most = min(self.choice.tokens_per_microbatch, self.trainer_rows * self.row_tokens)
         return max(self.row_tokens, most)
 
     @property
@@ -107,3 +147,30 @@ class Workload:
         if self.adapter is None:
             return self.shape.parameters
         return self.shape.adapter_parameters(self.adapter.rank, self.adapter.targets)
+
+
+def by_gpu(work: Workload) -> dict[str, Workload]:
+    """What is held on each kind of GPU: a trainer's, and a sampler's where it has one of its own."""
+    if work.engine != "apart":
+        return {"trainer": work}
+    adapter = work.adapter if work.has_four_bit_base else None  # others are merged into what is published
+    sampler = replace(
+        work, trainers=1, parts=False, engine="shared", num_samplers=1, adapter=adapter, frozen=(), has_critic=False,
+        trains=False,
+    )  # fmt: skip
+    return {"trainer": work, "sampler": sampler}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerLengths:
+    """Tokens of completions, where more is known than their limit."""
+
+    mean: int
+    longest: int
+
+
+def with_lengths(work: Workload, lengths: AnswerLengths | None) -> Workload:
+    """For seconds, which are those of the mean answer; memory is planned for the longest."""
+    if lengths is None:
+        return work
+    return replace(work, completion_tokens=lengths.mean, longest_tokens=lengths.longest)

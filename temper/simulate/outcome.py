@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from temper.simulate.sampler import SimulatedSampler
+from temper.simulate.split import Split
 from temper.simulate.trainer import SimulatedTrainer
 from temper.types import Batch, EvaluationResult, StepReport
 
@@ -79,6 +80,8 @@ class SimulatedRun:
     trainers: int
     is_shared: bool
     """Whether both sides use the same GPUs in turn."""
+    parts: bool
+    """Whether each trainer holds a part of weights and states, in place of all."""
     seconds_per_step: float
     tokens_per_second: float
     """Tokens drawn, of dropped groups too."""
@@ -105,9 +108,8 @@ class SimulatedRun:
 
 
 def summarize(
-    steps: Sequence[StepTrace], offered: Mapping[int, float], *, skip: int, max_staleness: int, samplers: int,
-    trainers: int, is_shared: bool,
-) -> SimulatedRun:  # fmt: skip
+    steps: Sequence[StepTrace], offered: Mapping[int, float], split: Split, *, skip: int, max_staleness: int
+) -> SimulatedRun:
     """Over the steps after the first `skip`: a run that has just begun waits for its first groups.
 
     `offered`: mean length of the answers of every group that was started, by draw.
@@ -119,13 +121,14 @@ def summarize(
     lengths = [statistics.fmean(step.lengths.values()) for step in counted]
     return SimulatedRun(
         max_staleness=max_staleness,
-        gpus=samplers if is_shared else samplers + trainers,
-        samplers=samplers,
-        trainers=trainers,
-        is_shared=is_shared,
+        gpus=split.samplers if split.is_shared else split.samplers + split.trainers,
+        samplers=split.samplers,
+        trainers=split.trainers,
+        is_shared=split.is_shared,
+        parts=split.parts,
         seconds_per_step=elapsed / len(counted),
         tokens_per_second=sum(step.tokens_drawn for step in counted) / elapsed,
-        sampler_idle=max(0.0, 1 - (last.sampler_busy - first.sampler_busy) / (elapsed * samplers)),
+        sampler_idle=max(0.0, 1 - (last.sampler_busy - first.sampler_busy) / (elapsed * split.samplers)),
         trainer_idle=max(0.0, 1 - (last.trainer_busy - first.trainer_busy) / elapsed),
         stale_mean=statistics.fmean(ages),
         stale_max=max(ages),

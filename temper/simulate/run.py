@@ -20,6 +20,7 @@ from temper.simulate.lengths import Lengths, OfferedLengths
 from temper.simulate.outcome import SimulatedRun, StepTrace, Tracer, summarize
 from temper.simulate.sampler import SamplerLimits, SimulatedSampler
 from temper.simulate.speeds import Speeds
+from temper.simulate.split import Split
 from temper.simulate.trainer import SimulatedTrainer
 from temper.simulate.world import Lots, PromptTokens, make_setup
 from temper.types import Batch
@@ -39,9 +40,7 @@ class Scenario:
     lengths: Lengths
     prompt_tokens: PromptTokens
     limits: SamplerLimits
-    trainers: int
-    is_shared: bool
-    """Whether sampler and trainer use the same GPUs: then they take turns."""
+    split: Split
     max_staleness: int
     group_size: int
     steps: int
@@ -63,22 +62,14 @@ class Scenario:
 def simulate(scenario: Scenario) -> SimulatedRun:
     with seldom_collected():
         steps, offered = run_virtual(_run(scenario))
-    return summarize(
-        steps,
-        offered,
-        skip=scenario.skip,
-        max_staleness=scenario.max_staleness,
-        samplers=scenario.limits.replicas,
-        trainers=scenario.trainers,
-        is_shared=scenario.is_shared,
-    )
+    return summarize(steps, offered, scenario.split, skip=scenario.skip, max_staleness=scenario.max_staleness)
 
 
 async def _run(scenario: Scenario) -> tuple[list[StepTrace], dict[int, float]]:
     """Its steps, and the mean length of every group that was started, by draw."""
     offered = OfferedLengths(scenario.lengths)
     sampler = SimulatedSampler(scenario.speeds, offered, scenario.limits)
-    trainer = SimulatedTrainer(scenario.speeds, trainers=scenario.trainers, updates=scenario.updates)
+    trainer = SimulatedTrainer(scenario.speeds, trainers=scenario.split.trainers, updates=scenario.updates)
     tracer = Tracer(sampler, trainer)
     setup = make_setup(
         sampler,
@@ -87,7 +78,7 @@ async def _run(scenario: Scenario) -> tuple[list[StepTrace], dict[int, float]]:
         max_new_tokens=scenario.max_new_tokens,
         episode_seconds=scenario.episode_seconds,
     )
-    credit = make_credit(scenario.speeds, sampler if scenario.is_shared else None)
+    credit = make_credit(scenario.speeds, sampler if scenario.split.is_shared else None)
     source = scenario.make_source(setup, trainer, credit)
     await loop.run(
         make_plan(
@@ -96,7 +87,7 @@ async def _run(scenario: Scenario) -> tuple[list[StepTrace], dict[int, float]]:
             recorders=(tracer,),
             steps=scenario.skip + scenario.steps,
             runs_ahead=scenario.max_staleness > 0,
-            is_shared=scenario.is_shared,
+            is_shared=scenario.split.is_shared,
             after_step=scenario.speeds.after_step,
         )
     )

@@ -30,13 +30,13 @@ class Speeds:
     episode: float = 0.0
     """Of environment and reward, after each answer; many at once."""
     credit_token: float = 0.0
-    """Of a drawn token between the end of rollouts and training, while the sampler may go on."""
+    """Of a drawn token between the end of rollouts and training, while the sampler may go on; all trainers together."""
     train_token: float
     """Of a token that is trained."""
     train_step: float = 0.0
-    """Of an optimiser step, whatever its size: the update."""
+    """Of an optimiser step, whatever its size: the update, which every trainer makes of all that it holds."""
     exchange: float = 0.0
-    """Of the exchange of gradients, per optimiser step, where there is more than one trainer."""
+    """What trainers wait for each other's weights and gradients, per optimiser step, where there is more than one."""
     publish: float = 0.0
     """Until new weights are in the samplers; nothing is drawn meanwhile."""
     after_step: float = 0.0
@@ -65,10 +65,16 @@ class TrainingWork:
 
 
 def training_seconds(speeds: Speeds, work: TrainingWork, trainers: int) -> float:
-    """Of one batch over so many GPUs: rows are shared out whole, so one of them has the largest share."""
-    share = -(-work.rows // trainers) / max(1, work.rows)
+    """Of one batch over so many GPUs: rows of an update are shared out whole, so one GPU has the largest share."""
+    rows = max(1, work.rows // work.updates)
+    share = -(-rows // trainers) / rows
     exchanged = speeds.exchange if trainers > 1 else 0.0
-    return speeds.train_token * work.tokens * share + work.updates * (speeds.train_step / trainers + exchanged)
+    return speeds.train_token * work.tokens * share + work.updates * (speeds.train_step + exchanged)
+
+
+def in_parts(speeds: Speeds, trainers: int) -> Speeds:
+    """Speeds of one GPU for trainers that hold a part each: an update is shared out like what it changes."""
+    return replace(speeds, train_step=speeds.train_step / trainers)
 
 
 def with_given(speeds: Speeds | None, given: Mapping[str, float]) -> Speeds:

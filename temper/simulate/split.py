@@ -17,6 +17,8 @@ class Split:
     trainers: int
     is_shared: bool
     """Whether all GPUs draw and then all train."""
+    parts: bool = False
+    """Whether each trainer holds a part of weights and states, in place of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +32,16 @@ class StepSize:
     updates: int = 1
 
 
-def split_gpus(speeds: Speeds, size: StepSize, *, gpus: int, max_staleness: int, trainers: int = 0) -> Split:
-    """Synchronous steps and single GPUs are shared; otherwise each side has its own. `trainers` 0: as many as make the
-    slower of the two sides fastest."""
+def require_samplers(trainers: int, gpus: int) -> None:
     if not 0 <= trainers < max(2, gpus):
         raise UserError(f"--trainers {trainers} of --gpus {gpus}: at least one must be left to draw. Use fewer")
+
+
+def split_gpus(speeds: Speeds, size: StepSize, *, gpus: int, max_staleness: int, trainers: int = 0) -> Split:
+    """By speeds alone, where nothing is known of memory (a planned model has a layout: planning/layout.py). Synchronous
+    steps and single GPUs are shared; otherwise each side has its own. `trainers` 0: as many as make the slower of the
+    two sides fastest."""
+    require_samplers(trainers, gpus)
     if max_staleness == 0 or gpus == 1:
         return Split(samplers=gpus, trainers=gpus, is_shared=True)
     if not trainers:

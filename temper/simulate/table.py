@@ -27,7 +27,7 @@ def render_runs(runs: Sequence[SimulatedRun], title: str) -> Table:
         table.add_row(
             str(run.max_staleness) if run.max_staleness else "sync",
             str(run.gpus),
-            "in turn" if run.is_shared else f"{run.samplers}+{run.trainers}",
+            ("in turn" if run.is_shared else f"{run.samplers}+{run.trainers}") + (" p" if run.parts else ""),
             f"{run.seconds_per_step:.3g}",
             f"{run.tokens_per_second:,.0f}",
             f"{run.sampler_idle:.0%}",

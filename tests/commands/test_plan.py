@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ import pytest
 
 from temper.cli import main
 from temper.config import resolve, to_toml
+from temper.models.tiny import character_tokenizer
+from tests.planning.conftest import KEYS, SIZES
 
 
 @pytest.fixture
@@ -56,7 +60,7 @@ def test_what_cannot_fit_is_refused_with_the_change_that_helps(
     ("arguments", "said"),
     [
         (("--gpu", "h20"), 'Did you mean "h200"?'),
-        (("--gpu", "h200", "--gpus", "2"), "Temper trains on one GPU today"),
+        (("--gpu", "h200", "--gpus", "0"), "--gpus 0: use 1 to 4096"),
         (("--gpu", "h200", "--set", "trainer.tokens_per_microbatch=3"), "a whole number of at least 16"),
     ],
 )
@@ -74,3 +78,73 @@ def test_without_a_gpu_one_must_be_named(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert plan(monkeypatch, recipe) == 2
     assert "Name one with --gpu" in capsys.readouterr().err
+
+
+def test_several_gpus_get_a_table_that_all_stages_share(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first stage only reads; trainers are started once."""
+    assert plan(monkeypatch, recipe, "--gpu", "h200", "--gpus", "4", "--set", "stage.2.rollout.max_staleness=1") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    trainers = re.findall(r"cluster = \{trainers = (\d+)[^}]*parts = (\w+)", shown)
+    assert len(set(trainers)) == 1
+    assert "each trainer's GPU" in shown
+    assert "each sampler's GPU" in shown
+    assert "publishing" in shown
+    assert "GPUs that wait: samplers" in shown
+    assert 'engine.place = "process"' in shown
+
+
+PROCESSES = ("--set", "engine.place=process", "--set", "cluster.trainers=3", "--set", "cluster.samplers=2")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"), [("5", "samplers have GPUs of their own"), ("3", "all draw, then all train"), ("4", "")]
+)
+def test_a_recipe_with_a_table_is_planned_as_it_is_written_or_refused(
+    gpus: str, said: str, recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = plan(monkeypatch, recipe, "--gpu", "h200", "--gpus", gpus, *PROCESSES)
+    shown = capsys.readouterr()
+    if said:
+        assert code == 0
+        assert "cluster = {trainers = 3, samplers = 2, parts = false}" in " ".join(shown.out.split())
+        assert said in " ".join(shown.out.split())
+        assert "exchange" in shown.out
+    else:
+        assert code == 2
+        said = "trainers = 3, which need 3 GPUs, and samplers = 2: 5 GPUs, or 3 in turn."
+        assert said in " ".join(shown.err.split())
+
+
+def test_a_table_without_sampler_processes_needs_its_trainers_alone(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = ("--set", "cluster.trainers=3", "--set", "cluster.parts=true")
+    assert plan(monkeypatch, recipe, "--gpu", "h200", *change) == 2, "one GPU is not what it asks for"
+    assert "trainers = 3, which need 3 GPUs. Plan it" in " ".join(capsys.readouterr().err.split())
+    assert plan(monkeypatch, recipe, "--gpu", "h200", "--gpus", "3", *change) == 0
+    shown = capsys.readouterr().out
+    assert "gathered layers" in shown
+    assert "sampler's weights" in shown, "no whole weights are there to draw with"
+
+
+def test_what_fits_on_none_of_these_gpus_says_on_how_many_it_would(
+    tiny_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """7B with states in float32 on two GPUs of 40 GiB. A description of the model is enough, there are no weights."""
+    folder = tmp_path / "7b"
+    character_tokenizer(tiny_recipe["model"]["new"]["alphabet"]).save_pretrained(folder)
+    numbers = dict(zip(KEYS, SIZES["7b"], strict=True))
+    (folder / "config.json").write_text(json.dumps({**numbers, "max_position_embeddings": 512}))
+    (_, rl) = tiny_recipe["stage"]
+    table = {**tiny_recipe, "model": {"path": str(folder), "dtype": "bfloat16"}, "stage": [rl]}
+    path = tmp_path / "large.toml"
+    path.write_text(to_toml(resolve(table, [], where="large")))
+    arguments = ("--gpu", "a100-40", "--set", "optim.states=float32")
+    assert plan(monkeypatch, path, *arguments, "--gpus", "2") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "on each of 2 GPUs (2 in turn, parts), and 39.4 are free" in said
+    assert "model.lora = {rank = 32}; or 8 GPUs" in said
+    assert plan(monkeypatch, path, *arguments, "--gpus", "8") == 0
+    assert "parts = true" in capsys.readouterr().out

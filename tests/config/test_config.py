@@ -182,9 +182,11 @@ READ_ELSEWHERE = {
     # Where there is an adapter.
     "LoraConfig.rank", "LoraConfig.alpha", "LoraConfig.targets", "LoraConfig.rslora", "LoraConfig.base",
     "EngineConfig.address",  # by SGLang
-    "ClusterConfig.address", "ClusterConfig.trainers", "ClusterConfig.rank_seconds",  # before the first stage: commands/training/ranks.py
+    # Before the first stage: commands/training/ranks.py.
+    "ClusterConfig.address", "ClusterConfig.trainers", "ClusterConfig.rank_seconds",
     # By sampler processes.
     "EngineConfig.threads", "ClusterConfig.samplers", "ClusterConfig.max_restarts", "ClusterConfig.silent_seconds",
+    "ClusterConfig.parts",  # by the planner
     "RolloutConfig.keep",  # by rejection sampling
     "ThinkingConfig.budget", "ThinkingConfig.closing", "ThinkingConfig.end",  # where there is a budget for thinking
     "RolloutConfig.transcripts_gb",  # before the first stage: commands/training/train.py

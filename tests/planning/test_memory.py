@@ -11,8 +11,10 @@ import pytest
 from temper.build.policy import BLOCK_SIZE
 from temper.engine.local.chunks import MOST_TOKENS
 from temper.planning.memory import BLOCK_TOKENS, CHUNK_TOKENS, ROUNDING, plan_memory
-from temper.planning.workload import LEAST_SHARED, AdapterShape, Workload
+from temper.planning.shape import decoder_shape
+from temper.planning.workload import LEAST_SHARED, AdapterShape, Workload, by_gpu
 from temper.trainer.passes.sharing import LEAST_SAVING
+from tests.planning.conftest import EXPERTS
 
 GIB = 2**30
 Make = Callable[..., Workload]
@@ -183,3 +185,55 @@ def test_a_base_in_four_bits_by_hand(make_workload: Make) -> None:
 def test_a_float8_sampler_has_a_byte_for_every_matrix_of_a_layer(make_workload: Make) -> None:
     work = replace(make_workload("7b"), has_float8_sampler=True)
     assert plan_memory(work).phases["rollout"]["sampler's weights"] == work.shape.layers
+
+
+def test_parts_divide_weights_gradients_and_states_and_gather_layers(make_workload: Make) -> None:
+    """7B over 8: an eighth of 2 + 4 + 10 bytes a parameter. Whole are two layers of 28 and what is outside of them: its
+    weights and gradients are the largest piece that is sent."""
+    whole, parts = (make_workload("7b", trainers=8, parts=parts, engine="elsewhere") for parts in (False, True))
+    copied, divided = (plan_memory(work).phases["forward and backward"] for work in (whole, parts))
+    count, shape = whole.shape.parameters, whole.shape
+    for name, each in (("weights", 2), ("gradients", 4), ("optimiser states", 10)):
+        assert copied[name] == each * count
+        assert divided[name] == each * count / 8
+    outside = count - shape.layers
+    assert divided["gathered layers"] == (2 * shape.layers / 28 + outside) * 2
+    assert divided["exchange buffers"] == outside * (2 + 2 + 4)
+    assert not {"gathered layers", "exchange buffers"} & copied.keys()
+    assert copied["collectives"] == divided["collectives"] == 2**30
+    assert "collectives" not in plan_memory(make_workload("7b")).phases["update"]
+    assert plan_memory(replace(parts, offload=True)).host_bytes == 10 * count / 8
+    assert plan_memory(replace(parts, has_critic=True)).phases["update"]["critic"] == 12 * count / 8
+
+
+def test_a_microbatch_has_no_more_rows_than_a_trainer_gets(make_workload: Make) -> None:
+    work = make_workload("1.5b", microbatch=10**6)
+    assert (work.trainer_rows, work.packed_tokens) == (256, 256 * 562)
+    shared = replace(work, trainers=100)
+    assert (shared.trainer_rows, shared.packed_tokens, shared.microbatches) == (3, 3 * 562, 1)
+    assert replace(shared, choice=replace(work.choice, tokens_per_microbatch=600)).microbatches == 3
+
+
+def test_samplers_on_trainers_gpus_are_shared_out_and_others_hold_weights_and_cache_alone(make_workload: Make) -> None:
+    work = make_workload("1.5b", engine="copied", trainers=4, num_samplers=8)
+    one = plan_memory(make_workload("1.5b", engine="copied")).phases["rollout"]
+    parts = plan_memory(work).phases["rollout"]
+    assert parts["KV cache"] == 2 * one["KV cache"], "two on each of four"
+    apart = by_gpu(replace(work, engine="apart", parts=True))
+    assert "KV cache" not in plan_memory(apart["trainer"]).phases["forward and backward"]
+    sampler = plan_memory(apart["sampler"]).phases
+    assert sampler.keys() == {"rollout"}
+    assert sampler["rollout"].keys() == {"weights", "KV cache", "graphs", "prompts and logits"}
+    assert sampler["rollout"]["weights"] == 2 * work.shape.parameters, "whole, whatever trainers hold"
+    assert sampler["rollout"]["KV cache"] == one["KV cache"]
+    assert by_gpu(work).keys() == {"trainer"}
+
+
+def test_all_experts_are_held_and_few_of_them_keep_activations(make_workload: Make) -> None:
+    work = replace(make_workload("1.5b"), shape=decoder_shape(EXPERTS), engine="elsewhere")
+    parts = plan_memory(work).phases["forward and backward"]
+    assert parts["weights"] == 2 * work.shape.parameters
+    twice = replace(work, shape=replace(work.shape, num_experts=256))
+    assert plan_memory(twice).phases["forward and backward"]["activations"] == parts["activations"]
+    busier = replace(work, shape=replace(work.shape, experts_per_token=16))
+    assert plan_memory(busier).phases["forward and backward"]["activations"] > 1.4 * parts["activations"]

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from temper.planning.gpus import GPUS
-from temper.planning.seconds import TimePlan, plan_seconds
-from temper.planning.workload import AdapterShape, Workload
+from temper.planning.seconds import EXPERTS_REACH, TimePlan, decode_cost, plan_seconds
+from temper.planning.shape import decoder_shape
+from temper.planning.workload import AdapterShape, AnswerLengths, Workload, with_lengths
+from tests.planning.conftest import EXPERTS
 
 Make = Callable[..., Workload]
 
@@ -60,3 +62,94 @@ def test_a_stage_that_only_reads_draws_nothing(make_workload: Make) -> None:
     assert plan.seconds.keys() == {"forward and backward", "update"}
     assert plan.slowest == "forward and backward"
     assert plan.total == pytest.approx(sum(plan.seconds.values()))
+
+
+def test_trainers_share_out_rows_and_only_parts_share_the_update(make_workload: Make) -> None:
+    one, copies, parts = (
+        plan_seconds(make_workload("7b", engine="elsewhere", **more), GPUS["h200"])
+        for more in ({}, {"trainers": 8}, {"trainers": 8, "parts": True})
+    )
+    for plan in (copies, parts):
+        assert plan.seconds["forward and backward"] == pytest.approx(one.seconds["forward and backward"] / 8)
+        assert plan.seconds["exchange"] > 0
+    assert copies.seconds["update"] == one.seconds["update"]
+    assert parts.seconds["update"] == pytest.approx(one.seconds["update"] / 8)
+    uneven = plan_seconds(make_workload("7b", engine="elsewhere", trainers=100), GPUS["h200"])
+    assert uneven.seconds["forward and backward"] == pytest.approx(one.seconds["forward and backward"] * 3 / 256)
+
+
+def test_a_reference_is_scored_by_all_trainers(make_workload: Make) -> None:
+    work = make_workload("7b", frozen=(make_workload("7b").shape,), engine="elsewhere")
+    one, four = (plan_seconds(replace(work, trainers=n), GPUS["h200"]).seconds["reference"] for n in (1, 4))
+    assert four == pytest.approx(one / 4)
+
+
+def test_every_update_is_exchanged(make_workload: Make) -> None:
+    work = make_workload("7b", trainers=8, engine="elsewhere")
+    twice = replace(work, updates=2, rows_per_update=128)
+    one, two, four = (
+        plan_seconds(own, GPUS["h200"]).seconds["exchange"] for own in (work, twice, replace(twice, epochs=2))
+    )
+    assert (two, four) == (pytest.approx(2 * one), pytest.approx(4 * one))
+
+
+def test_samplers_share_out_answers_and_run_ahead_with_fuller_steps(make_workload: Make) -> None:
+    """256 answers at most 64 at once: four rounds on one GPU, one on four; and with those of the next step under way
+    half as many decode steps for each, which are fuller."""
+    work = make_workload("7b", engine="apart", num_samplers=1)
+    work = replace(work, max_running=64)
+    one, four = (plan_seconds(replace(work, num_samplers=n), GPUS["h200"]) for n in (1, 4))
+    assert four.seconds["decoding"] == pytest.approx(one.seconds["decoding"] / 4)
+    assert four.seconds["prompts"] == pytest.approx(one.seconds["prompts"] / 4)
+    sixteen, ahead = (
+        plan_seconds(replace(work, num_samplers=16, ahead=ahead), GPUS["h200"]).seconds["decoding"] for ahead in (0, 1)
+    )
+    assert sixteen / 2 < ahead < sixteen
+
+
+def test_sides_with_gpus_of_their_own_overlap_only_when_they_may_run_ahead(make_workload: Make) -> None:
+    sync, ahead = (
+        plan_seconds(make_workload("7b", engine="apart", num_samplers=2, ahead=n), GPUS["h200"]) for n in (0, 1)
+    )
+    published = sync.seconds["publishing"]
+    assert published > 0
+    assert sync.total == pytest.approx(sum(sync.seconds.values()))
+    assert ahead.total == pytest.approx(max(ahead.drawing, ahead.training) + published)
+    assert ahead.drawing + ahead.training + published == pytest.approx(sum(ahead.seconds.values()))
+    assert ahead.slowest == "forward and backward"
+    one_gpu = plan_seconds(make_workload("7b", engine="copied", ahead=1), GPUS["h200"])
+    assert one_gpu.total == pytest.approx(sum(one_gpu.seconds.values())), "they compete for it"
+
+
+def test_experts_that_a_token_does_not_use_cost_no_products(make_workload: Make) -> None:
+    work = replace(make_workload("1.5b"), shape=decoder_shape(EXPERTS))
+    more = replace(work, shape=replace(work.shape, num_experts=256))
+    one, two = (plan_seconds(own, GPUS["h200"]) for own in (work, more))
+    for part in ("prompts", "forward and backward"):
+        assert one.seconds[part] == two.seconds[part]
+    assert two.seconds["decoding"] > 1.4 * one.seconds["decoding"], "but weights that 256 sequences need are read"
+    # Worked: 6 FLOPs for an active parameter and token; head and attention on top; at the reach that experts have.
+    active, tokens = work.shape.active_layers, 32 * (50 + 8 * 512)
+    least = 6 * active * tokens / (989e12 * EXPERTS_REACH)
+    assert least < one.seconds["forward and backward"] < 1.3 * least
+
+
+def test_few_sequences_read_few_experts(make_workload: Make) -> None:
+    work = replace(make_workload("1.5b"), shape=decoder_shape(EXPERTS), max_running=1)
+    shape = work.shape
+    read = 48 * (shape.attention + shape.mlp * 8 / 128) + shape.embedding
+    assert decode_cost(work, GPUS["h200"]).weights == pytest.approx(2 * read / (4.8e12 * 0.85))
+
+
+def test_no_step_is_shorter_than_its_longest_answer_and_steps_under_way_together_share_it(make_workload: Make) -> None:
+    """A thousand decode steps that read the weights and launch their kernels, for one of 100 tokens in the mean."""
+    work = make_workload("7b", new=100, engine="apart", num_samplers=64)
+    known = with_lengths(work, AnswerLengths(mean=100, longest=1000))
+    cost = decode_cost(work, GPUS["h200"])
+    alone = 1000 * (cost.weights + cost.kernels + cost.row)
+    for ahead, seconds in ((0, alone), (3, alone / 4)):
+        plan = plan_seconds(replace(known, ahead=ahead), GPUS["h200"])
+        assert plan.seconds["decoding"] == pytest.approx(seconds)
+        assert plan.reasons["decoding"] == "the longest answer"
+    few = plan_seconds(replace(known, num_samplers=1, max_running=8), GPUS["h200"])
+    assert few.seconds["decoding"] > alone, "32 rounds of 100 tokens"

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper.errors import UserError
 from temper.planning.shape import decoder_shape, read_decoder_shape
+from tests.planning.conftest import EXPERTS
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -57,6 +58,25 @@ def test_experts_work_by_turns() -> None:
     shape = decoder_shape({**SIZES, "model_type": "mixtral", **MORE["mixtral"]})
     assert shape.active_mlp == 2 * 3 * 64 * 96
     assert shape.mlp == 4 * 3 * 64 * 96 + 4 * 64
+
+
+def test_thirty_billion_with_three_active_by_hand() -> None:
+    """48 layers of attention 2 x 2048 x (4096 + 512) and 128 experts of 3 x 2048 x 768 with a router, 8 for a token."""
+    shape = decoder_shape(EXPERTS)
+    assert shape.layers == 48 * (2 * 2048 * 4608 + 128 * 3 * 2048 * 768 + 2048 * 128)
+    assert shape.active_layers == 48 * (2 * 2048 * 4608 + 8 * 3 * 2048 * 768)
+    assert 30.5e9 < shape.parameters < 30.6e9
+    assert 2.7e9 < shape.active_layers < 2.8e9
+
+
+def test_many_tokens_need_nearly_all_experts_between_them() -> None:
+    """One token needs 8 of 128, two needs twice that but for those they share."""
+    shape = decoder_shape(EXPERTS)
+    of_experts = [(shape.read_layers(n) - 48 * shape.attention) / (48 * shape.mlp) for n in (1, 2, 256)]
+    assert of_experts[:2] == pytest.approx([8 / 128, 1 - (120 / 128) ** 2])
+    assert of_experts[2] == pytest.approx(1.0, abs=1e-6)
+    dense = decoder_shape({**SIZES, "model_type": "llama"})
+    assert dense.read_layers(1) == dense.read_layers(100) == dense.layers
 
 
 def test_windows_are_known_by_layer() -> None:

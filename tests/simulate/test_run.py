@@ -13,6 +13,7 @@ from temper.simulate.outcome import SimulatedRun, StepTrace, ratio_to_draw_order
 from temper.simulate.run import Credit, Scenario, simulate
 from temper.simulate.sampler import SamplerLimits
 from temper.simulate.speeds import Speeds
+from temper.simulate.split import Split
 from temper.tasks.dataset import FileSource, Stream
 from temper.types import Message, Task
 
@@ -23,10 +24,12 @@ PLAIN = Speeds(decode_step=1.0, decode_row=0.0, train_token=0.0, train_step=6.0)
 
 def outcome(
     staleness: int, *, speeds: Speeds = PLAIN, lengths: Lengths = fixed(10), is_shared: bool = False, steps: int = 6,
-    degenerate: float = 0.0,
+    degenerate: float = 0.0, split: Split | None = None, groups: int = 2,
 ) -> SimulatedRun:  # fmt: skip
+    split = split or Split(samplers=1, trainers=1, is_shared=is_shared)
+
     def make_source(setup: EpisodeSetup, trainer: Trainer, credit: Credit) -> BatchSource:
-        buffer = Buffer(groups_per_step=2, max_staleness=staleness, max_rounds=50, version=trainer.version)
+        buffer = Buffer(groups_per_step=groups, max_staleness=staleness, max_rounds=50, version=trainer.version)
         settings = RolloutSettings(
             group_size=2, min_members=2, drop_degenerate=True, error_limit=0.1, step_seconds=1e5, prefix="stage 0"
         )
@@ -34,9 +37,9 @@ def outcome(
 
     return simulate(
         Scenario(
-            make_source=make_source, speeds=speeds, lengths=lengths, prompt_tokens=lambda task: 5, trainers=1,
-            limits=SamplerLimits(max_running=64), is_shared=is_shared, max_staleness=staleness, group_size=2,
-            steps=steps, max_new_tokens=1000, degenerate=degenerate,
+            make_source=make_source, speeds=speeds, lengths=lengths, prompt_tokens=lambda task: 5,
+            split=split, limits=SamplerLimits(replicas=split.samplers, max_running=64), group_size=2,
+            max_staleness=staleness, steps=steps, max_new_tokens=1000, degenerate=degenerate,
         )
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from temper.errors import UserError
-from temper.simulate.speeds import Speeds, TrainingWork, training_seconds, with_given
+from temper.simulate.speeds import Speeds, TrainingWork, in_parts, training_seconds, with_given
 from temper.simulate.split import Split, StepSize, split_gpus
 
 SPEEDS = Speeds(decode_step=0.01, decode_row=0.001, train_token=0.001, train_step=2.0, exchange=0.5)
@@ -15,9 +15,13 @@ WORK = TrainingWork(tokens=8000, rows=8, updates=2)
 def test_training_is_shared_out_by_whole_rows() -> None:
     # Worked: 8 s of tokens and two updates of 2 s; on several GPUs each update has an exchange of half a second.
     assert training_seconds(SPEEDS, WORK, 1) == pytest.approx(8.0 + 4.0)
-    assert training_seconds(SPEEDS, WORK, 4) == pytest.approx(2.0 + 2 * (0.5 + 0.5))
-    assert training_seconds(SPEEDS, WORK, 5) == pytest.approx(2.0 + 2 * (0.4 + 0.5)), "two rows for some of them"
-    assert training_seconds(SPEEDS, WORK, 100) == pytest.approx(1.0 + 2 * (0.02 + 0.5)), "a row is never cut"
+    assert training_seconds(SPEEDS, WORK, 2) == pytest.approx(4.0 + 2 * (2.0 + 0.5))
+    assert training_seconds(SPEEDS, WORK, 3) == pytest.approx(4.0 + 2 * (2.0 + 0.5)), "two of four rows for one of them"
+    assert training_seconds(SPEEDS, WORK, 100) == pytest.approx(2.0 + 2 * (2.0 + 0.5)), "a row is never cut"
+
+
+def test_an_update_is_shared_out_by_trainers_that_hold_parts() -> None:
+    assert training_seconds(in_parts(SPEEDS, 4), WORK, 4) == pytest.approx(2.0 + 2 * (0.5 + 0.5))
 
 
 def test_speeds_are_given_by_name() -> None:

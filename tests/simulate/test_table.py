@@ -14,7 +14,7 @@ SPEEDS = Speeds(decode_step=0.02, decode_row=3e-5, train_token=2e-9)
 
 def run(staleness: int, gpus: int, seconds: float) -> SimulatedRun:
     return SimulatedRun(
-        max_staleness=staleness, gpus=gpus, samplers=max(1, gpus - 1), trainers=1, is_shared=gpus == 1,
+        max_staleness=staleness, gpus=gpus, samplers=max(1, gpus - 1), trainers=1, is_shared=gpus == 1, parts=gpus == 8,
         seconds_per_step=seconds, tokens_per_second=1234.0, sampler_idle=0.25, trainer_idle=0.5,
         stale_mean=float(staleness), stale_max=staleness, groups_dropped=0.0,
         drawn_per_trained=1.25, length_ratio=0.9, shortest_step=0.5, longest_step=2.0,
@@ -31,7 +31,7 @@ def test_the_table_compares_with_the_synchronous_run_on_as_many_gpus() -> None:
     lines = shown.get().splitlines()
     rows = [line.replace("│", " ").split() for line in lines if line.startswith("│")]
     assert [row[-1] for row in rows] == ["1.00x", "2.00x", "1.00x", "4.00x"]
-    assert rows[3][:5] == ["2", "8", "7+1", "0.5", "1,234"]
+    assert rows[3][:6] == ["2", "8", "7+1", "p", "0.5", "1,234"], "p: each trainer holds a part"
     assert rows[3][-3:-1] == ["1.25", "0.90"]
     assert all(len(line) <= 80 for line in lines)
     assert "…" not in shown.get()

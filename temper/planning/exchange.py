@@ -1,0 +1,85 @@
+"""Bytes and seconds of what GPUs send to each other: collectives of trainers, and weights on their way to samplers.
+
+Owns: the estimate from the links of data sheets. Refuses: contention, broken links and other programs on the network.
+A collective is a ring: every rank receives all that it lacks once, and every machine all that its GPUs lack once, by
+the networks of all its GPUs together; both flow at the same time. Nothing here was measured on several GPUs.
+"""
+
+from __future__ import annotations
+
+from temper.planning.gpus import Gpu
+from temper.planning.workload import Workload
+
+LINK_REACH = 0.75
+"""Share of a link's rate that large messages are assumed to reach."""
+START_SECONDS = 8.4e-6
+MACHINE_HOP_SECONDS, NETWORK_HOP_SECONDS = 3.4e-6, 14e-6
+"""Of a ring, by what NCCL itself reckons with (src/graph/tuning.cc: Ring, Simple): to begin, and for every rank that a
+message passes on its way, inside a machine and between two."""
+GRADIENT_BYTES = 4
+"""Of a gradient on its way: sums are float32, as in memory."""
+
+
+def ring_seconds(size_bytes: float, ranks: int, gpu: Gpu) -> float:
+    """Of gathering so many bytes that are shared out over the ranks, or of adding up so many and sharing out the sum
+    (all_gather, reduce_scatter). Both, one after the other, are an all_reduce."""
+    if ranks == 1:
+        return 0.0
+    machines = -(-ranks // gpu.per_machine)
+    inside = size_bytes * (1 - 1 / ranks) / gpu.peer_link
+    between = size_bytes * (1 - 1 / machines) / (gpu.network * gpu.per_machine)
+    hops = (ranks - machines) * MACHINE_HOP_SECONDS + (machines - 1) * NETWORK_HOP_SECONDS
+    return max(inside, between) / LINK_REACH + START_SECONDS + hops
+
+
+def weight_bytes(work: Workload) -> float:
+    """Of all weights as they are sent."""
+    return float(work.shape.parameters * work.itemsize)
+
+
+def gather_seconds(work: Workload, gpu: Gpu) -> float:
+    """Of gathering all layers once, one by one; copies gather nothing."""
+    if work.share == 1:
+        return 0.0
+    groups = work.shape.num_layers + 1  # what is outside of the layers is one more
+    return groups * ring_seconds(weight_bytes(work) / groups, work.trainers, gpu)
+
+
+def gradient_seconds(work: Workload, gpu: Gpu) -> float:
+    """Of adding up all gradients once: copies want the whole sum, parts their own share of it, layer by layer."""
+    size = float(GRADIENT_BYTES * work.trained_parameters)
+    if work.share == 1:
+        return 2 * ring_seconds(size, work.trainers, gpu)
+    groups = work.shape.num_layers + 1
+    return groups * ring_seconds(size / groups, work.trainers, gpu)
+
+
+def exchange_seconds(work: Workload, gpu: Gpu, computing: float) -> float:
+    """Of one optimiser step, beyond `computing`, the seconds of its forward and backward passes on one GPU.
+
+    Copies add up gradients when the last microbatch is done, and nothing hides it. Parts gather every layer in the
+    forward pass and again in the backward pass of each microbatch, while the layer before is computed, and add up
+    gradients with each of them: waiting for the last one would need whole gradients on every GPU. So a microbatch takes
+    as long as the longer of the two, and the first layer is waited for.
+    """
+    if work.trainers == 1:
+        return 0.0
+    if work.share == 1:
+        return gradient_seconds(work, gpu)
+    gathering = gather_seconds(work, gpu)
+    sent = 2 * gathering + gradient_seconds(work, gpu)
+    first = gathering / (work.shape.num_layers + 1)
+    return work.microbatches * (max(0.0, sent - computing / work.microbatches) + first)
+
+
+def publishing_seconds(work: Workload, gpu: Gpu) -> float:
+    """Of new weights, until every sampler has them. Parts are gathered first; samplers on the trainers' GPUs copy them
+    there, others get them from one trainer, each passing on what it receives."""
+    if work.engine == "shared":
+        return 0.0
+    size = weight_bytes(work)
+    gathered = gather_seconds(work, gpu)
+    if work.engine == "copied":
+        return gathered + 3 * size / gpu.bandwidth
+    is_near = work.trainers + work.num_samplers <= gpu.per_machine
+    return gathered + size / ((gpu.peer_link if is_near else gpu.network) * LINK_REACH)
