@@ -41,7 +41,7 @@ from temper.terminal import print_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class Hosting:
     """What sampler processes need beside a recipe."""
 
     note: Callable[[str], None] = print_line
@@ -56,7 +56,7 @@ def make_sampler(
     data: StageData,
     model: Any,
     model_folder: Path,
-    beside: Beside = Beside(),
+    hosting: Hosting = Hosting(),
 ) -> tuple[Sampler, torch.nn.Module | None]:
     """The sampler, and the module whose weights it holds, when that is in this process."""
     if "scores" in objective.needs:
@@ -77,7 +77,7 @@ def make_sampler(
     if kind == "vllm":
         return _vllm(config, data, model, model_folder), None
     if config.engine.place == "process" and (data.is_rolling or config.cluster.parts):
-        return _in_processes(config, objective, data, model, model_folder, beside), None
+        return _in_processes(config, objective, data, model, model_folder, hosting), None
     drawing = sampler_model(
         model,
         weights=config.engine.weights if data.is_rolling else "model",
@@ -116,7 +116,7 @@ def make_opponent(
 
 
 def _in_processes(
-    config: RunConfig, objective: Objective, data: StageData, model: Any, folder: Path, beside: Beside
+    config: RunConfig, objective: Objective, data: StageData, model: Any, folder: Path, hosting: Hosting
 ) -> Sampler:
     """Opens there what would be opened here, and shares out the threads until it is closed."""
     if isinstance(objective, DirectLoss) and objective.loss.opponent_share is not None:
@@ -146,9 +146,9 @@ def _in_processes(
     def start(place: int) -> ProcessSampler:
         name = "the sampler process" if num == 1 else f"sampler process {place + 1} of {num}"
         environment = {"OMP_NUM_THREADS": str(threads.sampler)}
-        if beside.ray is not None:
+        if hosting.ray is not None:
             own = replace(order, device=parameter.device.type)  # it sees the GPU that it was given, and no other
-            return beside.ray.start_sampler(place, name, own.to_json(), environment)
+            return hosting.ray.start_sampler(place, name, own.to_json(), environment)
         return start_sampler(
             replace(order, device=devices[place]).to_json(), weights, name=name, environment=environment
         )
@@ -164,8 +164,8 @@ def _in_processes(
             max_restarts=config.cluster.max_restarts,
             silent_seconds=config.cluster.silent_seconds,
             # On a GPU, and over a network, they get the trainer's own tensors, which change while it trains.
-            feeds_late=takes_turns or not (parameter.is_cuda or beside.ray),
-            note=beside.note,
+            feeds_late=takes_turns or not (parameter.is_cuda or hosting.ray),
+            note=hosting.note,
             closed=closed,
         )
     except BaseException:

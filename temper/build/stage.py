@@ -17,7 +17,7 @@ import torch
 from temper.build.full import explain_out_of_memory
 from temper.build.memory import settle
 from temper.build.objective import resolve_objective
-from temper.build.sampler import Beside, make_opponent, make_sampler
+from temper.build.sampler import Hosting, make_opponent, make_sampler
 from temper.build.thinking import make_thinking
 from temper.build.trainer import TrainerOrder, open_everywhere
 from temper.cluster.ray import RayPlace
@@ -135,8 +135,8 @@ def build_stage(
     with explain_out_of_memory(config, objective, data, model_folder, phase="loading"):
         order = TrainerOrder(config=config, folder=model_folder, checkpoint=checkpoint, is_rolling=data.is_rolling)
         trainer, models = open_everywhere(order, data.tokenizer, around.together)
-        beside = Beside(note=listeners.warn, ray=around.ray)
-        sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder, beside)
+        hosting = Hosting(note=listeners.warn, ray=around.ray)
+        sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder, hosting)
         opponent = make_opponent(config, objective, data, models.others.reference, sampler_model)
     setup = _episode_setup(config, objective, data, sampler)
     everybody = sampler if opponent is None else WithOpponent(sampler, opponent)

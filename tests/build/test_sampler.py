@@ -93,8 +93,15 @@ def test_a_synchronous_run_has_the_same_bits_with_three_samplers(
 
 
 def test_a_table_about_processes_needs_processes(tiny_recipe: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r'\[cluster\] is about sampler processes: set engine.place = "process"'):
-        resolve({**tiny_recipe, "cluster": {"samplers": 2}}, (), where="test")
+    for keys, message in {
+        ("samplers", 2): r'cluster.samplers is about sampler processes: set engine.place = "process"',
+        ("max_restarts", 1): r'cluster.max_restarts is about sampler processes: set engine.place = "process"',
+        ("place", "ray"): r'cluster.place = "ray" places sampler processes and trainers, and there are none',
+        ("address", "auto"): r'cluster.address is that of a Ray cluster: set cluster.place = "ray"',
+    }.items():
+        with pytest.raises(UserError, match=message):
+            resolve({**tiny_recipe, "cluster": dict([keys])}, (), where="test")
+    resolve({**tiny_recipe, "cluster": {"trainers": 2, "max_restarts": 1}}, (), where="test")
 
 
 def test_a_recipe_with_a_sampler_process_can_be_planned_and_evaluated_without_one(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from temper.cluster import ranks
-from temper.cluster.ranks import ALONE, Place, find_place, start_ranks
+from temper.cluster.ranks import ALONE, Place, as_children, find_place, start_ranks
 from temper.errors import BackendError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
@@ -25,10 +25,10 @@ def test_a_job_of_many_tasks_is_no_trainer_of_many_ranks_by_itself() -> None:
 
 def test_a_rank_that_ends_at_once_is_shown_with_its_last_words() -> None:
     with pytest.raises(BackendError, match=r"(?s)trainer rank 1 of 2 could not be started.*No module named"):
-        start_ranks("temper.no_such_module", 2, 20)
+        start_ranks(as_children("temper.no_such_module"), 2, 20)
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "STARTING_SECONDS", 0.5)
     with pytest.raises(BackendError, match=r"trainer ranks 1 did not come within 0.5 s"):
-        start_ranks("tests.cluster.sleeping_main", 2, 20)
+        start_ranks(as_children("tests.cluster.sleeping_main"), 2, 20)

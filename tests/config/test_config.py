@@ -183,7 +183,7 @@ READ_ELSEWHERE = {
     "LoraConfig.rank", "LoraConfig.alpha", "LoraConfig.targets", "LoraConfig.rslora", "LoraConfig.base",
     "EngineConfig.address",  # by SGLang
     # Before the first stage: commands/training/ranks.py.
-    "ClusterConfig.address", "ClusterConfig.trainers", "ClusterConfig.rank_seconds",
+    "ClusterConfig.place", "ClusterConfig.address", "ClusterConfig.trainers", "ClusterConfig.rank_seconds",
     # By sampler processes.
     "EngineConfig.threads", "ClusterConfig.samplers", "ClusterConfig.max_restarts", "ClusterConfig.silent_seconds",
     "ClusterConfig.parts",  # by the planner
