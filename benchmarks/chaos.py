@@ -1,0 +1,272 @@
+"""Faults thrown at one run until it ends: who is hit, in which phase, what becomes of it, and whether anything is lost.
+
+    python benchmarks/chaos.py                 # 40 faults, a quarter of an hour on two cores
+    python benchmarks/chaos.py --faults 6 --seed 3
+A tiny recipe with two trainers, two samplers and a reward in worker processes, synchronous and exact, with a checkpoint
+after every step. Its processes are killed and stopped again and again. It must end with the weights, to the bit, of
+the same run left alone, with every step recorded once, and with no process left behind. Exit code 1 when it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from temper.runs.reader import RunReader
+
+RECIPE = """
+name = "chaos"
+reward = [{ kind = "judged.py:overlap" }]
+train = [{ generator = "spell_backward", seed = 1, options = { min_letters = 1, max_letters = 3 } }]
+sampling = { max_new_tokens = 4 }
+alarms = { readiness = "off" }
+checkpoint = { every = 1, keep = 2 }
+engine = { place = "process", numerics = "exact", threads = 1 }
+cluster = { trainers = 2, samplers = 2, parts = PARTS, max_restarts = 1000, silent_seconds = 8, rank_seconds = 15 }
+
+[model.new]
+layers = 2
+width = 32
+heads = 2
+kv_heads = 1
+mlp_width = 64
+context = 32
+alphabet = "abcdefghijklmnopqrstuvwxyz"
+
+[[stage]]
+kind = "sft"
+steps = 12
+optim = { learning_rate = 3e-3 }
+trainer = { examples_per_step = 8 }
+
+[[stage]]
+kind = "rl"
+steps = STEPS
+optim = { learning_rate = 1e-3 }
+rollout = { groups_per_step = 4, group_size = 4 }
+"""
+REWARD = '''
+def overlap(prompt, response, answer):
+    """Letters that an answer has in common with the right one; slow enough to be hit."""
+    return sum(a == b for a, b in zip(response, answer)) / max(1, len(answer))
+'''
+PATIENCE = 180.0
+"""For the run to go on after a fault, in seconds; more is a run that hangs."""
+LEAVING_SECONDS = 15.0
+ROLES = {
+    "trainer": b"temper.commands.training.ranks",
+    "sampler": b"temper.cluster.sampler_main",
+    "reward worker": b"workers/program.py",
+}
+"""What the command line of each has in it. The driver is the process that was started."""
+FAULTS = (
+    ("sampler", signal.SIGKILL),
+    ("trainer", signal.SIGKILL),
+    ("driver", signal.SIGKILL),
+    ("reward worker", signal.SIGKILL),
+    ("sampler", signal.SIGSTOP),
+    ("trainer", signal.SIGSTOP),
+    ("driver", signal.SIGTERM),
+    ("reward worker", signal.SIGSTOP),
+)
+PHASES = ("opening", "a step", "a checkpoint")
+
+
+@dataclass
+class Hit:
+    """One fault and what became of it."""
+
+    role: str
+    fault: str
+    phase: str
+    step: int
+    outcome: str = ""
+    seconds: float = 0.0
+
+
+class Driven:
+    """The run, started again whenever its driver is gone."""
+
+    def __init__(self, recipe: Path, folder: Path) -> None:
+        self._recipe, self.folder = recipe, folder
+        self.log = folder.parent / "log.txt"
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        resume = ["--resume"] if (self.folder / "config.toml").is_file() else []
+        command = [sys.executable, "-m", "temper", "train", str(self._recipe), "--run", str(self.folder), *resume]
+        root = Path(__file__).parents[1]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}{os.pathsep}{self._recipe.parent}"}
+        with self.log.open("ab") as log:
+            return subprocess.Popen(command, cwd=self._recipe.parent, env=environment, stdout=log, stderr=log)
+
+    def restart(self) -> None:
+        self.process.wait(timeout=PATIENCE)
+        self.process = self._start()
+
+    @property
+    def is_over(self) -> bool:
+        return self.process.poll() is not None
+
+    def steps(self) -> int:
+        """Recorded so far, of all stages."""
+        if not (self.folder / "run.db").is_file():
+            return 0
+        with RunReader(self.folder) as reader:
+            return len(reader.query("SELECT 1 FROM steps"))
+
+    def find(self, role: str) -> int | None:
+        """A process of this role."""
+        if role == "driver":
+            return self.process.pid
+        return next((pid for pid in below(self.process.pid) if ROLES[role] in command_of(pid)), None)
+
+    def left(self) -> list[int]:
+        """Processes of this run, by the folder that they work in."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(entry / "cwd") == str(self._recipe.parent):
+                    found.append(int(entry.name))
+        return found
+
+    def is_alone(self) -> bool:
+        """Whether none of them outlives the driver for more than a moment."""
+        return wait_until(lambda: not self.left(), LEAVING_SECONDS)
+
+    def is_saving(self) -> bool:
+        return any(self.folder.glob("checkpoints/*/.tmp-*"))
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def below(parent: int) -> Iterator[int]:
+    """Processes that a process started, and those that they started."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            after = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if after[0] != "Z":
+            children.setdefault(int(after[1]), []).append(int(entry.name))
+    waiting = [parent]
+    while waiting:
+        own = children.get(waiting.pop(), [])
+        yield from own
+        waiting += own
+
+
+def wait_until(found: Callable[[], bool], seconds: float, pause: float = 0.02) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found():
+            return True
+        time.sleep(pause)
+    return False
+
+
+def hit(run: Driven, role: str, number: signal.Signals, phase: str, draw: random.Random) -> Hit | None:
+    """Throws one fault and waits until the run has got further. None: there was nobody to hit any more."""
+    if phase == "opening":
+        wait_until(lambda: run.is_over or run.find(role) is not None, PATIENCE)
+    else:
+        before = run.steps()
+        wait_until(lambda: run.is_over or run.steps() > before, PATIENCE)
+        time.sleep(draw.uniform(0.0, 0.3))
+        if phase == "a checkpoint":
+            wait_until(lambda: run.is_over or run.is_saving(), PATIENCE, pause=0.0005)
+    pid = None if run.is_over else run.find(role)
+    if pid is None:
+        return None
+    seen = Hit(role, number.name, phase, run.steps())
+    start = time.monotonic()
+    os.kill(pid, number)
+    if role == "driver":
+        run.process.wait(timeout=PATIENCE)
+        seen.outcome = "resumed" if run.is_alone() else f"{len(run.left())} LEFT"
+        run.restart()
+    went_on = wait_until(lambda: run.is_over or run.steps() > seen.step, PATIENCE)
+    seen.seconds = time.monotonic() - start
+    seen.outcome = seen.outcome or ("went on" if went_on else "HANGS")
+    if run.is_over and run.process.returncode != 0:
+        seen.outcome = f"ENDED with {run.process.returncode}"
+    return seen
+
+
+def digest(folder: Path) -> str:
+    last = max(folder.glob("checkpoints/1-rl/step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    return hashlib.sha256((last / "model.safetensors").read_bytes()).hexdigest()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parts", action="store_true", help="trainers hold parts of the model instead of copies")
+    options = parser.parse_args()
+    draw, console = random.Random(options.seed), Console(width=110)
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        (work / "judged.py").write_text(REWARD)
+        text = RECIPE.replace("PARTS", str(options.parts).lower()).replace("STEPS", str(4 * options.faults))
+        (work / "recipe.toml").write_text(text)
+        (work / "alone").mkdir()
+        alone = Driven(work / "recipe.toml", work / "alone" / "run")
+        assert alone.process.wait(timeout=1800) == 0, alone.log.read_text()[-3000:]
+        (work / "hit").mkdir()
+        run = Driven(work / "recipe.toml", work / "hit" / "run")
+        hits = []
+        for (role, number), phase in itertools.cycle(zip(FAULTS * len(PHASES), itertools.cycle(PHASES), strict=False)):
+            if len(hits) == options.faults or run.is_over:
+                break
+            if (seen := hit(run, role, number, phase, draw)) is not None:
+                hits.append(seen)
+                told = f"{seen.role} {seen.fault} in {seen.phase}: {seen.outcome}, {seen.seconds:.1f} s"
+                console.print(f"{len(hits)}: {told}")
+        code = run.process.wait(timeout=1800)
+        same = code == 0 and digest(work / "hit" / "run") == digest(work / "alone" / "run")
+        expected, found = alone.steps(), run.steps()
+        left = 0 if run.is_alone() else len(run.left())
+        show(console, hits)
+        console.print(
+            f"{len(hits)} faults; weights {'the same to the bit' if same else 'DIFFER'}; {found} of {expected} steps "
+            f"recorded; exit code {code}; {left} processes left"
+        )
+        bad = [seen for seen in hits if seen.outcome not in ("went on", "resumed")]
+        if bad or not same:
+            print(run.log.read_text()[-3000:])
+        return int(bool(bad or left) or not same or expected != found)
+
+
+def show(console: Console, hits: list[Hit]) -> None:
+    table = Table("role", "fault", "phase", "times", "outcome", "seconds: median", "longest")
+    kinds = {(seen.role, seen.fault, seen.phase, seen.outcome) for seen in hits}
+    for kind in sorted(kinds):
+        own = sorted(s.seconds for s in hits if (s.role, s.fault, s.phase, s.outcome) == kind)
+        table.add_row(*kind[:3], str(len(own)), kind[3], f"{own[len(own) // 2]:.1f}", f"{own[-1]:.1f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
