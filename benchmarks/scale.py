@@ -1,6 +1,6 @@
 """Scaling on paper: seconds a step of large models on 8 to 512 GPUs, by the planner's sums and the simulator's clock.
 
-    python benchmarks/scale.py --out /tmp/scale                 # all tables of docs/scale.md: an hour on one core
+    python benchmarks/scale.py --out /tmp/scale                 # all tables of docs/scale.md: two hours on one core
     python benchmarks/scale.py --out /tmp/scale --shape qwen2.5-7b --mean 2048 --gpus 8 64 --staleness 0 1
     python benchmarks/scale.py --out /tmp/scale --again         # shows what is there, simulates nothing
     python benchmarks/scale.py --experts                        # on a GPU: what experts' products reach of its rate

@@ -20,7 +20,7 @@ TRAINING_REACH = 0.55
 """Share of the matrix rate that forward and backward passes reach; seen on an H200: 0.44 (1.5B) to 0.64 (7B)."""
 EXPERTS_REACH = 0.22
 """The same of models with experts, whose products are many and small; seen on an H200 with four layers of
-Qwen3-30B-A3B's shape (benchmarks/scale.py --experts): 0.20 with rows of 2,048 tokens to 0.25 with 8,192."""
+Qwen3-30B-A3B's shape (as benchmarks/scale.py --experts): 0.20 with rows of 2,048 tokens to 0.25 with 8,192."""
 ROLLOUT_REACH = 0.85
 """Share of bandwidth and matrix rate that a decode step reaches."""
 LAYER_SECONDS = 50e-6
