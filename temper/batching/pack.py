@@ -53,6 +53,17 @@ def pack(
     return [_microbatch(rollouts, dtype) for rollouts in packed]
 
 
+def pack_over_ranks(
+    samples: Sequence[Sample], tokens_per_microbatch: int, num_ranks: int, **options: Any
+) -> list[Microbatch]:
+    """As pack(); into smaller microbatches where there would be fewer of them than ranks, and some would do nothing."""
+    packed = pack(samples, tokens_per_microbatch, **options)
+    if len(packed) >= min(num_ranks, len(samples)):
+        return packed
+    share = -(-sum(len(sample.token_ids) for sample in samples) // num_ranks)
+    return pack(samples, min(share, tokens_per_microbatch), **options)
+
+
 def _packed(blocks: Iterable[Block], tokens_per_microbatch: int) -> list[list[Rollout]]:
     packed: list[list[Rollout]] = []
     room = 0

@@ -38,6 +38,7 @@ from temper.objectives import DirectLoss, Objective
 from temper.protocols import Sampler
 from temper.stages.reading.data import StageData
 from temper.terminal import print_line
+from temper.trainer.ranks.sums import rank_and_world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +141,8 @@ def _in_processes(
         has_stop_texts=bool(config.sampling.stop),
         num_threads=threads.sampler,
     )
-    devices = sampler_devices(order.device, num, torch.cuda.device_count() if parameter.is_cuda else 0)
+    gpus = torch.cuda.device_count() if parameter.is_cuda else 0
+    devices = sampler_devices(order.device, num, gpus, rank_and_world()[1])
     weights = SharedWeights(anonymous_file())
 
     def start(place: int) -> ProcessSampler:

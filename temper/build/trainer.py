@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from temper.batching.pack import pack, shard
+from temper.batching.pack import pack_over_ranks, shard
 from temper.build.models import Models, load_models, optimizer_settings
 from temper.build.objective import resolve_objective
 from temper.config import RunConfig
@@ -22,6 +22,7 @@ from temper.stages.kinds import kind_of
 from temper.trainer.local import LocalTrainer, TrainerSettings
 from temper.trainer.ranks.parts import cut
 from temper.trainer.ranks.ranked import OPEN, RankedTrainer, Together
+from temper.trainer.ranks.sums import rank_and_world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,12 @@ def open_here(order: TrainerOrder, tokenizer: Any = None) -> tuple[LocalTrainer,
         tokenizer,
         objective,
         settings,
-        pack=partial(pack, tokens_per_microbatch=choice.tokens_per_microbatch, together=kind_of(config).together),
+        pack=partial(
+            pack_over_ranks,
+            tokens_per_microbatch=choice.tokens_per_microbatch,
+            num_ranks=rank_and_world()[1],
+            together=kind_of(config).together,
+        ),
         shard=shard,
         others=models.others,
     )

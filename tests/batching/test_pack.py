@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from temper.batching import pack, shard
+from temper.batching.pack import pack_over_ranks
 from temper.types import Sample
 
 
@@ -161,3 +162,15 @@ def test_packing_row_by_row_would_part_pairs() -> None:
     pairs = [row("a", 0, 9), row("a", 1, 3), row("b", 0, 8), row("b", 1, 4)]
     assert [m.lengths for m in pack(pairs, 13, together="group")] == [(9, 3), (8, 4)]
     assert [m.lengths for m in pack(pairs, 20)] == [(9, 3, 8), (4,)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_every_rank_gets_a_microbatch_where_there_are_rows_enough(num_ranks: int) -> None:
+    rows = [row(f"g{number}", 0, 10 + number) for number in range(8)]
+    packed = pack_over_ranks(rows, 10_000, num_ranks)
+    assert len(packed) >= num_ranks
+    assert sorted(number for microbatch in packed for number in microbatch.rows) == list(range(8))
+    loads = [sum(sum(packed[place].lengths) for place in shard(packed, rank, num_ranks)) for rank in range(num_ranks)]
+    assert max(loads) <= sum(10 + number for number in range(8)) / num_ranks + 17, "nobody has much more than a share"
+    assert len(pack_over_ranks(rows, 20, num_ranks)) == len(pack(rows, 20)), "enough of them stay as they are"
+    assert len(pack_over_ranks(rows[:1], 10_000, 4)) == 1

@@ -12,6 +12,12 @@ def test_samplers_have_the_gpus_that_the_trainer_leaves() -> None:
     assert sampler_devices("cuda:1", 2, 2) == ["cuda:0", "cuda:0"]
 
 
+def test_every_trainer_has_a_gpu_of_its_own_before_samplers_have_one() -> None:
+    assert sampler_devices("cuda:0", 2, 8, 6) == ["cuda:6", "cuda:7"]
+    assert sampler_devices("cuda:0", 3, 4, 3) == ["cuda:3", "cuda:3", "cuda:3"]
+    assert sampler_devices("cuda:0", 4, 4, 4) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], "in turn, on the same ones"
+
+
 def test_where_there_is_no_other_place_they_share_it() -> None:
     assert sampler_devices("cuda:0", 2, 1) == ["cuda:0", "cuda:0"]
     assert sampler_devices("cpu", 2, 0) == ["cpu", "cpu"]

@@ -57,13 +57,11 @@ def gap(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float
     return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
 
-def test_two_trainers_leave_the_bits_of_one_where_sums_have_one_order(
-    tiny_recipe: dict[str, Any], tmp_path: Path
-) -> None:
-    """One microbatch in all: the second trainer adds zeros."""
+def test_two_trainers_train_what_one_trains(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    """One microbatch in all is made two: a trainer without work would be of no use."""
     alone = run(make_table(tiny_recipe), tmp_path / "alone")
     together = run(make_table(tiny_recipe, trainers=2), tmp_path / "together")
-    assert digest(together) == digest(alone)
+    assert 0 < gap(together, alone) < 1e-5
     assert not torch.distributed.is_initialized()
     for name in ("alone", "together"):
         with RunReader(tmp_path / name) as reader:
@@ -208,7 +206,7 @@ def test_torchrun_makes_one_run(tiny_recipe: dict[str, Any], tmp_path: Path) -> 
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "-m", "temper")
     code, said = end_of(start(make_table(tiny_recipe), tmp_path / "run", launcher))
     assert code == 0, said
-    assert digest(weights_of(tmp_path / "run")) == digest(alone)
+    assert gap(weights_of(tmp_path / "run"), alone) < 1e-5
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("run")] == ["run"]
     assert said.count("final weights") == 1, "one process reports"
 
