@@ -161,7 +161,7 @@ def measure_experts() -> None:
     config = configuration("qwen3-30b-a3b", num_hidden_layers=layers)
     config._attn_implementation, config._experts_implementation = "sdpa", "grouped_mm"
     with torch.device("cuda"):
-        model = AutoModel.from_config(config, dtype=torch.bfloat16)
+        model = AutoModel.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     for rows, length in ((8, 2048), (16, 2048), (2, 8192), (4, 8192)):
         ids = torch.randint(0, 1000, (rows, length), device="cuda")
         for _ in range(3):

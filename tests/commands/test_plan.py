@@ -120,10 +120,22 @@ def test_a_recipe_with_a_table_is_planned_as_it_is_written_or_refused(
 def test_a_table_without_sampler_processes_needs_its_trainers_alone(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    change = ("--set", "cluster.trainers=3", "--set", "cluster.parts=true")
+    change = ("--set", "cluster.trainers=3")
     assert plan(monkeypatch, recipe, "--gpu", "h200", *change) == 2, "one GPU is not what it asks for"
     assert "trainers = 3, which need 3 GPUs. Plan it" in " ".join(capsys.readouterr().err.split())
     assert plan(monkeypatch, recipe, "--gpu", "h200", "--gpus", "3", *change) == 0
+    shown = capsys.readouterr().out
+    assert "exchange" in shown
+    assert "gathered layers" not in shown, "copies gather nothing"
+
+
+def test_parts_are_drawn_with_by_processes(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = ("--set", "cluster.trainers=3", "--set", "cluster.parts=true")
+    assert plan(monkeypatch, recipe, "--gpu", "h200", "--gpus", "3", *change) == 2
+    assert 'Set engine.place = "process"' in " ".join(capsys.readouterr().err.split())
+    assert plan(monkeypatch, recipe, "--gpu", "h200", "--gpus", "3", *change, "--set", "engine.place=process") == 0
     shown = capsys.readouterr().out
     assert "gathered layers" in shown
     assert "sampler's weights" in shown, "no whole weights are there to draw with"

@@ -13,11 +13,11 @@ import torch
 
 from temper.batching.pack import pack, shard
 from temper.objectives import resolve
-from temper.trainer import local
 from temper.trainer.local import LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.passes import forward
 from temper.trainer.passes.forward import score_drawn
+from temper.trainer.ranks import shares
 from temper.trainer.traces import Trace, keys_of, seen_of, traces_of
 from temper.types import Batch, Microbatch, Sample
 
@@ -112,7 +112,7 @@ def test_a_rank_traces_its_own_rows_and_all_ranks_together_trace_all(
     together: list[tuple[str, int, int]] = []
     for rank in range(2):
         made = make_trainer(make_model(), 40)
-        monkeypatch.setattr(local, "rank_and_world", lambda rank=rank: (rank, 2))
+        monkeypatch.setattr(shares, "rank_and_world", lambda rank=rank: (rank, 2))
         share = made._share(rows)
         keys = keys_of(rows)
         own = [keys[number] for numbers in [microbatch.rows for microbatch in share.microbatches] for number in numbers]
