@@ -10,6 +10,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.heavy
 def test_every_row_is_simulated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.chdir(FOLDER.parent)

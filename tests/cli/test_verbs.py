@@ -390,3 +390,27 @@ def test_a_failed_dry_run_ends_with_exit_code_2_and_never_says_in_order(
     assert "in order" not in said.out
     assert "ZeroDivisionError: division by zero, in " in said.err
     assert "broken_reward_of_cli.py, line 2" in said.err
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--samples", "4"), "--set evaluation.samples=..."),
+        (("--temperature", "0"), "--set evaluation.temperature=..."),
+        (("--limit", "8"), "--set heldout.size=..."),
+        (("--seed", "3"), "Leave it out, or give --suite"),
+        (("--fast",), "--set engine.numerics=..."),
+        (("--out", "result.json"), "Leave it out, or give --suite"),
+    ],
+)
+def test_options_of_suites_are_not_swallowed_by_held_out_tasks(
+    option: tuple[str, ...],
+    said: str,
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert temper(monkeypatch, "eval", tiny_folder, tiny_folder / "recipe.toml", *option) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"{option[0]} is about suites" in shown
+    assert said in shown

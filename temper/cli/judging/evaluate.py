@@ -6,7 +6,7 @@ Heavy imports happen inside the verb, so --help is instant.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +17,16 @@ from temper.cli.console import Overrides, app, importing, out, require_checkpoin
 from temper.cli.judging.options import require_suite
 from temper.errors import UserError
 from temper.terminal import SafeConsole
+
+IN_A_RECIPE = {
+    "--samples": "evaluation.samples",
+    "--temperature": "evaluation.temperature",
+    "--top-p": "evaluation.top_p",
+    "--max-new-tokens": "evaluation.max_new_tokens",
+    "--limit": "heldout.size",
+    "--fast": "engine.numerics",
+}
+"""Options of suites, and the keys that say the same of held-out tasks."""
 
 
 @app.command("eval")
@@ -56,7 +66,24 @@ def evaluate(
         found = evaluate_suite(checkpoint, asked, note=lambda line: notes.print(line, highlight=False))
         out.print_json(json.dumps(found.metrics)) if as_json else out.print(render(found))
         return
+    given = {
+        "--samples": samples, "--temperature": temperature, "--top-p": top_p, "--max-new-tokens": max_new_tokens,
+        "--data": data, "--limit": limit or None, "--seed": seed or None, "--out": target, "--force": force or None,
+        "--fast": fast or None,
+    }  # fmt: skip
+    _require_no_suite_options(given)
     _evaluate_heldout(checkpoint, recipe or _own_recipe(checkpoint), set_ or (), thinking_budget, as_json)
+
+
+def _require_no_suite_options(given: Mapping[str, object]) -> None:
+    """UserError for what would do nothing: held-out tasks of a recipe are asked as the recipe says."""
+    for option, value in given.items():
+        if value is not None:
+            key = IN_A_RECIPE.get(option)
+            instead = f"Set it in the recipe, --set {key}=..., or" if key else "Leave it out, or"
+            raise UserError(
+                f"{option} is about suites, and held-out tasks are asked as their recipe says. {instead} give --suite"
+            )
 
 
 def _own_recipe(checkpoint: Path) -> Path:
