@@ -203,7 +203,8 @@ def test_no_trainer_outlives_the_first(tiny_recipe: dict[str, Any], tmp_path: Pa
 @pytest.mark.heavy
 def test_torchrun_makes_one_run(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     alone = run(make_table(tiny_recipe), tmp_path / "alone")
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "-m", "temper")
+    # "--": else torchrun takes --run for an option of its own.
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "--", "temper")
     code, said = end_of(start(make_table(tiny_recipe), tmp_path / "run", launcher))
     assert code == 0, said
     assert gap(weights_of(tmp_path / "run"), alone) < 1e-5
