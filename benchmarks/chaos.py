@@ -206,7 +206,8 @@ def hit(run: Driven, role: str, number: signal.Signals, phase: str, draw: random
         run.process.wait(timeout=PATIENCE)
         seen.outcome = "resumed" if run.is_alone() else f"{len(run.left())} LEFT"
         run.restart()
-    went_on = wait_until(lambda: run.is_over or run.steps() > seen.step, PATIENCE)
+    # The step that was under way may have been past the fault; the one after it is not.
+    went_on = wait_until(lambda: run.is_over or run.steps() > seen.step + 1, PATIENCE)
     seen.seconds = time.monotonic() - start
     seen.outcome = seen.outcome or ("went on" if went_on else "HANGS")
     if run.is_over and run.process.returncode != 0:
