@@ -77,18 +77,18 @@ def _check_parts(config: RunConfig, objective: Objective) -> None:
         problem = 'this process does not hold a whole model to draw with. Set engine.place = "process"'
     elif config.model.lora is not None:
         problem = "adapters are small enough for copies. Leave out model.lora"
-    elif config.model.dtype == "float16":
-        problem = 'the scale of the loss is not made for it. Use model.dtype = "bfloat16"'
-    elif config.model.offload or config.optim.offload or config.optim.states not in ("auto", "float32"):
-        problem = "states are float32 and stay on the device. Leave out optim.states, optim.offload and model.offload"
-    elif config.trainer.epochs > 1:
-        problem = "rows of later epochs may lie on another trainer. Use trainer.epochs = 1"
-    elif isinstance(objective, PolicyObjective) and (objective.critic is not None or objective.step is not None):
-        problem = f'a critic or a step of its own, as objective "{objective.name}" has, is not cut. Use another'
-    elif objective.reference is not None:
-        problem = "a reference that moves is not cut. Leave out objective.reference"
-    elif objective.needs & {"router", "scores", "divergence"} or len(config.model.taught_by) > 1:
-        problem = f'objective "{objective.name}" goes through models in its own way. Use another objective'
+    elif config.model.offload:
+        problem = "a part of a reference stays where it is. Leave out model.offload"
+    elif config.optim.states == "8bit":
+        problem = 'a block of 8-bit states may lie on two trainers. Use optim.states = "bfloat16"'
+    elif isinstance(objective, PolicyObjective) and objective.step is not None:
+        problem = f'objective "{objective.name}" takes steps of its own, over whole weights. Use another objective'
+    elif "router" in objective.needs:
+        problem = (
+            f'objective "{objective.name}" reads routers, and models with experts are not cut. Use another objective'
+        )
+    elif len(config.model.taught_by) > 1:
+        problem = "trainers would call their teachers in different orders. Use one model.teacher"
     if problem is not None:
         raise UserError(f"cluster.parts: {problem}, or use cluster.parts = false")
 

@@ -136,6 +136,7 @@ def _other_models(
             optimizer_settings(config, 10 * config.optim.learning_rate if rate is None else rate),
             total_steps=config.steps,
             gradient_checkpointing=settled_choice(config).gradient_checkpointing,
+            parts=config.cluster.parts,
         )
 
     def frozen(model: torch.nn.Module) -> torch.nn.Module:

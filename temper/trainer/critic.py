@@ -8,7 +8,7 @@ Shapes: _T packed tokens, _A drawn tokens, _D width.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,11 @@ from temper.objectives.metrics import mean_sums
 from temper.trainer.adamw.files import read_tensors, write_tensors
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at, require_same_tensors
 from temper.trainer.passes.forward import Checkpointing, checkpointing, enable_checkpointing
+from temper.trainer.passes.scoring import Share
 from temper.trainer.passes.states import drawn_states
+from temper.trainer.ranks.parts import cut, within
 from temper.trainer.ranks.sums import merge_over_ranks
-from temper.trainer.weights import publish
+from temper.trainer.weights import kept_tensors, take_over, whole_weights
 from temper.types import Microbatch
 
 CRITIC_FOLDER = "critic"
@@ -46,9 +48,13 @@ class Critic:
         *,
         total_steps: int,
         gradient_checkpointing: Checkpointing = False,
+        parts: bool = False,
     ) -> None:
-        """Takes the decoder of `model` for itself: give it a copy of the policy. total_steps are those of the stage."""
+        """Takes the decoder of `model` for itself: give it a copy of the policy. total_steps are those of the stage.
+        parts: this rank keeps its part of each layer."""
         self._module = ValueModel(model)
+        if parts:
+            cut(self._module, apart=[self._module.head])
         self._settings, self._total_steps = settings, total_steps
         self._is_recomputing = bool(gradient_checkpointing)
         self._optimizer = MasterAdamW(self._module, settings)
@@ -67,7 +73,7 @@ class Critic:
         values_T[microbatch.loss_mask.cpu().bool()] = values_A
         return values_T
 
-    def step(self, share: Sequence[Microbatch], *, clip: float, num_batch_tokens: int, step: int) -> MetricSums:
+    def step(self, share: Share, *, clip: float, num_batch_tokens: int, step: int) -> MetricSums:
         """One update on this rank's microbatches, which hold `values` (when the batch started) and `targets`.
 
         num_batch_tokens counts the drawn tokens of the whole update, over all ranks; the loss is the mean over them.
@@ -76,8 +82,10 @@ class Critic:
         """
         metrics = MetricSums()
         self._optimizer.discard_gradients()  # what an interrupted pass may have left
-        for microbatch in share:
+        for microbatch in share.microbatches:
             metrics = metrics.merge(self._backward(microbatch, clip, num_batch_tokens))
+        for spare in share.padding:
+            self._backward(spare, clip, num_batch_tokens, scale=0.0)
         norm = self._optimizer.sum_gradients()
         if not torch.isfinite(norm):
             self._optimizer.discard_gradients()
@@ -93,8 +101,9 @@ class Critic:
         """critic/ with the weights of decoder and head, moments, master weights and counters."""
         own = folder / CRITIC_FOLDER
         own.mkdir()
-        save_file({key: tensor.contiguous() for key, tensor in self._tensors().items()}, own / "model.safetensors")
-        write_tensors(self._optimizer.tensors(), own, "optimizer")
+        weights, moments = self.wholes()
+        save_file({key: tensor.contiguous() for key, tensor in weights.items()}, own / "model.safetensors")
+        write_tensors(moments, own, "optimizer")
         state = {"optimizer_steps": self._optimizer.num_steps, "dtype": str(self._module.dtype)}
         (own / "state.json").write_text(json.dumps(state, sort_keys=True))
 
@@ -112,16 +121,19 @@ class Critic:
                 f"the critic in {folder} was trained in {state['dtype']} and this run is in {self._module.dtype}. "
                 f"Set model.dtype to what it was"
             )
-        stored, current = load_file(own / "model.safetensors"), self._tensors()
+        stored, current = load_file(own / "model.safetensors"), kept_tensors(self._module)
         require_same_tensors(current, stored, f"the critic in {folder}")
         self._optimizer.load_tensors(read_tensors(own, "optimizer"), state["optimizer_steps"])
-        for name, tensor in current.items():
-            tensor.copy_(stored[name])
+        take_over(current, stored)
 
-    def _tensors(self) -> Mapping[str, Tensor]:
-        return publish(self._module, 0).tensors
+    def wholes(self) -> list[Mapping[str, Tensor]]:
+        """What save() writes."""
+        return [whole_weights(self._module), self._optimizer.tensors()]
 
-    def _backward(self, microbatch: Microbatch, clip: float, num_batch_tokens: int) -> MetricSums:
+    def _backward(
+        self, microbatch: Microbatch, clip: float, num_batch_tokens: int, *, scale: float = 1.0
+    ) -> MetricSums:
+        """scale: of the gradient; 0 to make the passes that others make."""
         assert microbatch.values is not None, "the critic has not scored this microbatch"
         assert microbatch.targets is not None, "the objective has set the critic no targets"
         with checkpointing(self._module) if self._is_recomputing else nullcontext():
@@ -131,7 +143,7 @@ class Critic:
             weights_A = torch.full_like(values_A, 1 / num_batch_tokens)
             loss = value_loss(values_A, old_A, targets_A, weights_A, clip)
             with self._optimizer.collecting():
-                loss.backward()  # type: ignore[no-untyped-call]
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
         values_A = values_A.detach()
         clipped_A = old_A + (values_A - old_A).clamp(-clip, clip)
         # Where the bounded value's error is the one that counts. The first condition is not implied: rounding alone
@@ -167,8 +179,12 @@ class ValueModel(nn.Module):
 
     def values(self, microbatch: Microbatch) -> Tensor:
         """[A] before each drawn token: from the state that scores it, which has not seen it."""
-        hidden_AD = drawn_states(self, microbatch).hidden_AD
-        return self.head(hidden_AD.to(self.head.weight.dtype))[:, 0]
+
+        def compute() -> Tensor:
+            hidden_AD = drawn_states(self, microbatch).hidden_AD
+            return self.head(hidden_AD.to(self.head.weight.dtype))[:, 0]  # type: ignore[no-any-return]
+
+        return within(self, compute)
 
 
 def explained(finished: Mapping[str, float]) -> dict[str, float]:

@@ -286,7 +286,7 @@ class LocalTrainer:
         assert isinstance(self._objective, PolicyObjective), "a direct loss has no critic"
         assert self._objective.critic is not None, "a critic needs a rule"
         return critic.step(
-            share.microbatches,
+            share,
             clip=self._objective.critic.argument("clip"),
             num_batch_tokens=facts.num_batch_tokens,
             step=self._version + 1,

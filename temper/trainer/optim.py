@@ -85,6 +85,7 @@ class MasterAdamW:
             offload=settings.offload,
             seed=settings.noise_seed,
             kernels=settings.kernels,
+            shapes={name: parameter.shape for name, parameter in self._parameters.items()},
         )
         self._sums: dict[str, Tensor] = {}
         """Gradients of parameters with masters, in float32. Others have theirs in .grad, where autograd adds them."""

@@ -89,9 +89,8 @@ class PolicyStep:
         norm = self._optimizer.sum_gradients()
         metrics = merge_over_ranks(metrics)
         if self.loss_scale is not None:
-            gradients = list(self._optimizer.gradients().values())
-            torch._foreach_mul_(gradients, 1 / self.loss_scale.factor)
-            norm = nn.utils.get_total_norm(gradients)
+            torch._foreach_mul_(list(self._optimizer.gradients().values()), 1 / self.loss_scale.factor)
+            norm = norm / self.loss_scale.factor  # a power of two: no bit is lost
         total = metrics.totals.get("loss/total", norm.new_zeros(()))
         if self.loss_scale is not None:
             metrics, is_skipped = self._rescale(self.loss_scale, metrics, norm, total)

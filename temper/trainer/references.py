@@ -6,15 +6,18 @@ Owns: the moving reference's weights and the held-out scores its rule looks at. 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
+from temper.models.save import saved_tensors
 from temper.objectives.objective import Moment, ReferenceRule
 from temper.trainer.optim import require_same_tensors
-from temper.trainer.weights import publish
+from temper.trainer.ranks.parts import OwnParts, is_cut, own_part
+from temper.trainer.weights import kept_tensors, publish, take_over, whole_weights
 
 _WEIGHTS, _STATE = "reference.safetensors", "reference.json"
 
@@ -39,25 +42,28 @@ class MovingReference:
         refresh = self._rule(Moment(step=step, stalled_evaluations=self._stalled))
         if refresh is None:
             return False, False
-        targets = publish(policy, step).tensors  # merged ones of an adapter
+        # Merged ones of an adapter; of a cut model this rank's parts, for the reference is cut alike.
+        targets = OwnParts(saved_tensors(policy)) if is_cut(policy) else publish(policy, step).tensors
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                target = targets[name]
-                if target.data_ptr() != parameter.data_ptr():  # shared: one that the adapter leaves alone
-                    parameter.lerp_(target.to(parameter), refresh.mix)
+                own, target = own_part(parameter), targets[name]
+                if target.data_ptr() != own.data_ptr():  # shared: one that the adapter leaves alone
+                    own.lerp_(target.to(own), refresh.mix)
         self._stalled = 0
         return True, refresh.resets_optimizer
 
     def save(self, folder: Path) -> None:
-        tensors = {name: tensor.detach().contiguous() for name, tensor in publish(self._model, 0).tensors.items()}
-        save_file(tensors, folder / _WEIGHTS)
+        (wholes,) = self.wholes()
+        save_file({name: tensor.contiguous() for name, tensor in wholes.items()}, folder / _WEIGHTS)
         (folder / _STATE).write_text(json.dumps({"best_score": self._best_score, "stalled": self._stalled}))
 
+    def wholes(self) -> list[Mapping[str, Tensor]]:
+        """What save() writes."""
+        return [whole_weights(self._model)]
+
     def load(self, folder: Path) -> None:
-        stored, own = load_file(folder / _WEIGHTS), publish(self._model, 0).tensors
+        stored, own = load_file(folder / _WEIGHTS), kept_tensors(self._model)
         require_same_tensors(own, stored, f"{folder / _WEIGHTS}")
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(stored[name])
+        take_over(own, stored)
         state = json.loads((folder / _STATE).read_text())
         self._best_score, self._stalled = state["best_score"], state["stalled"]

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from temper.errors import UserError
 from temper.trainer.adamw.files import read_tensors, write_tensors
 from temper.trainer.optim import MasterAdamW, require_same_tensors
-from temper.trainer.ranks.parts import own_part, part_of
 from temper.trainer.ranks.sums import rank_and_world
-from temper.trainer.weights import ModelFiles, kept_tensors, save_weights, stored_tensors, whole_weights
+from temper.trainer.weights import ModelFiles, kept_tensors, save_weights, stored_tensors, take_over, whole_weights
 
 STATE_FOLDER = "trainer"
 """Folder of the state inside a checkpoint: other tools take every *.safetensors file beside the weights for weights."""
@@ -30,6 +29,9 @@ class Beside(Protocol):
     """What has files of its own in that folder: a critic, a reference that moves."""
 
     def save(self, folder: Path) -> None: ...
+
+    def wholes(self) -> Sequence[Mapping[str, Tensor]]:
+        """What save() reads, in its order: all ranks with parts read it."""
 
     def load(self, folder: Path) -> None: ...
 
@@ -46,7 +48,8 @@ class SavedTrainer:
     def write(self, folder: Path, tokenizer: Any, counters: Mapping[str, Any]) -> None:
         """Of several ranks the first writes. The others need to be here where they hold parts."""
         if rank_and_world()[0]:
-            for tensors in (whole_weights(self.model), self.optimizer.tensors()):
+            beside = [tensors for part in self.beside for tensors in part.wholes()]
+            for tensors in (whole_weights(self.model), self.optimizer.tensors(), *beside):
                 for name in tensors:
                     tensors[name]  # all ranks give their parts
             return
@@ -76,8 +79,7 @@ class SavedTrainer:
         self.optimizer.load_tensors(read_tensors(own, "optimizer"), state["optimizer_steps"])
         for part in self.beside:
             part.load(own)
-        for name, tensor in current.items():
-            own_part(tensor).copy_(part_of(stored[name], tensor))  # in place: samplers may share the storage
+        take_over(current, stored)
         return state
 
     @property

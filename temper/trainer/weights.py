@@ -27,7 +27,7 @@ from temper.models.lora.wrapping import (
 )
 from temper.models.nf4.layers import holds_four_bits
 from temper.models.save import save_model, saved_tensors
-from temper.trainer.ranks.parts import WholeTensors, is_cut, own_part, under_own_name, whole_of
+from temper.trainer.ranks.parts import WholeTensors, is_cut, own_part, part_of, under_own_name, whole_of
 from temper.types import Publication
 
 
@@ -76,8 +76,15 @@ def kept_tensors(model: nn.Module) -> Mapping[str, Tensor]:
     return {name: tensor.detach() for name, tensor in saved_tensors(model).items()}
 
 
+def take_over(current: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+    """Whole tensors into those of a model; of a cut one this rank's rows. In place: samplers may share the storage."""
+    with torch.no_grad():
+        for name, tensor in current.items():
+            own_part(tensor).copy_(part_of(stored[name], tensor))
+
+
 def whole_weights(model: nn.Module) -> Mapping[str, Tensor]:
-    """Those of a cut model, each made whole when it is asked for, by all ranks in this order."""
+    """On the CPU. Those of a cut model are made whole when they are asked for, by all ranks in this order."""
     tensors = saved_tensors(model)
     return WholeTensors(tensors, tensors)
 

@@ -76,14 +76,11 @@ def test_what_cannot_be_done_over_a_base_in_four_bits_is_refused_by_name(
     [
         ({}, {"engine": {"place": "here"}}, 'does not hold a whole model to draw with. Set engine.place = "process"'),
         ({}, {"model": {"new": {}, "lora": {"rank": 2}}}, "Leave out model.lora"),
-        ({}, {"model": {"new": {}, "dtype": "float16"}}, 'Use model.dtype = "bfloat16"'),
-        ({}, {"optim": {"states": "8bit"}}, "Leave out optim.states"),
-        ({}, {"optim": {"offload": True}}, "optim.offload"),
-        ({}, {"trainer": {"epochs": 2}}, "Use trainer.epochs = 1"),
-        ({}, {"objective": {"preset": "ppo"}}, "a critic or a step of its own"),
-        ({}, {"objective": {"preset": "trpo"}}, "a critic or a step of its own"),
-        ({}, MOVING, "Leave out objective.reference"),
-        ({"kind": "reward_model"}, {}, "goes through models in its own way"),
+        ({}, {"model": {"new": {}, "offload": True}}, "Leave out model.offload"),
+        ({}, {"optim": {"states": "8bit"}}, 'Use optim.states = "bfloat16"'),
+        ({}, {"objective": {"preset": "trpo"}}, "takes steps of its own, over whole weights"),
+        ({}, {"objective": {"preset": "rspo"}}, "reads routers"),
+        ({"kind": "distill"}, {"model": {"new": {}, "teachers": {"a": "x", "b": "y"}}}, "Use one model.teacher"),
     ],
 )
 def test_what_cannot_be_done_with_parts_of_a_model_is_refused_by_name(

@@ -22,12 +22,13 @@ from temper.objectives.policy.constrained import trpo
 from temper.objectives.policy.gates import importance
 from temper.trainer.critic import Critic, explained
 from temper.trainer.passes.forward import StepFacts
+from temper.trainer.passes.scoring import Share
 from temper.trainer.trust_region import constrained_step
 from temper.types import Microbatch
 
 
 def update_critic(critic: Critic, share: list[Microbatch], num_batch_tokens: int) -> Any:
-    metrics = critic.step(share, clip=0.2, num_batch_tokens=num_batch_tokens, step=1)
+    metrics = critic.step(Share(share, list(range(len(share)))), clip=0.2, num_batch_tokens=num_batch_tokens, step=1)
     moments = {name: t for name, t in critic._optimizer.tensors().items() if name.startswith("exp_avg.")}
     return moments, explained(metrics.finish())
 

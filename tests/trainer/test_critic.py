@@ -23,6 +23,7 @@ from temper.trainer import critic as critic_module
 from temper.trainer.critic import Critic, explained
 from temper.trainer.optim import OptimizerSettings
 from temper.trainer.passes.packed_attention import PackedAttention
+from temper.trainer.passes.scoring import Share
 from temper.trainer.passes.states import drawn_states
 from temper.types import Microbatch, Sample
 
@@ -55,6 +56,10 @@ def with_targets(rows: list[Sample]) -> list[Sample]:
     ]
 
 
+def as_share(microbatches: list[Microbatch]) -> Share:
+    return Share(microbatches, list(range(len(microbatches))))
+
+
 def num_drawn(rows: list[Sample]) -> int:
     return sum(row.num_actions for row in rows)
 
@@ -64,8 +69,9 @@ def update(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """First moments after one update from zero: a tenth of the gradient; and its metrics."""
     critic = make_critic(deepcopy(model))
-    share = pack(rows, budget, torch.float64)
-    metrics = critic.step(share[::-1] if is_reversed else share, clip=0.2, num_batch_tokens=num_drawn(rows), step=1)
+    packed = pack(rows, budget, torch.float64)
+    share = as_share(packed[::-1] if is_reversed else packed)
+    metrics = critic.step(share, clip=0.2, num_batch_tokens=num_drawn(rows), step=1)
     moments = {name: t for name, t in critic._optimizer.tensors().items() if name.startswith("exp_avg.")}
     return moments, explained(metrics.finish())
 
@@ -171,7 +177,8 @@ def test_loss_and_metrics_are_those_worked_out_by_hand(make_model: MakeModel, ma
     mask = [0, 1, 1] + [0] * (len(row.token_ids) - 3)
     targets = [0.0, 0.2, 2.0] + [0.0] * (len(mask) - 3)
     row = replace(row, loss_mask=mask, values=[0.5] * len(mask), targets=targets)
-    metrics = explained(critic.step(pack([row], 64, torch.float64), clip=0.2, num_batch_tokens=2, step=1).finish())
+    share = as_share(pack([row], 64, torch.float64))
+    metrics = explained(critic.step(share, clip=0.2, num_batch_tokens=2, step=1).finish())
     assert metrics["loss/value"] == pytest.approx((0.32 + 0.845) / 2)
     assert metrics["critic/clip_frac"] == 0.5
     assert metrics["critic/value_mean"] == 1.0
@@ -218,7 +225,8 @@ def test_it_learns_a_value_that_depends_on_the_prompt_and_on_the_place(tmp_path:
     metrics: list[dict[str, float]] = []
     for _ in range(60):
         share = [replace(m, values=critic.score(m)) for m in pack(rows, 40)]
-        metrics.append(explained(critic.step(share, clip=0.2, num_batch_tokens=num_drawn(rows), step=1).finish()))
+        sums = critic.step(as_share(share), clip=0.2, num_batch_tokens=num_drawn(rows), step=1)
+        metrics.append(explained(sums.finish()))
     assert metrics[0]["critic/value_mean"] == 0.0
     assert metrics[0]["critic/explained_var"] < 0.01
     assert metrics[-1]["critic/explained_var"] > 0.9
@@ -228,14 +236,13 @@ def test_it_learns_a_value_that_depends_on_the_prompt_and_on_the_place(tmp_path:
 def train(critic: Critic, rows: list[Sample], steps: int, first: int = 1) -> list[dict[str, float]]:
     share = pack(rows, 64)
     return [
-        critic.step(share, clip=0.2, num_batch_tokens=num_drawn(rows), step=step).finish()
+        critic.step(as_share(share), clip=0.2, num_batch_tokens=num_drawn(rows), step=step).finish()
         for step in range(first, first + steps)
     ]
 
 
 def bits(critic: Critic) -> dict[str, Tensor]:
-    both = {**critic._tensors(), **critic._optimizer.tensors()}
-    return {name: tensor.clone() for name, tensor in both.items()}
+    return {name: tensor.clone() for tensors in critic.wholes() for name, tensor in tensors.items()}
 
 
 def is_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
@@ -290,7 +297,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied(make_model: MakeModel, m
     before = bits(critic)
     broken = [replace(m, targets=torch.full((len(m.token_ids),), float("nan"))) for m in pack(rows, 64)]
     with pytest.raises(BackendError, match=r"critic update of step 1: gradient norm nan. This update was not applied"):
-        critic.step(broken, clip=0.2, num_batch_tokens=num_drawn(rows), step=1)
+        critic.step(as_share(broken), clip=0.2, num_batch_tokens=num_drawn(rows), step=1)
     assert is_same(before, bits(critic))
     untouched = make_critic(make_model(dtype=torch.float32))
     assert train(critic, rows, 1) == train(untouched, rows, 1), "the broken update left something behind"
@@ -309,7 +316,7 @@ def test_all_updates_of_a_step_have_its_learning_rate(
 
     monkeypatch.setattr(critic._optimizer, "step", apply)
     for step in (1, 1, 4, 4, 8):
-        critic.step(pack(rows, 64), clip=0.2, num_batch_tokens=num_drawn(rows), step=step)
+        critic.step(as_share(pack(rows, 64)), clip=0.2, num_batch_tokens=num_drawn(rows), step=step)
     assert rates == pytest.approx([0.0025, 0.0025, 0.01, 0.01, 0.01 * (1 - 3 / 6)])
 
 

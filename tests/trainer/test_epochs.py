@@ -201,5 +201,5 @@ def test_the_critic_is_trained_in_every_epoch_against_its_values_of_the_start(
     trainer.step(batch)
     assert critic._optimizer.num_steps == 4
     for update in batch.updates:
-        alone.step(plain._pack(update), clip=0.2, num_batch_tokens=sum(row.num_actions for row in update), step=1)
+        alone.step(plain._share(update), clip=0.2, num_batch_tokens=sum(row.num_actions for row in update), step=1)
     assert is_same(bits(critic), bits(alone))

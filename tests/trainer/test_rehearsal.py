@@ -51,7 +51,7 @@ def state(trainer: LocalTrainer) -> Iterator[tuple[str, Tensor]]:
     yield "counts", torch.tensor([float(count) for count in counts])
     yield "random numbers", torch.get_rng_state()
     if trainer._critic is not None:
-        yield from (("critic/" + name, tensor) for name, tensor in trainer._critic._tensors().items())
+        yield from (("critic/" + name, tensor) for name, tensor in trainer._critic.wholes()[0].items())
 
 
 def require_equal(trainer: LocalTrainer, expected: dict[str, Tensor]) -> None:

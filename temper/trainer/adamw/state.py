@@ -60,12 +60,23 @@ class BucketKind:
 
 class AdamState:
     def __init__(
-        self, parameters: Mapping[str, Tensor], states: States, *, offload: bool, seed: int, kernels: bool
+        self,
+        parameters: Mapping[str, Tensor],
+        states: States,
+        *,
+        offload: bool,
+        seed: int,
+        kernels: bool,
+        shapes: Mapping[str, torch.Size] | None = None,
     ) -> None:
-        """seed: of the random bits that compact moments are rounded with. kernels: whether to use those there are."""
+        """seed: of the random bits that compact moments are rounded with. kernels: whether to use those there are.
+        shapes: of the whole tensors, where parameters are parts of them: every rank holds a tensor's moments alike."""
         self._parameters, self._states = parameters, states
         self._offload, self._seed, self._kernels = offload, seed, kernels
-        self._kinds = {name: _kind_of(name, parameter, states) for name, parameter in parameters.items()}
+        self._kinds = {
+            name: _kind_of(name, parameter, parameter.shape if shapes is None else shapes[name], states)
+            for name, parameter in parameters.items()
+        }
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
         self._buckets = make_buckets(sizes, self._kinds, BUCKET_VALUES)
         self._made: Residence | None = None
@@ -203,7 +214,7 @@ class AdamState:
                 device = self._parameters[name].device
                 masters = _views(self._masters(bucket, {REMAINDER: home[REMAINDER].to(device)}), bucket)
             pieces += [m.cpu() for m, piece in zip(masters, bucket.slices, strict=True) if piece.name == name]
-        return torch.cat(pieces).view(self._parameters[name].shape)
+        return _end_to_end(pieces, torch.float32).view(self._parameters[name].shape)
 
     def _moment(self, name: str, part_name: str) -> Tensor:
         part = self._kinds[name].moments[part_name]
@@ -211,7 +222,7 @@ class AdamState:
         for bucket in self._buckets_of(name):
             home = self._residence().homes()[bucket.number]
             pieces += [home[part_name][ranges_of(s, part)[0]].cpu() for s in bucket.slices if s.name == name]
-        flat = torch.cat(pieces)
+        flat = _end_to_end(pieces, part.dtype)
         return flat.view(self._parameters[name].shape) if part.values_each == 1 else flat
 
     def _buckets_of(self, name: str) -> list[Bucket]:
@@ -242,14 +253,19 @@ class _Made(Mapping[str, Tensor]):
         return len(self._makers)
 
 
-def _kind_of(name: str, parameter: Tensor, states: States) -> BucketKind:
+def _kind_of(name: str, parameter: Tensor, shape: torch.Size, states: States) -> BucketKind:
     if parameter.dtype not in (*REMAINDERS, torch.float32, torch.float64):
         raise UserError(
             f'parameter "{name}" is {parameter.dtype}. Train in bfloat16, float16 or float32: set model.dtype'
         )
     assert parameter.is_contiguous(), f"{name} cannot be cut into buckets"
-    formats = formats_for(states, parameter.shape, torch.promote_types(parameter.dtype, torch.float32))
+    formats = formats_for(states, shape, torch.promote_types(parameter.dtype, torch.float32))
     return BucketKind(parameter.ndim >= 2, parameter.dtype, *formats)
+
+
+def _end_to_end(pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """A rank may hold nothing of a tensor with few rows."""
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
 
 
 def _views(flat: Tensor, bucket: Bucket) -> list[Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from temper.trainer.offload import on_device
 from temper.trainer.passes.gathering import place_rows, take_rows
 from temper.trainer.passes.logprobs import CHUNK_BYTES, add_product
 from temper.trainer.passes.states import DrawnStates, drawn_states
+from temper.trainer.ranks.parts import is_cut, within
 from temper.types import Microbatch
 
 EVERYONE = ""
@@ -104,11 +106,17 @@ def narrow(head: Head, size: int) -> Head:
 def _taught(part: Class, device: torch.device) -> tuple[Head, Tensor]:
     """A teacher's head and its hidden states at the drawn tokens of its rows."""
     with on_device(part.teacher) as teacher:
-        hidden_AD = drawn_states(teacher, part.microbatch).hidden_AD.to(device)
-        head = Head.of(teacher)
-        # Detached: the backward pass reads these very numbers, wherever the teacher waits by then.
-        bias = None if head.bias is None else head.bias.detach().to(device)
-        return replace(head, weight=head.weight.detach().to(device), bias=bias), hidden_AD
+
+        def compute() -> tuple[Head, Tensor]:
+            hidden_AD = drawn_states(teacher, part.microbatch).hidden_AD.to(device)
+            head = Head.of(teacher)
+            # Detached: the backward pass reads these very numbers, wherever the teacher waits by then, and also when
+            # what was gathered of it is gone.
+            keep = partial(Tensor.to, device=device, copy=is_cut(teacher))
+            bias = None if head.bias is None else keep(head.bias.detach())
+            return replace(head, weight=keep(head.weight.detach()), bias=bias), hidden_AD
+
+        return within(teacher, compute)
 
 
 @dataclass(frozen=True, slots=True)

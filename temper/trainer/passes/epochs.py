@@ -15,6 +15,7 @@ from torch import Tensor
 
 from temper.objectives import MetricSums
 from temper.trainer.passes.scoring import Share
+from temper.trainer.ranks.sums import tell_all_ranks
 from temper.types import Microbatch, Sample, array_of
 
 Name = tuple[str, int, bytes, bytes]
@@ -43,22 +44,28 @@ def _is_same(row: Sample, other: Sample) -> bool:
 def fill_once(updates: Sequence[Sequence[Sample]], shares: Sequence[Share], fill: Fill) -> list[Share]:
     """The shares of all updates with the columns that `fill` computes; rows of later epochs get those of the first.
 
-    Every row is passed once, and no epoch can compare with anything but the start of its batch. A row that another rank
-    passed is passed again here: before the first update, that is the same policy.
+    Every row is passed once, and no epoch can compare with anything but the start of its batch. Ranks tell each other
+    what they found: a row may be another's in the next epoch.
     """
-    if max(epochs_of(updates), default=1) == 1:
-        return [replace(share, microbatches=fill(share.microbatches), padding=fill(share.padding)) for share in shares]
-    known: dict[Name, dict[str, Tensor]] = {}
-    filled = []
-    for update, share in zip(updates, shares, strict=True):
-        names = [[_name_of(update[number]) for number in microbatch.rows] for microbatch in share.microbatches]
-        is_new = [any(name not in known for name in own) for own in names]
-        fresh = iter(fill([m for m, new in zip(share.microbatches, is_new, strict=True) if new]))
-        microbatches = []
-        for microbatch, own, new in zip(share.microbatches, names, is_new, strict=True):
-            microbatches.append(next(fresh) if new else _with_known(microbatch, [known[name] for name in own]))
-            known |= _columns_of(microbatches[-1], own) if new else {}
-        filled.append(replace(share, microbatches=microbatches))
+    epochs = epochs_of(updates)
+    first = sum(epoch == 1 for epoch in epochs)  # these updates come before all others, and have every row once
+    filled = [
+        replace(share, microbatches=fill(share.microbatches), padding=fill(share.padding)) for share in shares[:first]
+    ]
+    if first == len(shares):
+        return filled
+    own: dict[Name, dict[str, Tensor]] = {}
+    for update, share in zip(updates, filled, strict=False):
+        for microbatch in share.microbatches:
+            own |= _columns_of(microbatch, [_name_of(update[number]) for number in microbatch.rows])
+    known = tell_all_ranks(own)
+
+    def remembered(update: Sequence[Sample], microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        return [_with_known(m, [known[_name_of(update[number])] for number in m.rows]) for m in microbatches]
+
+    for update, share in zip(updates[first:], shares[first:], strict=True):
+        spare = remembered(update, share.padding)
+        filled.append(replace(share, microbatches=remembered(update, share.microbatches), padding=spare))
     return filled
 
 

@@ -77,7 +77,7 @@ class ScoringPasses:
     def _logprobs(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor]:
         """Log-probabilities [A], or scores where the policy is a model that scores."""
         if "scores" in self._objective.needs:
-            return (read_scores(model, microbatch).logprobs,)
+            return (within(model, lambda: read_scores(model, microbatch)).logprobs,)
         return (within(model, lambda: score_drawn(model, microbatch, self._temperature)).logprobs,)
 
     def _ask_teachers(

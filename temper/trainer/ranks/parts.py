@@ -9,7 +9,7 @@ frees. All ranks make the same passes in the same order, or they wait for each o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar
@@ -24,8 +24,10 @@ from temper.models.decoder import FAMILIES, can_walk, layer_forward
 Result = TypeVar("Result")
 
 
-def cut(model: Any) -> None:
-    """From now on this rank holds its part alone. Rows of every tensor are shared out in order of ranks."""
+def cut(model: Any, *, apart: Sequence[nn.Module] = ()) -> None:
+    """From now on this rank holds its part alone. Rows of every tensor are shared out in order of ranks; of a tensor
+    with fewer rows than ranks the last get none. apart: heads of another precision, which torch gathers by themselves.
+    """
     from torch.distributed.device_mesh import init_device_mesh  # here: they take more than a second
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -33,11 +35,8 @@ def cut(model: Any) -> None:
     if not can_walk(model):
         raise UserError(
             f"cluster.parts is made for the families {', '.join(FAMILIES)}, and this is a "
-            f"{model.config.get_text_config().model_type}. Use cluster.parts = false: each trainer then holds a copy"
+            f"{model.get_decoder().config.model_type}. Use cluster.parts = false: each trainer then holds a copy"
         )
-    for name, tensor in model.named_parameters():
-        if len(tensor) < world:
-            raise UserError(f"cluster.parts: {name} has {len(tensor)} rows and there are {world} trainers. Use fewer")
     mesh = init_device_mesh(parameter.device.type, (world,))
     # Gradients of a microbatch are added up over ranks in float32, and then rounded to what the weights are.
     narrow = parameter.dtype in (torch.bfloat16, torch.float16)
@@ -45,6 +44,8 @@ def cut(model: Any) -> None:
     for layer in model.get_decoder().layers:
         layer.temper_cut, layer.forward = True, MethodType(layer_forward, layer)
         fully_shard(layer, mesh=mesh, mp_policy=policy)
+    for head in apart:
+        fully_shard(head, mesh=mesh, mp_policy=policy)
     model.temper_cut, model.forward = True, _call
     fully_shard(model, mesh=mesh, mp_policy=policy)
     # It warns of views that a layer returns; nothing here changes one in place.

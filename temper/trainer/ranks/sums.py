@@ -62,13 +62,18 @@ def merge_over_ranks(metrics: MetricSums) -> MetricSums:
 
 def gather_over_ranks(own: Mapping[int, Tokens]) -> dict[int, Tokens]:
     """The numbered parts of all ranks; on the CPU when there are several. A rank without parts takes part with none."""
+    is_alone = rank_and_world()[1] == 1
+    return tell_all_ranks({number: tokens if is_alone else tokens.cpu() for number, tokens in own.items()})
+
+
+def tell_all_ranks(own: Mapping[Key, Value]) -> dict[Key, Value]:
+    """What all ranks have, on every one. Keys of ranks differ, or have equal values."""
     world = rank_and_world()[1]
     if world == 1:
         return dict(own)
-    mine = {number: tokens.cpu() for number, tokens in own.items()}
-    gathered: list[dict[int, Tokens]] = [{} for _ in range(world)]
-    dist.all_gather_object(gathered, mine)
-    return {number: tokens for part in gathered for number, tokens in part.items()}
+    gathered: list[dict[Key, Value]] = [{} for _ in range(world)]
+    dist.all_gather_object(gathered, dict(own))
+    return {key: value for part in gathered for key, value in part.items()}
 
 
 def gather_to_first(own: Mapping[Key, Value]) -> dict[Key, Value]:

@@ -35,12 +35,15 @@ def in_two_epochs(rows: list[Sample]) -> tuple[tuple[Sample, ...], ...]:
 def train(
     model: Any, other: Any, rows: list[Sample], preset: str, budget: int, *, epochs: int, parts: bool
 ) -> dict[str, Any]:
-    if parts and dist.is_initialized():
+    objective, optimizer = resolve(preset), OptimizerSettings(learning_rate=0.01)
+    is_cut = parts and dist.is_initialized()
+    together: Literal["group", "trajectory"] = "group" if isinstance(objective, DirectLoss) else "trajectory"
+    critic = None
+    if "values" in objective.needs:
+        critic = Critic(deepcopy(model), optimizer, total_steps=4, parts=is_cut)
+    if is_cut:
         for each in (model, other):
             cut(each)
-    objective, optimizer = resolve(preset), OptimizerSettings(learning_rate=0.01)
-    together: Literal["group", "trajectory"] = "group" if isinstance(objective, DirectLoss) else "trajectory"
-    critic = Critic(deepcopy(model), optimizer, total_steps=4) if "values" in objective.needs else None
     trainer = LocalTrainer(
         model,
         None,
@@ -52,9 +55,18 @@ def train(
     )
     updates = (tuple(rows),) if epochs == 1 else in_two_epochs(rows)
     results = [trainer.step(Batch(updates=updates)) for _ in range(2)]
-    moments = {name: t for name, t in trainer._optimizer.tensors().items() if name.startswith("exp_avg.")}
+    states = {"policy": trainer._optimizer.tensors()}
+    if critic is not None:
+        states["critic"] = critic.wholes()[1]
+    moments = {
+        (owner, name): tensors[name] for owner, tensors in states.items() for name in tensors if is_first_moment(name)
+    }
     share = len(trainer._share(rows).microbatches)
     return {"share": share, "metrics": [dict(r.metrics) for r in results], "moments": moments}
+
+
+def is_first_moment(name: str) -> bool:
+    return name.startswith("exp_avg.")
 
 
 def average(tensor: torch.Tensor) -> None:
@@ -75,19 +87,20 @@ def main(rank: int, world: int, folder: Path) -> None:
     if world > 1:
         store, limit = dist.FileStore(str(folder / "store"), world), datetime.timedelta(seconds=100)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    model, other, rows, pairs, cases = pickle.loads((folder / "inputs.pkl").read_bytes())
+    models, other, rows, cases = pickle.loads((folder / "inputs.pkl").read_bytes())
     reports = {}
     for preset, budget, fault in cases:
-        is_policy_gradient = preset in POLICY_GRADIENTS
+        needs = resolve(preset).needs
+        kind = "rows" if preset in POLICY_GRADIENTS else "scores" if "scores" in needs else "pairs"
         ranks.dist = Averaging() if fault == "average" else dist  # type: ignore[attr-defined, assignment]
         reports[preset, budget, fault] = train(
-            deepcopy(model),
+            deepcopy(models["scorer" if kind == "scores" else "policy"]),
             deepcopy(other),
-            rows if is_policy_gradient else pairs,
+            rows[kind],
             preset,
             budget,
-            epochs=1 + (fault == "epochs"),
-            parts=fault == "parts",
+            epochs=1 + ("epochs" in fault),
+            parts="parts" in fault,
         )
     torch.save(reports, folder / f"{rank}of{world}.pt")
     if world > 1:
