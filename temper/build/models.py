@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ from temper.trainer.critic import Critic
 from temper.trainer.local import AuxiliaryModels
 from temper.trainer.offload import offload
 from temper.trainer.optim import OptimizerSettings
+from temper.trainer.ranks.parts import cut
+from temper.trainer.ranks.reading import load_cut
 from temper.trainer.weights import ModelFiles
 
 Load = Callable[[Path], torch.nn.Module]
@@ -103,20 +105,35 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
         folder = whole(folder)  # a head is put on weights, not on an adapter
     else:
         load_any = partial(load_model, numerics=config.engine.numerics)
-    if lora is None:
-        policy = load_any(folder, dtype, device)
+    parts, host = config.cluster.parts, torch.device("cpu")
+    read = partial(load_cut if parts else load_model, numerics=config.engine.numerics)
+    if lora is None and parts and is_scorer:
+        policy = load_any(folder, dtype, host)
+        cut(policy, device=device)
+    elif lora is None:
+        policy = (read if parts else load_any)(folder, dtype, device)
     else:
         policy = load_base(folder, dtype, device, load=load_any, base=lora.base)
         policy = add_adapter(policy, adapter_settings(config), folder, whole=(HEAD,) if is_scorer else ())
 
     def load(other: Path) -> torch.nn.Module:
         """One that reads the policy's rows packed as the policy does: they must not see each other in it either."""
-        model: Any = load_model(other, dtype, device, config.engine.numerics)
-        check_isolation(model, model.config.get_text_config().vocab_size)
-        return model  # type: ignore[no-any-return]
+        model = read(other, dtype, device)
+        _check_isolation(model)
+        return model
 
+    if parts:  # of a whole policy the gate proves it
+        _check_isolation(policy)
+    critic = None
+    if isinstance(objective, PolicyObjective) and objective.critic is not None:
+        whole_model = load_model(folder, dtype, host, config.engine.numerics) if parts else load(folder)
+        critic = _critic(config, whole_model, device)
     others = _other_models(config, objective, folder, policy, load)
-    return Models(policy=policy, others=others, files=ModelFiles(load=load_any))
+    return Models(policy=policy, others=replace(others, critic=critic), files=ModelFiles(load=load_any))
+
+
+def _check_isolation(model: Any) -> None:
+    check_isolation(model, model.config.get_text_config().vocab_size)
 
 
 def _reads_steps(objective: Objective) -> bool:
@@ -126,18 +143,8 @@ def _reads_steps(objective: Objective) -> bool:
 def _other_models(
     config: RunConfig, objective: Objective, folder: Path, policy: torch.nn.Module, load: Load
 ) -> AuxiliaryModels:
-    """Reference and critic start where the stage starts; teachers are given."""
+    """A reference starts where the stage starts; teachers are given."""
     device = next(policy.parameters()).device
-    critic = None
-    if isinstance(objective, PolicyObjective) and objective.critic is not None:
-        rate = config.optim.critic_learning_rate
-        critic = Critic(
-            load(folder),
-            optimizer_settings(config, 10 * config.optim.learning_rate if rate is None else rate),
-            total_steps=config.steps,
-            gradient_checkpointing=settled_choice(config).gradient_checkpointing,
-            parts=config.cluster.parts,
-        )
 
     def frozen(model: torch.nn.Module) -> torch.nn.Module:
         model.requires_grad_(False)
@@ -146,8 +153,18 @@ def _other_models(
     teachers = {}
     if objective.needs & {"teacher", "teacher_top_k", "divergence"}:
         teachers = {name: frozen(load(path)) for name, path in teacher_folders(folder, config.model.taught_by).items()}
-    return AuxiliaryModels(
-        reference=_reference(objective, folder, policy, load, frozen), teachers=teachers, critic=critic
+    return AuxiliaryModels(reference=_reference(objective, folder, policy, load, frozen), teachers=teachers)
+
+
+def _critic(config: RunConfig, model: torch.nn.Module, device: torch.device) -> Critic:
+    """It starts where the stage starts."""
+    rate = config.optim.critic_learning_rate
+    return Critic(
+        model,
+        optimizer_settings(config, 10 * config.optim.learning_rate if rate is None else rate),
+        total_steps=config.steps,
+        gradient_checkpointing=settled_choice(config).gradient_checkpointing,
+        parts_on=device if config.cluster.parts else None,
     )
 
 

@@ -16,11 +16,9 @@ from temper.build.models import Models, load_models, optimizer_settings
 from temper.build.objective import resolve_objective
 from temper.config import RunConfig
 from temper.config.memory import settled_choice
-from temper.parity.isolation import check_isolation
 from temper.protocols import Trainer
 from temper.stages.kinds import kind_of
 from temper.trainer.local import LocalTrainer, TrainerSettings
-from temper.trainer.ranks.parts import cut
 from temper.trainer.ranks.ranked import OPEN, RankedTrainer, Together
 from temper.trainer.ranks.sums import rank_and_world
 
@@ -52,8 +50,6 @@ def open_here(order: TrainerOrder, tokenizer: Any = None) -> tuple[LocalTrainer,
     config = order.config
     objective = resolve_objective(config)
     models = load_models(config, objective, order.folder)
-    if config.cluster.parts:
-        _cut(models)
     choice = settled_choice(config)
     settings = TrainerSettings(
         optimizer=optimizer_settings(config, config.optim.learning_rate),
@@ -81,12 +77,3 @@ def open_here(order: TrainerOrder, tokenizer: Any = None) -> tuple[LocalTrainer,
     if order.checkpoint is not None:
         trainer.load(order.checkpoint)
     return trainer, models
-
-
-def _cut(models: Models) -> None:
-    """Every model of the stage. What is proven of a whole one is proven first."""
-    policy: Any = models.policy
-    check_isolation(policy, policy.config.get_text_config().vocab_size)
-    for model in (policy, models.others.reference, *models.others.teachers.values()):
-        if model is not None:
-            cut(model)

@@ -48,13 +48,13 @@ class Critic:
         *,
         total_steps: int,
         gradient_checkpointing: Checkpointing = False,
-        parts: bool = False,
+        parts_on: torch.device | None = None,
     ) -> None:
         """Takes the decoder of `model` for itself: give it a copy of the policy. total_steps are those of the stage.
-        parts: this rank keeps its part of each layer."""
+        parts_on: this rank keeps its part of each layer, there."""
         self._module = ValueModel(model)
-        if parts:
-            cut(self._module, apart=[self._module.head])
+        if parts_on is not None:
+            cut(self._module, device=parts_on, apart=[self._module.head])
         self._settings, self._total_steps = settings, total_steps
         self._is_recomputing = bool(gradient_checkpointing)
         self._optimizer = MasterAdamW(self._module, settings)

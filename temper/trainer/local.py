@@ -43,6 +43,7 @@ from temper.trainer.weights import ModelFiles, Weights
 from temper.types import Batch, Column, Microbatch, Publication, Sample, Trace, TrainResult
 
 Pack = Callable[[Sequence[Sample]], list[Microbatch]]
+Gather = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +213,15 @@ class LocalTrainer:
         return self._finished(batch, metrics, rate, applied, seconds)
 
     def publish(self) -> Publication:
-        return self._weights.publication(self._version)
+        return self.publish_gathered(self.gather) if self.is_cut else self._weights.publication(self._version)
+
+    def publish_gathered(self, gather: Gather) -> Publication:
+        """Weights of a cut model. gather: `gather` on all ranks."""
+        return self._weights.gathered(self._version, gather)
+
+    def gather(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Some whole tensors of a cut model: what every rank gives its part of."""
+        return self._weights.whole(names)
 
     def peak_memory_bytes(self) -> int:
         """Most memory held at once since this trainer was made: of the device on a GPU, of the process on a CPU."""

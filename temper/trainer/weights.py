@@ -6,7 +6,7 @@ on the same device shares the storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,16 @@ from temper.models.lora.wrapping import (
 )
 from temper.models.nf4.layers import holds_four_bits
 from temper.models.save import save_model, saved_tensors
-from temper.trainer.ranks.parts import WholeTensors, is_cut, own_part, part_of, under_own_name, whole_of
+from temper.models.stored import StoredTensors
+from temper.trainer.ranks.parts import (
+    GatheredTensors,
+    WholeTensors,
+    is_cut,
+    own_part,
+    part_of,
+    under_own_name,
+    whole_of,
+)
 from temper.types import Publication
 
 
@@ -47,7 +56,6 @@ class Weights:
         # Over a base in 4 bits the sampler computes with the factors, as the trainer does: nothing is merged.
         self._merged = MergedTensors(model) if has_adapter(model) and not holds_four_bits(model) else None
         self._own = {} if self._merged is not None else saved_tensors(model)
-        self._is_cut = is_cut(model)
 
     def publication(self, version: int) -> Publication:
         """Every parameter, and every buffer that belongs to the checkpoint, by name. Tied ones appear once.
@@ -57,10 +65,17 @@ class Weights:
         """
         if self._merged is not None:
             return Publication(version=version, tensors=self._merged, alike=self._merged.unmerged)
-        own = {name: tensor.detach() for name, tensor in self._own.items()}
-        if self._is_cut:  # all ranks take part, and every one has all tensors at the end
-            own = {name: whole_of(own_part(tensor), tensor) for name, tensor in own.items()}
-        return Publication(version=version, tensors=own)
+        return Publication(version=version, tensors={name: tensor.detach() for name, tensor in self._own.items()})
+
+    def gathered(self, version: int, gather: Callable[[Sequence[str]], Mapping[str, Tensor]]) -> Publication:
+        """Of a cut model. gather: calls `whole` on all ranks."""
+        tensors = GatheredTensors(self._own, gather)
+        return Publication(version=version, tensors=tensors, alike=tensors.outlines())
+
+    def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Tensors of a cut model; all ranks ask for the same."""
+        with torch.no_grad():
+            return {name: whole_of(own_part(self._own[name]), self._own[name]) for name in names}
 
 
 def publish(model: nn.Module, version: int) -> Publication:
@@ -103,5 +118,7 @@ def stored_tensors(model: nn.Module, folder: Path, dtype: torch.dtype, files: Mo
         return read_adapter(folder, model)
     if is_adapter_folder(folder):
         raise UserError(f"{folder} holds an adapter and this run trains all weights. Set model.lora to what it was")
+    if is_cut(model) and (stored := StoredTensors(folder)).fits(own := kept_tensors(model)):
+        return {name: stored[name] for name in own}  # mapped from the file: this rank reads its own rows
     # Through transformers, which may store tensors under other names than the model's own.
     return publish(files.load(folder, dtype, torch.device("cpu")), 0).tensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig, Olmo2Config, Qwen3Config
+from transformers import Gemma3TextConfig, LlamaConfig, Olmo2Config, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from temper.models.load import prepare
@@ -24,6 +24,7 @@ SMALL = {
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=False),
     "tied_llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**SMALL),
     "qwen3": lambda: Qwen3Config(**SMALL),
     "olmo2": lambda: Olmo2Config(**{key: value for key, value in SMALL.items() if key != "head_dim"}),
     "gemma3": lambda: Gemma3TextConfig(

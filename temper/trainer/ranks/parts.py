@@ -8,6 +8,7 @@ frees. All ranks make the same passes in the same order, or they wait for each o
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,11 +23,16 @@ from temper.errors import UserError
 from temper.models.decoder import FAMILIES, can_walk, layer_forward
 
 Result = TypeVar("Result")
+GATHERED_BYTES = 256 << 20
+"""Of whole tensors that are on their way to samplers at once."""
 
 
-def cut(model: Any, *, apart: Sequence[nn.Module] = ()) -> None:
+def cut(model: Any, *, device: torch.device | None = None, apart: Sequence[nn.Module] = ()) -> None:
     """From now on this rank holds its part alone. Rows of every tensor are shared out in order of ranks; of a tensor
-    with fewer rows than ranks the last get none. apart: heads of another precision, which torch gathers by themselves.
+    with fewer rows than ranks the last get none.
+
+    device: where parts live; layers of a model that lies elsewhere are brought there one by one. None: where it is.
+    apart: heads of another precision, which torch gathers by themselves.
     """
     from torch.distributed.device_mesh import init_device_mesh  # here: they take more than a second
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -37,7 +43,7 @@ def cut(model: Any, *, apart: Sequence[nn.Module] = ()) -> None:
             f"cluster.parts is made for the families {', '.join(FAMILIES)}, and this is a "
             f"{model.get_decoder().config.model_type}. Use cluster.parts = false: each trainer then holds a copy"
         )
-    mesh = init_device_mesh(parameter.device.type, (world,))
+    mesh = init_device_mesh((device or parameter.device).type, (world,))
     # Gradients of a microbatch are added up over ranks in float32, and then rounded to what the weights are.
     narrow = parameter.dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
@@ -140,6 +146,41 @@ class PartsOf(OwnParts):
 
     def __getitem__(self, name: str) -> Tensor:
         return part_of(super().__getitem__(name), self._likes[name])
+
+
+class GatheredTensors(OwnParts):
+    """Whole tensors of a cut model on its device, a few neighbours at a time: all of them may not fit on one rank."""
+
+    def __init__(self, cut: Mapping[str, Tensor], gather: Callable[[Sequence[str]], Mapping[str, Tensor]]) -> None:
+        """gather: makes tensors whole, with the help of all ranks."""
+        super().__init__(cut)
+        self._gather = gather
+        self._held: Mapping[str, Tensor] = {}
+        self._one_reader = threading.Lock()
+
+    def __getitem__(self, name: str) -> Tensor:
+        with self._one_reader:
+            if name not in self._held:
+                self._held = {}  # first: there may be no room for both
+                self._held = self._gather(self._neighbours(name))
+            return self._held[name]
+
+    def _neighbours(self, first: str) -> list[str]:
+        """Names from this one on, up to GATHERED_BYTES together or one larger tensor alone."""
+        names = list(self)
+        found, size = [first], self._tensors[first].nbytes
+        for name in names[names.index(first) + 1 :]:
+            size += self._tensors[name].nbytes
+            if size > GATHERED_BYTES:
+                break
+            found.append(name)
+        return found
+
+    def outlines(self) -> dict[str, Tensor]:
+        """Tensors of these shapes and types, on this device, that take no memory."""
+        return {
+            name: torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape) for name, t in self._tensors.items()
+        }
 
 
 @contextmanager

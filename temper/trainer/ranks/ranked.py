@@ -20,7 +20,7 @@ from temper.types import Batch, Publication, Sample, TrainResult
 Result = TypeVar("Result")
 OPEN, END = "open", "end"
 """Words beside the trainer's verbs: a stage begins; the run is over."""
-VERBS = ("prepack", "step", "score", "warm_up", "observe", "publish", "save")
+VERBS = ("prepack", "step", "score", "warm_up", "observe", "gather", "save")
 
 
 class Together:
@@ -85,7 +85,9 @@ class RankedTrainer:
     def publish(self) -> Publication:
         if not self._own.is_cut:
             return self._own.publish()
-        return self._together.do("publish", (), self._own.publish)
+        return self._own.publish_gathered(
+            lambda names: self._together.do("gather", (names,), lambda: self._own.gather(names))
+        )
 
     def save(self, folder: Path) -> None:
         if not self._own.is_cut:

@@ -40,7 +40,7 @@ def train(
     together: Literal["group", "trajectory"] = "group" if isinstance(objective, DirectLoss) else "trajectory"
     critic = None
     if "values" in objective.needs:
-        critic = Critic(deepcopy(model), optimizer, total_steps=4, parts=is_cut)
+        critic = Critic(deepcopy(model), optimizer, total_steps=4, parts_on=torch.device("cpu") if is_cut else None)
     if is_cut:
         for each in (model, other):
             cut(each)

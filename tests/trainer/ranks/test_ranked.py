@@ -92,10 +92,16 @@ def test_rows_are_sent_once() -> None:
 def test_only_parts_are_gathered_for_a_publication_and_a_checkpoint(cut: bool, tmp_path: Path) -> None:
     pair = Pair(cut=cut)
     pair.trainer.publish()
+    if cut:  # what a sampler asks for, when it asks
+        ((verb, (gather,)),) = pair.own.told
+        assert verb == "publish_gathered"
+        assert gather(["a", "b"]) == f"gather of {id(pair.own)}"
     pair.trainer.save(tmp_path)
     pair.end()
-    assert [verb for verb, _ in pair.own.told] == ["publish", "save"]
-    assert [verb for verb, _ in pair.other.told] == (["publish", "save"] if cut else [])
+    assert [verb for verb, _ in pair.own.told] == (
+        ["publish_gathered", "gather", "save"] if cut else ["publish", "save"]
+    )
+    assert pair.other.told == ([("gather", (["a", "b"],)), ("save", (tmp_path,))] if cut else [])
 
 
 def test_a_failure_elsewhere_ends_the_verb_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
