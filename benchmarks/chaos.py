@@ -3,10 +3,9 @@
     python benchmarks/chaos.py                 # 40 faults, a quarter of an hour on two cores
     python benchmarks/chaos.py --faults 6 --seed 3
 A tiny recipe with two trainers, two samplers and a reward in worker processes, synchronous and exact, with a checkpoint
-after every step. Its processes are killed and stopped again and again. It must end with every step recorded once and no
-process left behind. An answer whose judge was killed is not trained, and recorded as failed: one by fault, no more.
-Where only others were hit (--roles sampler trainer driver), weights must be those of the same run left alone, to the
-bit. Exit code 1 when something of this does not hold.
+after every step. Its processes are killed and stopped again and again. It must end with every step recorded once, every
+answer judged, no process left behind, and the weights of the same run left alone, to the bit. Exit code 1 when
+something of this does not hold.
 """
 
 from __future__ import annotations
@@ -63,8 +62,12 @@ optim = { learning_rate = 1e-3 }
 rollout = { groups_per_step = 4, group_size = 4 }
 """
 REWARD = '''
+import time
+
+
 def overlap(prompt, response, answer):
-    """Letters that an answer has in common with the right one; slow enough to be hit."""
+    """Letters that an answer has in common with the right one; slow enough to be hit while it judges."""
+    time.sleep(0.02)
     return sum(a == b for a, b in zip(response, answer)) / max(1, len(answer))
 '''
 PATIENCE = 180.0
@@ -256,21 +259,18 @@ def main() -> int:
                 console.print(f"{len(hits)}: {told}")
         code = run.process.wait(timeout=1800)
         same = code == 0 and digest(work / "hit" / "run") == digest(work / "alone" / "run")
-        expected, found = alone.steps(), run.steps()
-        judges = sum(seen.role == "reward worker" for seen in hits)
-        failed = run.failed()
+        expected, found, failed = alone.steps(), run.steps(), run.failed()
         left = 0 if run.is_alone() else len(run.left())
         show(console, hits)
         console.print(
             f"{len(hits)} faults; weights {'the same to the bit' if same else 'others'}; {found} of {expected} steps "
-            f"recorded; {failed} answers without a judge, of {judges} that were hit; exit code {code}; "
-            f"{left} processes left"
+            f"recorded; {failed} answers without a judge; exit code {code}; {left} processes left"
         )
         bad = [seen for seen in hits if seen.outcome not in ("went on", "resumed")]
-        is_lost = failed > judges or (not judges and not same)
-        if bad or is_lost:
+        is_good = same and expected == found and not (bad or failed or left)
+        if not is_good:
             print(run.log.read_text()[-3000:])
-        return int(bool(bad or left) or is_lost or expected != found)
+        return int(not is_good)
 
 
 def show(console: Console, hits: list[Hit]) -> None:

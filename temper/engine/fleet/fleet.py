@@ -199,7 +199,8 @@ class Fleet:
         """Raises what a living sampler says against it."""
         sampler = place.sampler
         try:
-            await sampler.load(publication)
+            # A watch that pings would find nothing out: whoever takes weights over answers nothing else.
+            await sampler.load(publication, self._silent_seconds)
         except SamplerLost as error:
             self._ended(place, sampler, error)
             return

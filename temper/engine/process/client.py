@@ -28,7 +28,7 @@ depends on the data and not on timing, as in an engine of this process."""
 OPEN_SECONDS = 900.0
 """To load a model."""
 LOAD_SECONDS = 600.0
-"""To take over one publication."""
+"""To take over one publication, where nobody says otherwise."""
 END_SECONDS = 10.0
 """For a process that hung up to end, so that it can be said how; and for one that was asked to end."""
 ORDER = 0
@@ -138,13 +138,13 @@ class ProcessSampler:
     async def interrupt(self, request_id: str) -> None:
         self._end(request_id, "interrupt")
 
-    async def load(self, publication: Publication) -> None:
+    async def load(self, publication: Publication, seconds: float = LOAD_SECONDS) -> None:
         """A transaction: written aside while the sampler draws, checked as a whole, taken over between two tokens,
-        acknowledged. What does not fit changes nothing.
+        acknowledged. What does not fit changes nothing. One that takes nothing for so many seconds is ended.
 
         Also when its caller is cancelled: the next publication must not be written under one that is being read.
         """
-        await asyncio.shield(asyncio.ensure_future(self._publish(publication)))
+        await asyncio.shield(asyncio.ensure_future(self._publish(publication, seconds)))
 
     def stats(self) -> Mapping[str, float]:
         """As counted up to the last publication; the seconds with requests in flight up to now."""
@@ -183,13 +183,13 @@ class ProcessSampler:
         if self._writer is not None:
             self._writer.close()
 
-    async def _publish(self, publication: Publication) -> None:
+    async def _publish(self, publication: Publication, seconds: float) -> None:
         async with self._publishing:
             await self.opened()
-            told = await self._weights.hand_over(publication, self._send_piece)
+            told = await self._weights.hand_over(publication, lambda piece: self._send_piece(piece, seconds))
             call, answer = self._new_call()
             self._send(Frame("load", call, told))
-            loaded = await self._within(answer, LOAD_SECONDS, f"take over publication {publication.version}")
+            loaded = await self._within(answer, seconds, f"take over publication {publication.version}")
             if loaded.fields["version"] != publication.version:
                 raise BackendError(
                     f"{self._process.name} acknowledged version {loaded.fields['version']} instead of "
@@ -260,12 +260,21 @@ class ProcessSampler:
         if not self._failure:  # else whoever waits for an answer has been told
             self._writer.write(to_bytes(frame))
 
-    async def _send_piece(self, frame: Frame) -> None:
-        """Weights go in pieces, and no faster than they are taken."""
+    async def _send_piece(self, frame: Frame, seconds: float) -> None:
+        """Weights go in pieces, and no faster than they are taken. Who does not take one for so long is ended."""
         self._require_whole()
         self._send(frame)
         assert self._writer is not None, "nothing is sent before it is connected"
-        await self._writer.drain()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._writer.drain()
+        except OSError as error:
+            late = f"it did not take weights within {seconds:g} s, and was ended"
+            is_late = isinstance(error, TimeoutError)
+            ended = None if is_late else await asyncio.to_thread(self._process.wait, END_SECONDS)
+            self._process.kill()
+            self._break(late if is_late else ended or f"the connection to it broke: {error}")
+            raise self._failed() from error
 
     def _new_call(self) -> tuple[int, asyncio.Future[Frame]]:
         self._require_whole()

@@ -67,8 +67,9 @@ class FakeSampler:
             if not future.done():
                 future.set_exception(SamplerLost(f"sampler {self.number} fell over"))
 
-    async def load(self, publication: Publication) -> None:
+    async def load(self, publication: Publication, seconds: float) -> None:
         await self.may_load.wait()
+        await self.ping(seconds)
         self._require_alive()
         if self.refuses:
             raise BackendError(self.refuses)
@@ -318,6 +319,18 @@ def test_one_that_nobody_asks_and_that_falls_silent_is_found(monkeypatch: pytest
         await world.fleet.load(weights(1))
         world.started[0].is_silent = True
         while len(world.started) < 3 or world.started[2].version < 1:
+            await asyncio.sleep(0.01)
+
+    play(2, use)
+
+
+def test_one_that_falls_silent_while_it_takes_weights_holds_nobody_for_longer_than_a_silence() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        world.started[0].is_silent = True
+        await world.fleet.load(weights(2))
+        assert world.started[1].version == 2
+        while len(world.started) < 3 or world.started[2].version < 2:
             await asyncio.sleep(0.01)
 
     play(2, use)

@@ -390,14 +390,10 @@ def test_a_publication_is_not_written_under_one_that_is_being_read(order: Sample
     assert recorder.heard == ["close"]
 
 
-def test_a_publication_that_is_not_acknowledged_ends_the_process(
-    order: SamplerOrder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "LOAD_SECONDS", 0.05)
-
+def test_a_publication_that_is_not_acknowledged_ends_the_process(order: SamplerOrder) -> None:
     async def use(sampler: ProcessSampler) -> None:
         with pytest.raises(BackendError, match=r"did not take over publication 1 within 0.05 s"):
-            await sampler.load(small(1))
+            await sampler.load(small(1), 0.05)
 
     asyncio.run(with_client(order, use, opener=lambda text: Recorder(load_seconds=0.4)))
 
