@@ -55,6 +55,49 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
+class Questions:
+    """What was asked and not answered yet, by number. One event loop asks."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, asyncio.Future[Frame]] = {}
+        self._progress: dict[int, Callable[[int, int], None]] = {}
+        self._last = ORDER - 1
+
+    def __contains__(self, call: int) -> bool:
+        return call in self._asked
+
+    def ask(self, tell: Callable[[int, int], None] | None = None) -> tuple[int, asyncio.Future[Frame]]:
+        """A number, and where its answer will be. tell: told on the way how far it is."""
+        self._last += 1
+        answer = self._asked[self._last] = asyncio.get_running_loop().create_future()
+        if tell is not None:
+            self._progress[self._last] = tell
+        return self._last, answer
+
+    def drop(self, call: int) -> bool:
+        """Whether it still waited. Its answer counts for nothing any more."""
+        return self._asked.pop(call, None) is not None
+
+    def take(self, frame: Frame) -> None:
+        if frame.verb == "progress":
+            self._progress[frame.call](frame.fields["done"], frame.fields["total"])
+            return
+        self._progress.pop(frame.call, None)
+        answer = self._asked.pop(frame.call, None)
+        if answer is None or answer.done():
+            return  # its caller was cancelled
+        if frame.verb == "error":
+            answer.set_exception(error_of(frame))
+        else:
+            answer.set_result(frame)
+
+    def fail(self, failure: Callable[[], Exception]) -> None:
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(failure())
+        self._asked.clear()
+
+
 class ProcessSampler:
     """Implements protocols.Sampler. One event loop asks it."""
 
@@ -76,9 +119,7 @@ class ProcessSampler:
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._opening: asyncio.Future[Frame] | None = None
-        self._asked: dict[int, asyncio.Future[Frame]] = {}
-        self._progress: dict[int, Callable[[int, int], None]] = {}
-        self._num_calls = ORDER
+        self._questions = Questions()
         self._outbox: list[tuple[int, Request]] = []
         self._sender: asyncio.Task[None] | None = None
         self._publishing = asyncio.Lock()
@@ -97,7 +138,8 @@ class ProcessSampler:
     async def opened(self) -> None:
         """Returns when it is connected and has loaded its model."""
         if self._opening is None:
-            self._opening = self._asked[ORDER] = asyncio.get_running_loop().create_future()
+            first, self._opening = self._questions.ask()
+            assert first == ORDER, "nothing is asked before the order"
             reader, self._writer = await asyncio.open_connection(sock=await self._connected())
             self._listener = asyncio.create_task(self._listen(reader), name="answers of a sampler process")
         self._require_whole()
@@ -129,7 +171,7 @@ class ProcessSampler:
             try:
                 return completion_of(await answer)
             finally:
-                if self._asked.pop(call, None) is not None and not self._failure:  # its caller was cancelled
+                if self._questions.drop(call) and not self._failure:  # its caller was cancelled
                     await self.abort(request.id)
 
     async def abort(self, request_id: str) -> None:
@@ -154,8 +196,7 @@ class ProcessSampler:
     async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
         """What LocalEngine.warm_up does, over there."""
         await self.opened()
-        call, answer = self._new_call()
-        self._progress[call] = tell
+        call, answer = self._new_call(tell)
         self._send(Frame("warm_up", call, dataclasses.asdict(expected)))
         await self._within(answer, OPEN_SECONDS, "warm up")
 
@@ -164,6 +205,16 @@ class ProcessSampler:
         call, answer = self._new_call()
         self._send(Frame("ping", call))
         await self._within(answer, seconds, "answer")
+
+    async def rest(self, seconds: float) -> None:
+        """Stale again, with its model open, and without a hold on the memory of a trainer that goes."""
+        async with self._publishing:
+            self._is_fed = False
+            if self._writer is not None:
+                call, answer = self._new_call()
+                self._send(Frame("rest", call))
+                await self._within(answer, seconds, "rest")
+            self._weights.forget()
 
     async def close(self) -> None:
         if self._is_closed:
@@ -210,7 +261,7 @@ class ProcessSampler:
         """Waits for: answers. Unblocked by: the other process's death, or close()."""
         try:
             while (frame := await read_frame(reader)) is not None:
-                self._take(frame)
+                self._questions.take(frame)
         except BackendError as error:
             self._process.kill()
             self._break(str(error))
@@ -223,19 +274,6 @@ class ProcessSampler:
         self._process.kill()
         self._break(ended or "it hung up and did not end")
 
-    def _take(self, frame: Frame) -> None:
-        if frame.verb == "progress":
-            self._progress[frame.call](frame.fields["done"], frame.fields["total"])
-            return
-        self._progress.pop(frame.call, None)
-        answer = self._asked.pop(frame.call, None)
-        if answer is None or answer.done():
-            return  # its caller was cancelled
-        if frame.verb == "error":
-            answer.set_exception(error_of(frame))
-        else:
-            answer.set_result(frame)
-
     async def _send_settled(self) -> None:
         quiet, seen = 0, len(self._outbox)
         while quiet < SETTLING_PASSES:
@@ -245,7 +283,7 @@ class ProcessSampler:
         self._send_requests()
 
     def _send_requests(self) -> None:
-        asked, self._outbox = [(call, request) for call, request in self._outbox if call in self._asked], []
+        asked, self._outbox = [(call, request) for call, request in self._outbox if call in self._questions], []
         if asked:
             self._send(request_frame(asked))
 
@@ -276,11 +314,9 @@ class ProcessSampler:
             self._break(late if is_late else ended or f"the connection to it broke: {error}")
             raise self._failed() from error
 
-    def _new_call(self) -> tuple[int, asyncio.Future[Frame]]:
+    def _new_call(self, tell: Callable[[int, int], None] | None = None) -> tuple[int, asyncio.Future[Frame]]:
         self._require_whole()
-        self._num_calls += 1
-        answer = self._asked[self._num_calls] = asyncio.get_running_loop().create_future()
-        return self._num_calls, answer
+        return self._questions.ask(tell)
 
     def _require_whole(self) -> None:
         if self._failure:
@@ -292,7 +328,4 @@ class ProcessSampler:
     def _break(self, why: str) -> None:
         """Fails every question that waits, and every later one."""
         self._failure = self._failure or why
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(self._failed())
-        self._asked.clear()
+        self._questions.fail(self._failed)

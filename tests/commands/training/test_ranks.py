@@ -25,6 +25,7 @@ from temper.runs.reader import RunReader
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 240.0
+SAMPLER = b"temper.cluster.sampler_main"
 IN_PROCESS = {"place": "process", "numerics": "exact", "threads": 1}
 
 
@@ -127,8 +128,8 @@ def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
         process.kill()
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """Processes of trainer ranks that this run started."""
+def ranks_of(process: subprocess.Popen[str], module: bytes = b"temper.commands.training.ranks") -> list[int]:
+    """Processes of trainer ranks, or of others, that this run started."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -136,7 +137,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
         except OSError:
             continue
         parent, state = int(status.rpartition(")")[2].split()[1]), status.rpartition(")")[2].split()[0]
-        if b"temper.commands.training.ranks" in command and parent == process.pid and state != "Z":
+        if module in command and parent == process.pid and state != "Z":
             found.append(int(entry.name))
     return found
 
@@ -175,6 +176,25 @@ def test_when_a_trainer_is_lost_all_begin_anew_by_themselves(
     assert "All trainers begin anew from the last checkpoint" in re.sub(r"\s+", " ", said)
     assert digest(weights_of(tmp_path / "run")) == digest(undisturbed)
     assert not is_alive(rank)
+
+
+@pytest.mark.heavy
+def test_a_sampler_stays_when_all_trainers_begin_anew(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    """It is stale until the new trainers feed it: had it drawn before, the bits would be others."""
+    table = make_table(tiny_recipe, steps=(2, 12), trainers=2) | {"engine": IN_PROCESS}
+    undisturbed = run(table, tmp_path / "undisturbed")
+    process = start(table, tmp_path / "run")
+    wait_for(lambda: (tmp_path / "run/checkpoints/1-rl/step-2").is_dir(), "a checkpoint")
+    (sampler,) = ranks_of(process, SAMPLER)
+    (rank,) = ranks_of(process)
+    os.kill(rank, signal.SIGKILL)
+    wait_for(lambda: [pid for pid in ranks_of(process) if pid != rank], "another trainer")
+    wait_for(lambda: (tmp_path / "run/checkpoints/1-rl/step-6").is_dir(), "a checkpoint of its")
+    assert ranks_of(process, SAMPLER) == [sampler]
+    code, said = end_of(process)
+    assert code == 0, said
+    assert digest(weights_of(tmp_path / "run")) == digest(undisturbed)
+    assert not is_alive(sampler)
 
 
 @pytest.mark.heavy

@@ -419,6 +419,20 @@ def test_an_engine_that_breaks_in_the_middle_of_a_publication_is_stale(order: Sa
     asyncio.run(with_client(order, use, opener=lambda text: recorder))
 
 
+def test_after_a_rest_it_is_stale_with_its_model_open(order: SamplerOrder) -> None:
+    recorder = Recorder()
+
+    async def use(sampler: ProcessSampler) -> None:
+        await sampler.load(small(2))
+        await sampler.rest(10.0)
+        with pytest.raises(BackendError, match="stale"):
+            await sampler.generate(asked("a"))
+        await sampler.load(small(1))
+        await sampler.generate(asked("b"))
+
+    asyncio.run(with_client(order, use, opener=lambda text: recorder))
+
+
 def test_warming_up_over_there_tells_how_far_it_is(order: SamplerOrder) -> None:
     from temper.engine.local.warming import ExpectedRequests
 
