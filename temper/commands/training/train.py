@@ -28,7 +28,7 @@ from temper.build import (
     with_sampler_correction,
 )
 from temper.commands.training.ranks import Others, started
-from temper.commands.training.stopping import Stopped, run_until_stopped
+from temper.commands.training.stopping import Stopped, full_disk_explained, run_until_stopped
 from temper.config import FIRST, RunConfig, load_recipe, read_table, refer, to_toml
 from temper.config.memory import settled_choice, with_choice, with_stored_choice
 from temper.engine.fleet.kept import KeptFleet
@@ -61,6 +61,12 @@ def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume
     check_stages(stages)
     stages = [with_sampler_correction(config) for config in stages]  # the run's recipe says what is trained
     folder = run or choose_folder(stages[0].name, resume=resume)
+    with full_disk_explained(folder):
+        _train_in(folder, stages, resume=resume)
+    return folder
+
+
+def _train_in(folder: Path, stages: Sequence[RunConfig], *, resume: bool) -> None:
     stages = _settled(stages, folder, resume=resume)
     limit = max(config.rollout.transcripts_gb for config in stages) * 1e9
     store = open_run(folder, config=to_toml(stages), resume=resume, transcript_bytes=limit)
@@ -85,7 +91,6 @@ def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume
         for mirror in mirrors:
             mirror.close()
         store.close()
-    return folder
 
 
 def _run_to_the_end(stages: Sequence[RunConfig], folder: Path, records: RunRecords) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +107,11 @@ def test_a_checkpoint_goes_on_with_another_number_of_trainers(
 
 
 def start(
-    table: dict[str, Any], folder: Path, launcher: tuple[str, ...] = (), **environment: str
+    table: dict[str, Any], folder: Path, launcher: tuple[str, ...] = (), more: tuple[str, ...] = (), **environment: str
 ) -> subprocess.Popen[str]:
     recipe = folder.parent / "recipe.toml"
     recipe.write_text(to_toml(resolve(table, (), where="test")))
-    command = [sys.executable, *(launcher or ("-m", "temper")), "train", str(recipe), "--run", str(folder)]
+    command = [sys.executable, *(launcher or ("-m", "temper")), "train", str(recipe), "--run", str(folder), *more]
     return subprocess.Popen(
         command,
         cwd=folder.parent,
@@ -178,11 +181,27 @@ def test_when_a_trainer_is_lost_all_begin_anew_by_themselves(
     assert not is_alive(rank)
 
 
+LEFT_ALONE: dict[str, str] = {}
+
+
+def digest_left_alone(table: dict[str, Any], folder: Path) -> str:
+    """Computed once for all tests that ask for the same."""
+    key = to_toml(resolve(table, (), where="test"))
+    if key not in LEFT_ALONE:
+        LEFT_ALONE[key] = digest(run(table, folder))
+    return LEFT_ALONE[key]
+
+
+def make_split_table(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Two trainers and a sampler process."""
+    return make_table(recipe, steps=(2, 14), trainers=2) | {"engine": IN_PROCESS}
+
+
 @pytest.mark.heavy
 def test_a_sampler_stays_when_all_trainers_begin_anew(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     """It is stale until the new trainers feed it: had it drawn before, the bits would be others."""
-    table = make_table(tiny_recipe, steps=(2, 12), trainers=2) | {"engine": IN_PROCESS}
-    undisturbed = run(table, tmp_path / "undisturbed")
+    table = make_split_table(tiny_recipe)
+    expected = digest_left_alone(table, tmp_path / "alone")
     process = start(table, tmp_path / "run")
     wait_for(lambda: (tmp_path / "run/checkpoints/1-rl/step-2").is_dir(), "a checkpoint")
     (sampler,) = ranks_of(process, SAMPLER)
@@ -193,7 +212,7 @@ def test_a_sampler_stays_when_all_trainers_begin_anew(tiny_recipe: dict[str, Any
     assert ranks_of(process, SAMPLER) == [sampler]
     code, said = end_of(process)
     assert code == 0, said
-    assert digest(weights_of(tmp_path / "run")) == digest(undisturbed)
+    assert digest(weights_of(tmp_path / "run")) == expected
     assert not is_alive(sampler)
 
 
@@ -208,6 +227,46 @@ def test_without_restarts_a_lost_trainer_ends_the_run_and_names_it(tiny_recipe: 
     assert "trainer rank 1 of 2 was lost in" in said
     assert "SIGKILL" in said
     assert "--resume" in said
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of a few megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False) if shutil.which("mount") else None
+    if done is None or done.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {done and done.stderr}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.heavy
+def test_a_disk_that_fills_ends_a_run_in_order_and_with_room_it_goes_on_to_the_same_bits(
+    tiny_recipe: dict[str, Any], tmp_path: Path, small_disk: Path
+) -> None:
+    table = make_split_table(tiny_recipe)
+    expected = digest_left_alone(table, tmp_path / "alone")
+    process = start(table, small_disk / "run")
+    wait_for(lambda: (small_disk / "run/checkpoints/1-rl/step-2").is_dir(), "a checkpoint")
+    others = [*ranks_of(process), *ranks_of(process, SAMPLER)]
+    filler = small_disk / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    code, said = end_of(process)
+    assert code == 2, said
+    said = re.sub(r"\s+", " ", said)
+    assert re.search(r"disk full while (writing|saving) .*/run/(run\.db|checkpoints/1-rl/step-)", said), said
+    assert re.search(r"nothing is lost up to the last checkpoint, \S*/run/checkpoints/1-rl/step-\d+\.", said), said
+    assert re.search(r"go on with --resume: .*train .*--run .* --resume", said), said
+    assert len(others) == 2
+    assert not any(map(is_alive, others))
+    filler.unlink()
+    code, said = end_of(start(table, small_disk / "run", more=("--resume",)))
+    assert code == 0, said
+    assert digest(weights_of(small_disk / "run")) == expected
 
 
 @pytest.mark.heavy
