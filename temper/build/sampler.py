@@ -170,7 +170,7 @@ def _start_fleet(
     def start(place: int) -> ProcessSampler:
         name = "the sampler process" if len(orders) == 1 else f"sampler process {place + 1} of {len(orders)}"
         if hosting.ray is not None:
-            return hosting.ray.start_sampler(place, name, orders[place], environment)
+            return hosting.ray.start_sampler(place, name, orders[place], environment, cluster.silent_seconds)
         return start_sampler(orders[place], weights, name=name, environment=environment)
 
     def closed() -> None:

@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM, a full disk: a run ends where it can be resumed, and says how.
 
-Owns: signals while a run is on, and the last words. Refuses: what is saved (the loop finishes a checkpoint that is being
-written).
+Owns: signals while a run is on, and its last words. Refuses: what is saved (the loop finishes a checkpoint that is
+being written).
 """
 
 from __future__ import annotations
@@ -113,6 +113,6 @@ def full_disk_explained(folder: Path) -> Iterator[None]:
         room, last = shutil.disk_usage(folder if folder.is_dir() else folder.parent), _last_checkpoint(folder)
         kept = f"nothing is lost up to the last checkpoint, {last}" if last else NO_CHECKPOINT
         raise DiskFull(
-            f"{full}.\nOf the disk of {folder}, {room.free / 2**20:.1f} of {room.total / 2**20:.1f} MiB are free; {kept}. "
-            "Free space, then go on with --resume"
+            f"{full}.\nOf the disk of {folder}, {room.free / 2**20:.1f} of {room.total / 2**20:.1f} MiB are free; "
+            f"{kept}. Free space, then go on with --resume"
         ) from error

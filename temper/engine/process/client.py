@@ -55,6 +55,14 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
+class Caller(Protocol):
+    """A sampler process on its way to us."""
+
+    def wait(self, is_over: Callable[[], bool]) -> socket.socket:
+        """Its connection. OSError when it does not come in time, or when it is over before."""
+        ...
+
+
 class Questions:
     """What was asked and not answered yet, by number. One event loop asks."""
 
@@ -103,7 +111,7 @@ class ProcessSampler:
 
     def __init__(
         self,
-        connection: socket.socket | Callable[[], socket.socket],
+        connection: socket.socket | Caller,
         weights: SharedWeights | SentWeights,
         process: Process,
         *,
@@ -111,8 +119,8 @@ class ProcessSampler:
     ) -> None:
         """The order is sent at once: the other process opens its model while this one goes on.
 
-        connection: or what waits for it, where the other process has to call back from another machine; raises OSError
-        when it does not. weights: may be those of several samplers, and are closed by whoever made them.
+        connection: or who waits for it, where the other process has to call back from another machine. weights: may be
+        those of several samplers, and are closed by whoever made them.
         """
         self._connection, self._weights, self._process = connection, weights, process
         self._order = to_bytes(Frame("order", ORDER, {"order": order}))
@@ -128,7 +136,7 @@ class ProcessSampler:
         """Why nothing can be asked any more; '' when all is well."""
         self._in_flight = InFlight()
         self._stats: Mapping[str, float] = {}
-        if not callable(connection):
+        if isinstance(connection, socket.socket):
             connection.sendall(self._order)
 
     @property
@@ -146,10 +154,10 @@ class ProcessSampler:
         await self._within(self._opening, OPEN_SECONDS, "open its model")
 
     async def _connected(self) -> socket.socket:
-        if not callable(self._connection):
+        if isinstance(self._connection, socket.socket):
             return self._connection
         try:
-            connection = await asyncio.to_thread(self._connection)
+            connection = await asyncio.to_thread(self._connection.wait, self._is_over)
             await asyncio.to_thread(connection.sendall, self._order)
         except OSError as error:
             self._process.kill()
@@ -157,6 +165,10 @@ class ProcessSampler:
             raise self._failed() from error
         self._connection = connection
         return connection
+
+    def _is_over(self) -> bool:
+        """Whether a process that was to call back need not be waited for any more."""
+        return self._is_closed or self._process.wait(0.0) is not None
 
     async def generate(self, request: Request) -> Completion:
         """Waits for: the other process. Unblocked by: its answer or its death; a deadline is the episode's."""
@@ -221,7 +233,7 @@ class ProcessSampler:
             return
         self._is_closed = True
         if self._writer is None:
-            if not callable(self._connection):
+            if isinstance(self._connection, socket.socket):
                 self._connection.close()  # it sees that nobody is there
         elif not self._failure:
             self._send(Frame("close"))
@@ -232,7 +244,7 @@ class ProcessSampler:
         if self._listener is not None:
             await asyncio.wait([self._listener], timeout=END_SECONDS)
         if self._writer is not None:
-            self._writer.close()
+            self._writer.transport.abort()  # close() would wait for a cut connection to take what is left
 
     async def _publish(self, publication: Publication, seconds: float) -> None:
         async with self._publishing:
