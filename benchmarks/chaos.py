@@ -70,7 +70,7 @@ def overlap(prompt, response, answer):
     time.sleep(0.02)
     return sum(a == b for a, b in zip(response, answer)) / max(1, len(answer))
 '''
-PATIENCE = 180.0
+PATIENCE = 300.0
 """For the run to go on after a fault, in seconds; more is a run that hangs."""
 LEAVING_SECONDS = 15.0
 ROLES = {
@@ -105,20 +105,22 @@ class Hit:
 
 
 class Driven:
-    """The run, started again whenever its driver is gone."""
+    """The run, in a folder of its own, started again whenever its driver is gone."""
 
-    def __init__(self, recipe: Path, folder: Path) -> None:
-        self._recipe, self.folder = recipe, folder
-        self.log = folder.parent / "log.txt"
+    def __init__(self, home: Path, recipe: str) -> None:
+        home.mkdir()
+        (home / "recipe.toml").write_text(recipe)
+        (home / "judged.py").write_text(REWARD)
+        self._home, self.folder, self.log = home, home / "run", home / "log.txt"
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         resume = ["--resume"] if (self.folder / "config.toml").is_file() else []
-        command = [sys.executable, "-m", "temper", "train", str(self._recipe), "--run", str(self.folder), *resume]
-        root = Path(__file__).parents[1]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}{os.pathsep}{self._recipe.parent}"}
+        command = [sys.executable, "-m", "temper", "train", "recipe.toml", "--run", str(self.folder), *resume]
+        path = f"{Path(__file__).resolve().parents[1]}{os.pathsep}{self._home}"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         with self.log.open("ab") as log:
-            return subprocess.Popen(command, cwd=self._recipe.parent, env=environment, stdout=log, stderr=log)
+            return subprocess.Popen(command, cwd=self._home, env=environment, stdout=log, stderr=log)
 
     def restart(self) -> None:
         self.process.wait(timeout=PATIENCE)
@@ -151,7 +153,7 @@ class Driven:
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if os.readlink(entry / "cwd") == str(self._recipe.parent):
+                if os.readlink(entry / "cwd") == str(self._home):
                     found.append(int(entry.name))
         return found
 
@@ -239,15 +241,10 @@ def main() -> int:
     options = parser.parse_args()
     draw, console = random.Random(options.seed), Console(width=110)
     with tempfile.TemporaryDirectory() as temporary:
-        work = Path(temporary)
-        (work / "judged.py").write_text(REWARD)
+        work = Path(temporary).resolve()
         text = RECIPE.replace("PARTS", str(options.parts).lower()).replace("STEPS", str(4 * options.faults))
-        (work / "recipe.toml").write_text(text)
-        (work / "alone").mkdir()
-        alone = Driven(work / "recipe.toml", work / "alone" / "run")
-        assert alone.process.wait(timeout=1800) == 0, alone.log.read_text()[-3000:]
-        (work / "hit").mkdir()
-        run = Driven(work / "recipe.toml", work / "hit" / "run")
+        # Side by side: the one that is hit waits most of the time.
+        alone, run = Driven(work / "alone", text), Driven(work / "hit", text)
         hits = []
         faults = [fault for fault in FAULTS if fault[0] in options.roles]
         for (role, number), phase in itertools.cycle(zip(faults * len(PHASES), itertools.cycle(PHASES), strict=False)):
@@ -258,6 +255,7 @@ def main() -> int:
                 told = f"{seen.role} {seen.fault} in {seen.phase}: {seen.outcome}, {seen.seconds:.1f} s"
                 console.print(f"{len(hits)}: {told}")
         code = run.process.wait(timeout=1800)
+        assert alone.process.wait(timeout=1800) == 0, alone.log.read_text()[-3000:]
         same = code == 0 and digest(work / "hit" / "run") == digest(work / "alone" / "run")
         expected, found, failed = alone.steps(), run.steps(), run.failed()
         left = 0 if run.is_alone() else len(run.left())

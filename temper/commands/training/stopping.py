@@ -88,8 +88,8 @@ def describe_stop(folder: Path) -> str:
         last = steps[-1]
         stage = stages[last.stage]
         where = f"after step {last.step} of {stage.steps} of stage {last.stage + 1} ({stage.name})"
-    last = _last_checkpoint(folder)
-    return f"{where}; " + (f"the last checkpoint is {last}" if last else NO_CHECKPOINT)
+    saved = _last_checkpoint(folder)
+    return f"{where}; " + (f"the last checkpoint is {saved}" if saved else NO_CHECKPOINT)
 
 
 def _last_checkpoint(folder: Path) -> Path | None:
