@@ -175,7 +175,8 @@ def _start_fleet(
 
     def closed() -> None:
         weights.close()
-        torch.set_num_threads(before)
+        # A fleet that outlived its trainers may find more of them given back already.
+        torch.set_num_threads(max(before, torch.get_num_threads()))
 
     try:
         return Fleet(
