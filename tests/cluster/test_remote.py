@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -38,14 +40,25 @@ class Network:
     """A namespace that is joined to this one by a cable."""
 
     def __init__(self) -> None:
-        self.name = f"temper{os.getpid()}"
-        cable, end = f"tv{os.getpid()}", "far"
+        self.name = f"temper-{secrets.token_hex(3)}"
+
+    def open(self) -> None:
+        cable, end = self.name, "far"
         ip("netns", "add", self.name)
         ip("link", "add", cable, "type", "veth", "peer", "name", end, "netns", self.name)
         ip("address", "add", f"{OURS}/30", "dev", cable)
         ip("link", "set", cable, "up")
         self.inside("address", "add", f"{THEIRS}/30", "dev", end)
         self.inside("link", "set", end, "up")
+
+    def close(self) -> None:
+        """Also what runs inside: the namespace and its cable would live as long."""
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.name], capture_output=True, text=True, timeout=30, check=False
+        )
+        for pid in listed.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+        subprocess.run(["ip", "netns", "delete", self.name], capture_output=True, timeout=30, check=False)
 
     def inside(self, *words: str) -> None:
         ip("-n", self.name, *words)
@@ -59,12 +72,14 @@ class Network:
 def network() -> Iterator[Network]:
     if shutil.which("ip") is None:
         pytest.skip("needs ip of iproute2")
+    made = Network()
     try:
-        made = Network()
+        made.open()
+        yield made
     except subprocess.CalledProcessError as error:
         pytest.skip(f"no network namespace can be made here: {error.stderr}")
-    yield made
-    ip("netns", "delete", made.name)  # and with it the cable
+    finally:
+        made.close()
 
 
 class Elsewhere:
