@@ -251,17 +251,34 @@ WATCH = LoopWatch()
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """asyncio.run, but what will not be cancelled is not waited for, and sys.exit in some task is no quiet end."""
-    with asyncio.Runner() as runner:
+    """In an event loop of its own."""
+    with EventLoop() as loop:
+        return loop.run(main)
+
+
+class EventLoop:
+    """asyncio.Runner, but what will not be cancelled is not waited for, and sys.exit in some task is no quiet end. What
+    one run() leaves open is there in the next."""
+
+    def __enter__(self) -> EventLoop:
+        self._runner = asyncio.Runner()
+        self._runner.__enter__()
+        return self
+
+    def run(self, main: Coroutine[Any, Any, Result]) -> Result:
         try:
-            return runner.run(main)
+            return self._runner.run(main)
         except SystemExit as error:
             raise BackendError(
                 f"code in the event loop called sys.exit({error.code!r}). Raise an exception there instead; the run is "
                 "not finished"
             ) from error
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._runner.run(_end_others())
         finally:
-            runner.run(_end_others())
+            self._runner.close()
 
 
 async def _end_others() -> None:

@@ -6,6 +6,7 @@ Owns: exception types and their exit codes. Refuses: recovery; a caller at the r
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import shlex
 import sys
@@ -23,6 +24,18 @@ class UserError(TemperError):
     """Something the user wrote or provided is wrong: a key, a path, a row, a combination of settings."""
 
     exit_code = 2
+
+
+class DiskFull(UserError):
+    """A disk has no room for what is written; the text names the file. Who knows the run says what is kept of it
+    (commands/training/stopping.py)."""
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Also where a library in Rust or C++, or another process, hides the number of the error in its text."""
+    text = str(error)
+    has_number = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, DiskFull) or has_number or "No space left" in text or "os error 28" in text
 
 
 class TaskError(TemperError):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from temper.cluster.ray import RayPlace
 from temper.cluster.samplers import start_sampler
 from temper.cluster.threads import Threads, share_threads
 from temper.config import RunConfig
+from temper.config.cluster import ClusterConfig
 from temper.config.memory import settled_choice
 from temper.engine.fleet.fleet import Fleet
+from temper.engine.fleet.kept import KeptFleet
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.mixture import Opponent
 from temper.engine.none import NoSampler
@@ -49,6 +51,8 @@ class Hosting:
     """Told what becomes of them."""
     ray: RayPlace | None = None
     """Where they are started; None: on this machine."""
+    kept: KeptFleet = field(default_factory=KeptFleet)
+    """Where those are that outlived the trainers before these."""
 
 
 def make_sampler(
@@ -141,40 +145,52 @@ def _in_processes(
         has_stop_texts=bool(config.sampling.stop),
         num_threads=threads.sampler,
     )
+    # On a GPU, and over a network, they get the trainer's own tensors, which change while it trains.
+    feeds_late = takes_turns or not (parameter.is_cuda or hosting.ray)
     gpus = torch.cuda.device_count() if parameter.is_cuda else 0
     devices = sampler_devices(order.device, num, gpus, rank_and_world()[1])
-    weights = SharedWeights(anonymous_file())
+    if hosting.ray is not None:
+        devices = [parameter.device.type] * num  # each sees the GPU that it was given, and no other
+    orders = tuple(replace(order, device=device).to_json() for device in devices)
+    fleet = hosting.kept.take(
+        (orders, config.cluster, feeds_late),
+        lambda: _start_fleet(config.cluster, orders, threads.sampler, feeds_late, hosting),
+    )
+    torch.set_num_threads(threads.trainer)
+    return fleet
+
+
+def _start_fleet(
+    cluster: ClusterConfig, orders: Sequence[str], num_threads: int, feeds_late: bool, hosting: Hosting
+) -> Fleet:
+    """One process for each order."""
+    weights, before = SharedWeights(anonymous_file()), torch.get_num_threads()
+    environment = {"OMP_NUM_THREADS": str(num_threads)}
 
     def start(place: int) -> ProcessSampler:
-        name = "the sampler process" if num == 1 else f"sampler process {place + 1} of {num}"
-        environment = {"OMP_NUM_THREADS": str(threads.sampler)}
+        name = "the sampler process" if len(orders) == 1 else f"sampler process {place + 1} of {len(orders)}"
         if hosting.ray is not None:
-            own = replace(order, device=parameter.device.type)  # it sees the GPU that it was given, and no other
-            return hosting.ray.start_sampler(place, name, own.to_json(), environment)
-        return start_sampler(
-            replace(order, device=devices[place]).to_json(), weights, name=name, environment=environment
-        )
+            return hosting.ray.start_sampler(place, name, orders[place], environment, cluster.silent_seconds)
+        return start_sampler(orders[place], weights, name=name, environment=environment)
 
     def closed() -> None:
         weights.close()
-        torch.set_num_threads(before)
+        # A fleet that outlived its trainers may find more of them given back already.
+        torch.set_num_threads(max(before, torch.get_num_threads()))
 
     try:
-        fleet = Fleet(
+        return Fleet(
             start,
-            num,
-            max_restarts=config.cluster.max_restarts,
-            silent_seconds=config.cluster.silent_seconds,
-            # On a GPU, and over a network, they get the trainer's own tensors, which change while it trains.
-            feeds_late=takes_turns or not (parameter.is_cuda or hosting.ray),
+            len(orders),
+            max_restarts=cluster.max_restarts,
+            silent_seconds=cluster.silent_seconds,
+            feeds_late=feeds_late,
             note=hosting.note,
             closed=closed,
         )
     except BaseException:
         closed()
         raise
-    torch.set_num_threads(threads.trainer)
-    return fleet
 
 
 def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) -> Sampler:

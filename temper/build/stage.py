@@ -7,7 +7,7 @@ kind (stages/), and what the loop calls back (plan.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from temper.build.thinking import make_thinking
 from temper.build.trainer import TrainerOrder, open_everywhere
 from temper.cluster.ray import RayPlace
 from temper.config import RunConfig
+from temper.engine.fleet.kept import KeptFleet
 from temper.engine.local.mixture import WithOpponent
 from temper.envs.env import find_env
 from temper.models.nf4.holding import require_family
@@ -71,6 +72,8 @@ class Around:
     """All trainer ranks; None: this process is the only one."""
     ray: RayPlace | None = None
     """Where sampler processes are started; None: on this machine."""
+    kept: KeptFleet = field(default_factory=KeptFleet)
+    """Sampler processes that outlived trainers, and where they are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +113,10 @@ class Stage:
             found |= {f"heldout/{part}": records for part, records in self.data.verifier.records().items()}
         return found
 
-    async def close(self) -> None:
-        await self.sampler.close()
+    async def close(self, kept: KeptFleet | None = None) -> None:
+        """kept: where its sampler processes may stay, because the stage begins anew; None: they end."""
+        if kept is None or not await kept.keep(self.sampler):
+            await self.sampler.close()
         await self.data.rubric.close()
         if self.data.verifier is not self.data.rubric:
             await self.data.verifier.close()
@@ -135,7 +140,7 @@ def build_stage(
     with explain_out_of_memory(config, objective, data, model_folder, phase="loading"):
         order = TrainerOrder(config=config, folder=model_folder, checkpoint=checkpoint, is_rolling=data.is_rolling)
         trainer, models = open_everywhere(order, data.tokenizer, around.together)
-        hosting = Hosting(note=listeners.warn, ray=around.ray)
+        hosting = Hosting(note=listeners.warn, ray=around.ray, kept=around.kept)
         sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder, hosting)
         opponent = make_opponent(config, objective, data, models.others.reference, sampler_model)
     setup = _episode_setup(config, objective, data, sampler)

@@ -12,7 +12,7 @@ import typer
 
 from temper.cli.console import Overrides, Recipe, app, importing, out
 from temper.commands.progress import show_work
-from temper.errors import command_line
+from temper.errors import DiskFull, command_line
 
 UNFINISHED = 4
 """Exit code of a training that an alarm stopped: only a run that reached its last step ends with 0."""
@@ -61,14 +61,16 @@ def train(
 
     follow_if_started_so()
     run = run or choose_folder(name, resume=resume)
+    changes = [word for change in set_ or () for word in ("--set", change)]
+    again = command_line("temper", "train", str(recipe), *changes, "--run", str(run), "--resume")
     try:
         with undo_failed_start(run):
             folder = run_training(recipe, overrides=set_ or (), run=run, resume=resume)
     except Stopped as stop:
-        changes = [word for change in set_ or () for word in ("--set", change)]
-        again = command_line("temper", "train", str(recipe), *changes, "--run", str(run), "--resume")
         out.print(f"\n{stop} {describe_stop(run)}. Go on with:\n  {again}")
         raise typer.Exit(stop.exit_code) from stop
+    except DiskFull as full:
+        raise DiskFull(f"{full}:\n  {again}") from full
     out.print(render(make_report(folder)))
     out.print(f"\nThe run is in {folder}. Look at it:\n{_next_commands(folder)}", highlight=False)
     if not is_finished(folder):

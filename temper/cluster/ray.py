@@ -89,12 +89,15 @@ class RayPlace:
         """main: "module:function" without arguments."""
         return self._start(rank - 1, name, environment, _call, main)
 
-    def start_sampler(self, number: int, name: str, order: str, environment: Mapping[str, str]) -> ProcessSampler:
-        """One that opens what the order says. It is stale until weights are published."""
-        callback = Callback()
-        where = (self.host, callback.port, callback.token)
+    def start_sampler(
+        self, number: int, name: str, order: str, environment: Mapping[str, str], silent_seconds: float
+    ) -> ProcessSampler:
+        """One that opens what the order says. It is stale until weights are published. silent_seconds: after which each
+        side gives up the other."""
+        callback = Callback(silent_seconds)
+        where = (self.host, callback.port, callback.token, silent_seconds)
         process = self._start(self._num_ranks + number, name, environment, serve_caller, *where)
-        return ProcessSampler(callback.wait, SentWeights(), process, order=order)
+        return ProcessSampler(callback, SentWeights(), process, order=order)
 
     def close(self) -> None:
         self._ray.util.remove_placement_group(self._group)

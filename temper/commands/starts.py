@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from temper.errors import TemperError
@@ -22,8 +22,9 @@ def undo_failed_start(folder: Path) -> Iterator[None]:
     try:
         yield
     except TemperError:
-        if not was_there and not has_begun(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(TemperError):  # a full disk may not even be read; what it refused is to be told, not that
+            if not was_there and not has_begun(folder):
+                shutil.rmtree(folder, ignore_errors=True)
         raise
 
 

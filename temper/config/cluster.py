@@ -37,7 +37,8 @@ class ClusterConfig(Section):
     often all trainers begin anew from the last checkpoint when one of them is lost. After that the run ends, and
     --resume goes on."""
     silent_seconds: float = Field(120.0, gt=0)
-    """A sampler process that answers nothing for so long is ended and replaced."""
+    """A sampler process that answers nothing, takes no weights or cannot be reached for so long is ended and
+    replaced."""
 
     def sampler_keys(self) -> list[str]:
         """Keys about sampler processes that were changed."""

@@ -7,7 +7,6 @@ writers fill in.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from temper.errors import UserError
+from temper.errors import DiskFull, UserError, is_disk_full
 from temper.folders.integrity import MANIFEST, STATE, verify, write_manifest
 
 UNFINISHED = ".tmp-"
@@ -46,9 +45,12 @@ def write_checkpoint(
         _move_into_place(folder, final)
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if (problem := _disk_problem(error)) is None:
-            raise
-        raise UserError(_explain(problem, part, final, latest_checkpoint(parent))) from error
+        if is_disk_full(error):
+            raise DiskFull(_explain("disk full", part, final, latest_checkpoint(parent))) from error
+        if isinstance(error, OSError):
+            why = _explain(str(error), part, final, latest_checkpoint(parent))
+            raise UserError(f"{why}; mend it and resume") from error
+        raise
     return final
 
 
@@ -132,16 +134,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _disk_problem(error: BaseException) -> str | None:
-    """What the disk refused, or None when the failure is not the disk's. Libraries in Rust and C++ hide the number."""
-    text = str(error)
-    number = getattr(error, "errno", None)
-    if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "os error 28" in text:
-        return "disk full"
-    return f"{text}" if isinstance(error, OSError) else None
-
-
 def _explain(problem: str, part: str, final: Path, previous: Path | None) -> str:
     intact = f"the previous checkpoint {previous.name} is intact" if previous else "there is no earlier checkpoint"
-    remedy = "free space and resume" if problem == "disk full" else "mend it and resume"
-    return f"{problem} while saving {part} of {final}; {intact}; {remedy}"
+    return f"{problem} while saving {part} of {final}; {intact}"

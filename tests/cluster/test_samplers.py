@@ -96,6 +96,18 @@ def test_a_sampler_killed_while_it_draws_ends_its_requests_with_what_happened(pr
     with_sampler(use)
 
 
+def test_a_sampler_stopped_before_a_publication_is_ended_within_the_seconds_that_it_has() -> None:
+    async def use(sampler: ProcessSampler, child: Child) -> None:
+        await sampler.load(weights(1))
+        os.kill(child.pid, signal.SIGSTOP)
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(SamplerLost, match=r"did not take over publication 2 within 0.3 s, and was ended"):
+                await sampler.load(weights(2), 0.3)
+        assert ends(child.pid)
+
+    with_sampler(use)
+
+
 def test_a_sampler_that_crashes_is_quoted() -> None:
     async def use(sampler: ProcessSampler, child: Child) -> None:
         await sampler.load(weights(1))

@@ -46,6 +46,10 @@ def reward(prompt, response, answer):
             os._exit(3)
         os.write(log, f"{name}- ".encode())
         os.close(log)
+    if response in ("sleep once", "die"):
+        with open(prompt, "a") as log: log.write(f"{os.getpid()}\\n")
+        if response == "die": os.kill(os.getpid(), 9)
+        if len(open(prompt).readlines()) == 1: time.sleep(3600)
     if response == "none": return None
     if response == "text": return "good"
     if response == "nan": return float("nan")

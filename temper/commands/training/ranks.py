@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -24,6 +24,7 @@ from temper.cluster.ray import RayPlace
 from temper.commands.launchers import require_one_process
 from temper.config import RunConfig
 from temper.config.cluster import ClusterConfig
+from temper.engine.fleet.kept import KeptFleet
 from temper.engine.process.client import Process
 from temper.errors import TemperError, UserError
 from temper.rewards.workers.program import die_with_parent
@@ -49,6 +50,9 @@ def follow_if_started_so() -> None:
 class Others:
     """Who works beside this process."""
 
+    kept: KeptFleet = field(default_factory=KeptFleet)
+    """Sampler processes that outlive a lost trainer."""
+
     together: Together | None = None
     """All trainer ranks; None: there is one, this process."""
     ray: RayPlace | None = None
@@ -56,18 +60,18 @@ class Others:
 
 
 @contextmanager
-def started(stages: Sequence[RunConfig]) -> Iterator[Others]:
-    """What a run has beside this process, from its first stage to its last."""
+def started(stages: Sequence[RunConfig], kept: KeptFleet) -> Iterator[Others]:
+    """What a run has beside this process, from its first stage to its last, or until a trainer is lost."""
     place, cluster = find_place(os.environ), stages[0].cluster
     world = _require_number(place, cluster.trainers)
     if world == 1 and cluster.parts:
         raise UserError("cluster.parts shares weights out over trainers, and there is one: set cluster.trainers")
     with _ray(stages, place, world) as ray:
         if world == 1:
-            yield Others(ray=ray)
+            yield Others(kept, ray=ray)
             return
         with _ranks(place, cluster, world, ray) as together:
-            yield Others(together, ray)
+            yield Others(kept, together, ray)
 
 
 @contextmanager

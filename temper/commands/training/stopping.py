@@ -1,11 +1,13 @@
-"""Ctrl-C and SIGTERM: a run ends where it can be resumed, and says how.
+"""Ctrl-C, SIGTERM, a full disk: a run ends where it can be resumed, and says how.
 
-Owns: signals while a run is on. Refuses: what is saved (the loop finishes a checkpoint that is being written).
+Owns: signals while a run is on, and its last words. Refuses: what is saved (the loop finishes a checkpoint that is
+being written).
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -14,11 +16,13 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from temper.errors import DiskFull, TemperError, is_disk_full
 from temper.runs.reader import RunReader
 from temper.trainer.checkpoint import list_checkpoints
 
 SIGNALS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 """What stops a run, and who answers where nobody else does."""
+NO_CHECKPOINT = "there is no checkpoint yet: a resume begins anew"
 
 
 class Stopped(KeyboardInterrupt):
@@ -84,7 +88,31 @@ def describe_stop(folder: Path) -> str:
         last = steps[-1]
         stage = stages[last.stage]
         where = f"after step {last.step} of {stage.steps} of stage {last.stage + 1} ({stage.name})"
+    saved = _last_checkpoint(folder)
+    return f"{where}; " + (f"the last checkpoint is {saved}" if saved else NO_CHECKPOINT)
+
+
+def _last_checkpoint(folder: Path) -> Path | None:
     folders = sorted((folder / "checkpoints").glob("*-*"), key=lambda path: int(path.name.partition("-")[0]))
     found = [checkpoint for path in folders for checkpoint in list_checkpoints(path)]
-    saved = f"the last checkpoint is {found[-1]}" if found else "there is no checkpoint yet: a resume begins anew"
-    return f"{where}; {saved}"
+    return found[-1] if found else None
+
+
+@contextmanager
+def full_disk_explained(folder: Path) -> Iterator[None]:
+    """A disk that fills while a run is on, wherever in it, ends the run with what is full, what is kept and how to go
+    on. Nothing is read from run.db for that: SQLite may need room to read."""
+    try:
+        yield
+    except Exception as error:
+        is_explained = isinstance(error, TemperError) and not isinstance(error, DiskFull)
+        if is_explained or not is_disk_full(error):
+            raise
+        named = getattr(error, "filename", None) or folder
+        full = str(error) if isinstance(error, DiskFull) else f"disk full while writing {named}: {error}"
+        room, last = shutil.disk_usage(folder if folder.is_dir() else folder.parent), _last_checkpoint(folder)
+        kept = f"nothing is lost up to the last checkpoint, {last}" if last else NO_CHECKPOINT
+        raise DiskFull(
+            f"{full}.\nOf the disk of {folder}, {room.free / 2**20:.1f} of {room.total / 2**20:.1f} MiB are free; "
+            f"{kept}. Free space, then go on with --resume"
+        ) from error

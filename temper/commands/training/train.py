@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,10 @@ from temper.build import (
     with_sampler_correction,
 )
 from temper.commands.training.ranks import Others, started
-from temper.commands.training.stopping import Stopped, run_until_stopped
+from temper.commands.training.stopping import Stopped, full_disk_explained, run_until_stopped
 from temper.config import FIRST, RunConfig, load_recipe, read_table, refer, to_toml
 from temper.config.memory import settled_choice, with_choice, with_stored_choice
+from temper.engine.fleet.kept import KeptFleet
 from temper.errors import BackendError, TemperError, UserError
 from temper.folders.integrity import verify
 from temper.models.load import find_checkpoint
@@ -60,6 +61,12 @@ def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume
     check_stages(stages)
     stages = [with_sampler_correction(config) for config in stages]  # the run's recipe says what is trained
     folder = run or choose_folder(stages[0].name, resume=resume)
+    with full_disk_explained(folder):
+        _train_in(folder, stages, resume=resume)
+    return folder
+
+
+def _train_in(folder: Path, stages: Sequence[RunConfig], *, resume: bool) -> None:
     stages = _settled(stages, folder, resume=resume)
     limit = max(config.rollout.transcripts_gb for config in stages) * 1e9
     store = open_run(folder, config=to_toml(stages), resume=resume, transcript_bytes=limit)
@@ -84,24 +91,33 @@ def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume
         for mirror in mirrors:
             mirror.close()
         store.close()
-    return folder
 
 
 def _run_to_the_end(stages: Sequence[RunConfig], folder: Path, records: RunRecords) -> None:
-    """Runs what is left; when a trainer rank is lost, with new ranks from the last checkpoint."""
-    restarts = stages[0].cluster.max_restarts
-    while True:
-        try:
-            with started(stages) as others:
-                work = run_stages(stages, folder, records, others)
-                if (number := calls.run(run_until_stopped(work))) is not None:
-                    raise Stopped(number)
-                return
-        except RankFailure as failure:
-            if not failure.is_lost or restarts == 0:
-                raise
-            restarts -= 1
-            records.warn(f"{failure.reason} All trainers begin anew from the last checkpoint; {restarts} more times")
+    """Runs what is left; when a trainer rank is lost, with new ranks from the last checkpoint. Sampler processes stay,
+    and with them the event loop in which they are heard."""
+    restarts, kept = stages[0].cluster.max_restarts, KeptFleet()
+    with calls.EventLoop() as events, ExitStack() as ending:
+        ending.callback(lambda: events.run(kept.close()))
+        while True:
+            try:
+                return _run_with_trainers(stages, folder, records, events, kept)
+            except RankFailure as failure:
+                if not failure.is_lost or restarts == 0:
+                    raise
+                restarts -= 1
+                again = f"All trainers begin anew from the last checkpoint; {restarts} more times"
+                records.warn(f"{failure.reason} {again}")
+                stages = _settled(stages, folder, resume=True)  # what is free now is not what was free then
+
+
+def _run_with_trainers(
+    stages: Sequence[RunConfig], folder: Path, records: RunRecords, events: calls.EventLoop, kept: KeptFleet
+) -> None:
+    with started(stages, kept) as others:
+        work = run_stages(stages, folder, records, others)
+        if (number := events.run(run_until_stopped(work))) is not None:
+            raise Stopped(number)
 
 
 def _settled(stages: Sequence[RunConfig], folder: Path, *, resume: bool) -> list[RunConfig]:
@@ -185,12 +201,15 @@ async def run_stages(stages: Sequence[RunConfig], folder: Path, records: RunReco
                 audit=store.audit,
             )
             caches = folder / "caches" / checkpoints.name
-            around = Around(caches=caches, earlier=outputs.keys(), together=others.together, ray=others.ray)
+            around = Around(
+                caches=caches, earlier=outputs.keys(), together=others.together, ray=others.ray, kept=others.kept
+            )
             stage = build_stage(config, index, model, resumed, around=around, listeners=listeners)
+            await others.kept.close()  # those that this stage has no use for
             # As it is run, for a resume: what is free then is no longer what was free now.
             stages[index] = with_choice(recipe, settled_choice(stage.config))
             store.keep_config(to_toml(stages))
-            await _run_stage(stage, done + 1, checkpoints, records)
+            await _run_stage(stage, done + 1, checkpoints, records, others)
         last = checkpoints / f"step-{config.steps}"
         if not last.is_dir():
             raise BackendError(f"stage {index + 1} ended before its last step: there is no checkpoint {last}")
@@ -206,7 +225,7 @@ def starts_elsewhere(config: RunConfig, stages: Sequence[RunConfig]) -> bool:
     return config.model.path not in ("", stages[0].model.path)
 
 
-async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, records: RunRecords) -> None:
+async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, records: RunRecords, others: Others) -> None:
     store, display = records.store, records.display
     verdicts = Verdicts(stage.verdicts, store.verdicts)
     rules = configure(stage.config.alarms, is_moe="moe" in stage.data.shape.family)
@@ -220,12 +239,17 @@ async def _run_stage(stage: Stage, first_step: int, checkpoints: Path, records: 
         opened=partial(verdicts.opened, stage.index, first_step - 1),
         watch=alarms,
     )
+    kept: KeptFleet | None = None
     try:
         full = explain_out_of_memory(stage.config, stage.objective, stage.data, stage.origin)
         with full, _unfinished_kept(store, stage.index):
             await loop.run(plan)
+    except RankFailure as failure:
+        if failure.is_lost and others.ray is None:  # Ray's room is given back with the trainers
+            kept = others.kept
+        raise
     finally:
-        await stage.close()
+        await stage.close(kept)
 
 
 @contextmanager

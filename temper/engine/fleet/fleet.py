@@ -128,12 +128,20 @@ class Fleet:
 
         await asyncio.gather(*(warm(number, place) for number, place in enumerate(self._places)))
 
+    async def rest(self) -> None:
+        """Back to before the first publication, with the same processes: the trainer that fed them is gone. Nothing is
+        watched over meanwhile: nobody may hear the answers."""
+        self._stop_watching()
+        async with self._publishing:
+            self._last, self._router = None, Router()
+            living = [place for place in self._places if place.health.standing in (Standing.STALE, Standing.READY)]
+            await asyncio.gather(*(self._rest(place) for place in living))
+
     async def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._watching is not None:
-            self._watching.cancel()
+        self._stop_watching()
         await asyncio.gather(*(place.sampler.close() for place in self._places))
         replacing = [place.replacing for place in self._places if place.replacing is not None]
         await asyncio.gather(*replacing, return_exceptions=True)  # what they waited for has been closed
@@ -199,13 +207,27 @@ class Fleet:
         """Raises what a living sampler says against it."""
         sampler = place.sampler
         try:
-            await sampler.load(publication)
+            # A watch that pings would find nothing out: whoever takes weights over answers nothing else.
+            await sampler.load(publication, self._silent_seconds)
         except SamplerLost as error:
             self._ended(place, sampler, error)
             return
         place.health = place.health.fed(publication.version)
         async with self._changed:
             self._changed.notify_all()
+
+    async def _rest(self, place: _Place) -> None:
+        sampler = place.sampler
+        try:
+            await sampler.rest(self._silent_seconds)
+        except SamplerLost as error:
+            self._ended(place, sampler, error)
+        place.health = place.health.starved()
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
 
     def _ended(self, place: _Place, sampler: ProcessSampler, error: SamplerLost) -> None:
         """Once for each sampler that ends: every request that it drew comes here."""

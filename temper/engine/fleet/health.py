@@ -37,6 +37,10 @@ class Health:
             return self
         return replace(self, standing=Standing.READY, version=version)
 
+    def starved(self) -> Health:
+        """The trainer that fed it is gone."""
+        return replace(self, standing=Standing.STALE, version=None) if self.standing is Standing.READY else self
+
     def ended(self, why: str, *, max_restarts: int) -> Health:
         """Told once for each that ends; again changes nothing."""
         if self.standing in (Standing.LOST, Standing.GONE):

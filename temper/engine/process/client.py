@@ -28,7 +28,7 @@ depends on the data and not on timing, as in an engine of this process."""
 OPEN_SECONDS = 900.0
 """To load a model."""
 LOAD_SECONDS = 600.0
-"""To take over one publication."""
+"""To take over one publication, where nobody says otherwise."""
 END_SECONDS = 10.0
 """For a process that hung up to end, so that it can be said how; and for one that was asked to end."""
 ORDER = 0
@@ -55,12 +55,63 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
+class Caller(Protocol):
+    """A sampler process on its way to us."""
+
+    def wait(self, is_over: Callable[[], bool]) -> socket.socket:
+        """Its connection. OSError when it does not come in time, or when it is over before."""
+        ...
+
+
+class Questions:
+    """What was asked and not answered yet, by number. One event loop asks."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, asyncio.Future[Frame]] = {}
+        self._progress: dict[int, Callable[[int, int], None]] = {}
+        self._last = ORDER - 1
+
+    def __contains__(self, call: int) -> bool:
+        return call in self._asked
+
+    def ask(self, tell: Callable[[int, int], None] | None = None) -> tuple[int, asyncio.Future[Frame]]:
+        """A number, and where its answer will be. tell: told on the way how far it is."""
+        self._last += 1
+        answer = self._asked[self._last] = asyncio.get_running_loop().create_future()
+        if tell is not None:
+            self._progress[self._last] = tell
+        return self._last, answer
+
+    def drop(self, call: int) -> bool:
+        """Whether it still waited. Its answer counts for nothing any more."""
+        return self._asked.pop(call, None) is not None
+
+    def take(self, frame: Frame) -> None:
+        if frame.verb == "progress":
+            self._progress[frame.call](frame.fields["done"], frame.fields["total"])
+            return
+        self._progress.pop(frame.call, None)
+        answer = self._asked.pop(frame.call, None)
+        if answer is None or answer.done():
+            return  # its caller was cancelled
+        if frame.verb == "error":
+            answer.set_exception(error_of(frame))
+        else:
+            answer.set_result(frame)
+
+    def fail(self, failure: Callable[[], Exception]) -> None:
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(failure())
+        self._asked.clear()
+
+
 class ProcessSampler:
     """Implements protocols.Sampler. One event loop asks it."""
 
     def __init__(
         self,
-        connection: socket.socket | Callable[[], socket.socket],
+        connection: socket.socket | Caller,
         weights: SharedWeights | SentWeights,
         process: Process,
         *,
@@ -68,17 +119,15 @@ class ProcessSampler:
     ) -> None:
         """The order is sent at once: the other process opens its model while this one goes on.
 
-        connection: or what waits for it, where the other process has to call back from another machine; raises OSError
-        when it does not. weights: may be those of several samplers, and are closed by whoever made them.
+        connection: or who waits for it, where the other process has to call back from another machine. weights: may be
+        those of several samplers, and are closed by whoever made them.
         """
         self._connection, self._weights, self._process = connection, weights, process
         self._order = to_bytes(Frame("order", ORDER, {"order": order}))
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._opening: asyncio.Future[Frame] | None = None
-        self._asked: dict[int, asyncio.Future[Frame]] = {}
-        self._progress: dict[int, Callable[[int, int], None]] = {}
-        self._num_calls = ORDER
+        self._questions = Questions()
         self._outbox: list[tuple[int, Request]] = []
         self._sender: asyncio.Task[None] | None = None
         self._publishing = asyncio.Lock()
@@ -87,7 +136,7 @@ class ProcessSampler:
         """Why nothing can be asked any more; '' when all is well."""
         self._in_flight = InFlight()
         self._stats: Mapping[str, float] = {}
-        if not callable(connection):
+        if isinstance(connection, socket.socket):
             connection.sendall(self._order)
 
     @property
@@ -97,17 +146,18 @@ class ProcessSampler:
     async def opened(self) -> None:
         """Returns when it is connected and has loaded its model."""
         if self._opening is None:
-            self._opening = self._asked[ORDER] = asyncio.get_running_loop().create_future()
+            first, self._opening = self._questions.ask()
+            assert first == ORDER, "nothing is asked before the order"
             reader, self._writer = await asyncio.open_connection(sock=await self._connected())
             self._listener = asyncio.create_task(self._listen(reader), name="answers of a sampler process")
         self._require_whole()
         await self._within(self._opening, OPEN_SECONDS, "open its model")
 
     async def _connected(self) -> socket.socket:
-        if not callable(self._connection):
+        if isinstance(self._connection, socket.socket):
             return self._connection
         try:
-            connection = await asyncio.to_thread(self._connection)
+            connection = await asyncio.to_thread(self._connection.wait, self._is_over)
             await asyncio.to_thread(connection.sendall, self._order)
         except OSError as error:
             self._process.kill()
@@ -115,6 +165,10 @@ class ProcessSampler:
             raise self._failed() from error
         self._connection = connection
         return connection
+
+    def _is_over(self) -> bool:
+        """Whether a process that was to call back need not be waited for any more."""
+        return self._is_closed or self._process.wait(0.0) is not None
 
     async def generate(self, request: Request) -> Completion:
         """Waits for: the other process. Unblocked by: its answer or its death; a deadline is the episode's."""
@@ -129,7 +183,7 @@ class ProcessSampler:
             try:
                 return completion_of(await answer)
             finally:
-                if self._asked.pop(call, None) is not None and not self._failure:  # its caller was cancelled
+                if self._questions.drop(call) and not self._failure:  # its caller was cancelled
                     await self.abort(request.id)
 
     async def abort(self, request_id: str) -> None:
@@ -138,13 +192,13 @@ class ProcessSampler:
     async def interrupt(self, request_id: str) -> None:
         self._end(request_id, "interrupt")
 
-    async def load(self, publication: Publication) -> None:
+    async def load(self, publication: Publication, seconds: float = LOAD_SECONDS) -> None:
         """A transaction: written aside while the sampler draws, checked as a whole, taken over between two tokens,
-        acknowledged. What does not fit changes nothing.
+        acknowledged. What does not fit changes nothing. One that takes nothing for so many seconds is ended.
 
         Also when its caller is cancelled: the next publication must not be written under one that is being read.
         """
-        await asyncio.shield(asyncio.ensure_future(self._publish(publication)))
+        await asyncio.shield(asyncio.ensure_future(self._publish(publication, seconds)))
 
     def stats(self) -> Mapping[str, float]:
         """As counted up to the last publication; the seconds with requests in flight up to now."""
@@ -154,8 +208,7 @@ class ProcessSampler:
     async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
         """What LocalEngine.warm_up does, over there."""
         await self.opened()
-        call, answer = self._new_call()
-        self._progress[call] = tell
+        call, answer = self._new_call(tell)
         self._send(Frame("warm_up", call, dataclasses.asdict(expected)))
         await self._within(answer, OPEN_SECONDS, "warm up")
 
@@ -165,12 +218,22 @@ class ProcessSampler:
         self._send(Frame("ping", call))
         await self._within(answer, seconds, "answer")
 
+    async def rest(self, seconds: float) -> None:
+        """Stale again, with its model open, and without a hold on the memory of a trainer that goes."""
+        async with self._publishing:
+            self._is_fed = False
+            if self._writer is not None:
+                call, answer = self._new_call()
+                self._send(Frame("rest", call))
+                await self._within(answer, seconds, "rest")
+            self._weights.forget()
+
     async def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
         if self._writer is None:
-            if not callable(self._connection):
+            if isinstance(self._connection, socket.socket):
                 self._connection.close()  # it sees that nobody is there
         elif not self._failure:
             self._send(Frame("close"))
@@ -181,15 +244,15 @@ class ProcessSampler:
         if self._listener is not None:
             await asyncio.wait([self._listener], timeout=END_SECONDS)
         if self._writer is not None:
-            self._writer.close()
+            self._writer.transport.abort()  # close() would wait for a cut connection to take what is left
 
-    async def _publish(self, publication: Publication) -> None:
+    async def _publish(self, publication: Publication, seconds: float) -> None:
         async with self._publishing:
             await self.opened()
-            told = await self._weights.hand_over(publication, self._send_piece)
+            told = await self._weights.hand_over(publication, lambda piece: self._send_piece(piece, seconds))
             call, answer = self._new_call()
             self._send(Frame("load", call, told))
-            loaded = await self._within(answer, LOAD_SECONDS, f"take over publication {publication.version}")
+            loaded = await self._within(answer, seconds, f"take over publication {publication.version}")
             if loaded.fields["version"] != publication.version:
                 raise BackendError(
                     f"{self._process.name} acknowledged version {loaded.fields['version']} instead of "
@@ -210,7 +273,7 @@ class ProcessSampler:
         """Waits for: answers. Unblocked by: the other process's death, or close()."""
         try:
             while (frame := await read_frame(reader)) is not None:
-                self._take(frame)
+                self._questions.take(frame)
         except BackendError as error:
             self._process.kill()
             self._break(str(error))
@@ -223,19 +286,6 @@ class ProcessSampler:
         self._process.kill()
         self._break(ended or "it hung up and did not end")
 
-    def _take(self, frame: Frame) -> None:
-        if frame.verb == "progress":
-            self._progress[frame.call](frame.fields["done"], frame.fields["total"])
-            return
-        self._progress.pop(frame.call, None)
-        answer = self._asked.pop(frame.call, None)
-        if answer is None or answer.done():
-            return  # its caller was cancelled
-        if frame.verb == "error":
-            answer.set_exception(error_of(frame))
-        else:
-            answer.set_result(frame)
-
     async def _send_settled(self) -> None:
         quiet, seen = 0, len(self._outbox)
         while quiet < SETTLING_PASSES:
@@ -245,7 +295,7 @@ class ProcessSampler:
         self._send_requests()
 
     def _send_requests(self) -> None:
-        asked, self._outbox = [(call, request) for call, request in self._outbox if call in self._asked], []
+        asked, self._outbox = [(call, request) for call, request in self._outbox if call in self._questions], []
         if asked:
             self._send(request_frame(asked))
 
@@ -260,18 +310,25 @@ class ProcessSampler:
         if not self._failure:  # else whoever waits for an answer has been told
             self._writer.write(to_bytes(frame))
 
-    async def _send_piece(self, frame: Frame) -> None:
-        """Weights go in pieces, and no faster than they are taken."""
+    async def _send_piece(self, frame: Frame, seconds: float) -> None:
+        """Weights go in pieces, and no faster than they are taken. Who does not take one for so long is ended."""
         self._require_whole()
         self._send(frame)
         assert self._writer is not None, "nothing is sent before it is connected"
-        await self._writer.drain()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._writer.drain()
+        except OSError as error:
+            late = f"it did not take weights within {seconds:g} s, and was ended"
+            is_late = isinstance(error, TimeoutError)
+            ended = None if is_late else await asyncio.to_thread(self._process.wait, END_SECONDS)
+            self._process.kill()
+            self._break(late if is_late else ended or f"the connection to it broke: {error}")
+            raise self._failed() from error
 
-    def _new_call(self) -> tuple[int, asyncio.Future[Frame]]:
+    def _new_call(self, tell: Callable[[int, int], None] | None = None) -> tuple[int, asyncio.Future[Frame]]:
         self._require_whole()
-        self._num_calls += 1
-        answer = self._asked[self._num_calls] = asyncio.get_running_loop().create_future()
-        return self._num_calls, answer
+        return self._questions.ask(tell)
 
     def _require_whole(self) -> None:
         if self._failure:
@@ -283,7 +340,4 @@ class ProcessSampler:
     def _break(self, why: str) -> None:
         """Fails every question that waits, and every later one."""
         self._failure = self._failure or why
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(self._failed())
-        self._asked.clear()
+        self._questions.fail(self._failed)

@@ -40,6 +40,9 @@ class SentWeights:
                 await send(piece)
         return {"version": publication.version, "size": size, "tensors": places}
 
+    def forget(self) -> None:
+        """Nothing is held."""
+
     def close(self) -> None:
         """Nothing is held."""
 

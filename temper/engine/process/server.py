@@ -91,6 +91,7 @@ class Server:
             "load": self._load,
             "warm_up": self._warm_up,
             "ping": self._ping,
+            "rest": self._rest,
         }
 
     def send(self, frame: Frame) -> None:
@@ -120,6 +121,12 @@ class Server:
 
     async def _ping(self, frame: Frame) -> None:
         self.send(Frame("pong", frame.call))
+
+    async def _rest(self, frame: Frame) -> None:
+        """Stale again, and nothing of the trainer's memory is held."""
+        self._is_fed = False
+        self._weights.forget()
+        self.send(Frame("rested", frame.call))
 
     async def _draw(self, call: int, request: Request) -> None:
         try:

@@ -93,6 +93,11 @@ class SharedWeights:
             raise BackendError(f"publication {told['version']} has {told['size']} bytes, and {held} arrived")
         return Publication(version=told["version"], tensors=self._views(told["tensors"], told["size"]))
 
+    def forget(self) -> None:
+        """The trainer whose weights these were is gone. Writer and readers all forget before the next publication: what
+        is on a GPU has numbers, which then begin anew."""
+        self._writer = self._reader = self._written = None
+
     def close(self) -> None:
         """The map goes with the last tensor over it."""
         self._map = None

@@ -57,14 +57,15 @@ def to_bytes(frame: Frame) -> bytes:
 async def read_frame(reader: asyncio.StreamReader) -> Frame | None:
     """The next frame; None when the other side has hung up.
 
-    Waits for: the other side. Unblocked by: its death, which closes the socket.
+    Waits for: the other side. Unblocked by: its death, which closes the socket; over a network also by silence of the
+    other machine, of which the kernel tells as an OSError (cluster/remote.py).
     """
     try:
         sizes = HEAD.unpack(await reader.readexactly(HEAD.size))
         if max(sizes) > MOST_BYTES:
             raise BackendError(f"a frame announces {max(sizes)} bytes: the stream is out of step")
         head, body = await reader.readexactly(sizes[0]), await reader.readexactly(sizes[1])
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except (asyncio.IncompleteReadError, OSError):
         return None
     return from_bytes(head, body)
 

@@ -68,6 +68,10 @@ class WorkerPool:
     lives as long as the pool: Linux ties "die with parent" to the thread that started the child, so a worker started
     from a caller's short-lived thread would be shot when that thread ends.
 
+    A call whose worker died or was stopped on the way is repeated once, on a fresh worker: somebody's kill is no word
+    about the call. One that loses its second worker, too, is to blame itself. One that is late by computing or waiting
+    is not repeated.
+
     is_pure: the function only computes. Then the deadline counts CPU seconds, which a busy machine does not spend, and
     a call that used them up is an Overrun. One that ran out of memory, died or was late by the clock is repeated once
     on a fresh worker with no other call beside it: what failed for want of a quiet machine succeeds there.
@@ -155,7 +159,8 @@ class WorkerPool:
     def _attempt(self, arguments: Arguments) -> Json | WorkerFailed:
         """The result of a call, or why it has none."""
         failure = WorkerFailed("the worker pool was closed")
-        for enter in (self._room.together, self._room.alone) if self.is_pure else (self._room.together,):
+        for enter in (self._room.together, self._room.alone if self.is_pure else self._room.together):
+            may_repeat = self.is_pure
             try:
                 with enter():
                     return self._worker().exchange(arguments, self.deadline_seconds * (PATIENCE if self.is_pure else 1))
@@ -163,10 +168,11 @@ class WorkerPool:
                 return error
             except _Lost as lost:
                 failure = lost.failure
+                may_repeat = (may_repeat or lost.is_worker_hit) and not isinstance(failure, CpuSpent)
             except Exception as error:  # the rim: a thread that dies would leave its future waiting for ever
                 failure = WorkerFailed(f"{type(error).__name__}: {error}")
             self._discard()
-            if isinstance(failure, CpuSpent) or self._is_closed:
+            if not may_repeat or self._is_closed:
                 break
         return failure
 
@@ -197,11 +203,11 @@ class WorkerPool:
 
 
 class _Lost(Exception):
-    """The worker is dead or must be killed."""
+    """The worker is dead or must be killed. is_worker_hit: it died or was stopped, perhaps by no fault of the call."""
 
-    def __init__(self, failure: WorkerFailed) -> None:
+    def __init__(self, failure: WorkerFailed, *, is_worker_hit: bool = False) -> None:
         super().__init__(str(failure))
-        self.failure = failure
+        self.failure, self.is_worker_hit = failure, is_worker_hit
 
 
 class _Room:
@@ -267,12 +273,15 @@ class _Worker:
             program.send(self.connection, message)
             reply = program.receive(self.connection, deadline)
         except TimeoutError as error:
+            if self._was_stopped():
+                late = WorkerFailed(f"worker was stopped (SIGSTOP), nothing for {deadline_seconds:g} s")
+                raise _Lost(late, is_worker_hit=True) from error
             raise _Lost(WorkerFailed(f"timeout after {deadline_seconds:g} s")) from error
         except (EOFError, OSError, ValueError) as error:
             end = self._end()
             is_spent = end == f"signal {program.CPU_SPENT.name}"
             failure = CpuSpent("it used up its CPU time") if is_spent else WorkerFailed(f"worker died ({end})")
-            raise _Lost(failure) from error
+            raise _Lost(failure, is_worker_hit=True) from error
         if "printed" in reply:
             self._show(reply["printed"])
         if reply.get("overrun") == "MemoryError":
@@ -282,6 +291,16 @@ class _Worker:
         if "error" in reply:
             raise WorkerFailed(reply["error"])
         return reply["value"]
+
+    def _was_stopped(self) -> bool:
+        """Whether somebody stopped the process while it lived. That tells it from a slow verifier: neither answers, but
+        the kernel reports only the stopped one to its parent, also when it was continued too late to be in time."""
+        if sys.platform != "linux":  # elsewhere Python may lack waitid, and a stopped worker counts as late
+            return False
+        with contextlib.suppress(ChildProcessError):  # it ended meanwhile
+            # Without WEXITED: its end stays for Popen.wait() to hear of.
+            return os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG) is not None
+        return False
 
     def _end(self) -> str:
         try:

@@ -6,7 +6,6 @@ Owns: the writer thread, its bounded queue, durability, rewinding on resume. Ref
 from __future__ import annotations
 
 import difflib
-import errno
 import math
 import queue
 import shutil
@@ -17,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from temper.errors import BackendError, TemperError, UserError
+from temper.errors import BackendError, DiskFull, TemperError, UserError, is_disk_full
 from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
 from temper.runs.state import BEAT_SECONDS, Ending, ended_row, heartbeat_row
 from temper.runs.store import encode
@@ -348,11 +347,8 @@ def _as_temper_error(error: BaseException, folder: Path) -> TemperError:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     # Some full disks show as an input/output error, when it is the shared-memory file that cannot grow.
     is_crammed = code == sqlite3.SQLITE_IOERR and shutil.disk_usage(folder).free < 1 << 20
-    if code == sqlite3.SQLITE_FULL or is_crammed or getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(
-            f"disk full while writing {DATABASE} in {folder}; free space and resume. "
-            "Everything up to the last checkpoint is safe."
-        )
+    if code == sqlite3.SQLITE_FULL or is_crammed or is_disk_full(error):
+        return DiskFull(f"disk full while writing {folder / DATABASE}")
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
         return BackendError(f"{folder / DATABASE} is damaged ({error}). Restore it from a copy, or start a new run.")
     return BackendError(f"{folder / DATABASE} could not be written: {type(error).__name__}: {error}")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from temper.runs.reader import RunReader
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 240.0
+SAMPLER = b"temper.cluster.sampler_main"
 IN_PROCESS = {"place": "process", "numerics": "exact", "threads": 1}
 
 
@@ -129,11 +133,11 @@ def test_all_that_stands_beside_a_policy_is_cut_and_goes_on_from_its_checkpoint(
 
 
 def start(
-    table: dict[str, Any], folder: Path, launcher: tuple[str, ...] = (), **environment: str
+    table: dict[str, Any], folder: Path, launcher: tuple[str, ...] = (), more: tuple[str, ...] = (), **environment: str
 ) -> subprocess.Popen[str]:
     recipe = folder.parent / "recipe.toml"
     recipe.write_text(to_toml(resolve(table, (), where="test")))
-    command = [sys.executable, *(launcher or ("-m", "temper")), "train", str(recipe), "--run", str(folder)]
+    command = [sys.executable, *(launcher or ("-m", "temper")), "train", str(recipe), "--run", str(folder), *more]
     return subprocess.Popen(
         command,
         cwd=folder.parent,
@@ -153,8 +157,8 @@ def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
         process.kill()
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """Processes of trainer ranks that this run started."""
+def ranks_of(process: subprocess.Popen[str], module: bytes = b"temper.commands.training.ranks") -> list[int]:
+    """Processes of trainer ranks, or of others, that this run started."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -162,7 +166,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
         except OSError:
             continue
         parent, state = int(status.rpartition(")")[2].split()[1]), status.rpartition(")")[2].split()[0]
-        if b"temper.commands.training.ranks" in command and parent == process.pid and state != "Z":
+        if module in command and parent == process.pid and state != "Z":
             found.append(int(entry.name))
     return found
 
@@ -203,6 +207,41 @@ def test_when_a_trainer_is_lost_all_begin_anew_by_themselves(
     assert not is_alive(rank)
 
 
+LEFT_ALONE: dict[str, str] = {}
+
+
+def digest_left_alone(table: dict[str, Any], folder: Path) -> str:
+    """Computed once for all tests that ask for the same."""
+    key = to_toml(resolve(table, (), where="test"))
+    if key not in LEFT_ALONE:
+        LEFT_ALONE[key] = digest(run(table, folder))
+    return LEFT_ALONE[key]
+
+
+def make_split_table(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Two trainers and a sampler process."""
+    return make_table(recipe, steps=(2, 14), trainers=2) | {"engine": IN_PROCESS}
+
+
+@pytest.mark.heavy
+def test_a_sampler_stays_when_all_trainers_begin_anew(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    """It is stale until the new trainers feed it: had it drawn before, the bits would be others."""
+    table = make_split_table(tiny_recipe)
+    expected = digest_left_alone(table, tmp_path / "alone")
+    process = start(table, tmp_path / "run")
+    wait_for(lambda: (tmp_path / "run/checkpoints/1-rl/step-2").is_dir(), "a checkpoint")
+    (sampler,) = ranks_of(process, SAMPLER)
+    (rank,) = ranks_of(process)
+    os.kill(rank, signal.SIGKILL)
+    wait_for(lambda: [pid for pid in ranks_of(process) if pid != rank], "another trainer")
+    wait_for(lambda: (tmp_path / "run/checkpoints/1-rl/step-6").is_dir(), "a checkpoint of its")
+    assert ranks_of(process, SAMPLER) == [sampler]
+    code, said = end_of(process)
+    assert code == 0, said
+    assert digest(weights_of(tmp_path / "run")) == expected
+    assert not is_alive(sampler)
+
+
 @pytest.mark.heavy
 def test_without_restarts_a_lost_trainer_ends_the_run_and_names_it(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     process = start(make_table(tiny_recipe, steps=(30, 3), trainers=2, max_restarts=0), tmp_path / "run")
@@ -214,6 +253,46 @@ def test_without_restarts_a_lost_trainer_ends_the_run_and_names_it(tiny_recipe: 
     assert "trainer rank 1 of 2 was lost in" in said
     assert "SIGKILL" in said
     assert "--resume" in said
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of a few megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False) if shutil.which("mount") else None
+    if done is None or done.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {done and done.stderr}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.heavy
+def test_a_disk_that_fills_ends_a_run_in_order_and_with_room_it_goes_on_to_the_same_bits(
+    tiny_recipe: dict[str, Any], tmp_path: Path, small_disk: Path
+) -> None:
+    table = make_split_table(tiny_recipe)
+    expected = digest_left_alone(table, tmp_path / "alone")
+    process = start(table, small_disk / "run")
+    wait_for(lambda: (small_disk / "run/checkpoints/1-rl/step-2").is_dir(), "a checkpoint")
+    others = [*ranks_of(process), *ranks_of(process, SAMPLER)]
+    filler = small_disk / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    code, said = end_of(process)
+    assert code == 2, said
+    said = re.sub(r"\s+", " ", said)
+    assert re.search(r"disk full while (writing|saving) .*/run/(run\.db|checkpoints/1-rl/step-)", said), said
+    assert re.search(r"nothing is lost up to the last checkpoint, \S*/run/checkpoints/1-rl/step-\d+\.", said), said
+    assert re.search(r"go on with --resume: .*train .*--run .* --resume", said), said
+    assert len(others) == 2
+    assert not any(map(is_alive, others))
+    filler.unlink()
+    code, said = end_of(start(table, small_disk / "run", more=("--resume",)))
+    assert code == 0, said
+    assert digest(weights_of(small_disk / "run")) == expected
 
 
 @pytest.mark.heavy

@@ -13,6 +13,7 @@ import torch
 
 from temper.engine.fleet import fleet as fleet_module
 from temper.engine.fleet.fleet import Fleet
+from temper.engine.fleet.kept import KeptFleet
 from temper.engine.process.client import SamplerLost
 from temper.errors import BackendError
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
@@ -67,8 +68,9 @@ class FakeSampler:
             if not future.done():
                 future.set_exception(SamplerLost(f"sampler {self.number} fell over"))
 
-    async def load(self, publication: Publication) -> None:
+    async def load(self, publication: Publication, seconds: float) -> None:
         await self.may_load.wait()
+        await self.ping(seconds)
         self._require_alive()
         if self.refuses:
             raise BackendError(self.refuses)
@@ -79,6 +81,10 @@ class FakeSampler:
             await asyncio.sleep(seconds)
             self.die()
         self._require_alive()
+
+    async def rest(self, seconds: float) -> None:
+        await self.ping(seconds)
+        self.version = -1
 
     async def abort(self, name: str) -> None:
         self.answer(name, Finish.ABORT)
@@ -321,6 +327,69 @@ def test_one_that_nobody_asks_and_that_falls_silent_is_found(monkeypatch: pytest
             await asyncio.sleep(0.01)
 
     play(2, use)
+
+
+def test_one_that_falls_silent_while_it_takes_weights_holds_nobody_for_longer_than_a_silence() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        world.started[0].is_silent = True
+        await world.fleet.load(weights(2))
+        assert world.started[1].version == 2
+        while len(world.started) < 3 or world.started[2].version < 2:
+            await asyncio.sleep(0.01)
+
+    play(2, use)
+
+
+def test_after_a_rest_the_same_samplers_draw_nothing_before_they_were_fed_anew() -> None:
+    """Also with older weights: trainers begin anew from a checkpoint."""
+
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(5))
+        await world.fleet.rest()
+        with pytest.raises(BackendError, match="stale"):
+            await world.fleet.generate(asked("early"))
+        await world.fleet.load(weights(3))
+        assert [sampler.version for sampler in world.started] == [3, 3]
+        assert world.fleet.version == 3
+
+    play(2, use)
+
+
+def test_one_that_is_silent_when_it_shall_rest_is_replaced_and_fed_by_the_next_publication() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(5))
+        world.started[0].is_silent = True
+        await world.fleet.rest()
+        await world.fleet.load(weights(3))
+        while len(world.started) < 3 or world.started[2].version != 3:
+            await asyncio.sleep(0.01)
+        assert world.started[1].version == 3
+
+    play(2, use)
+
+
+def test_a_kept_fleet_is_taken_by_whoever_asks_for_the_same_and_closed_otherwise() -> None:
+    worlds: list[World] = []
+
+    def make() -> Fleet:
+        worlds.append(World(1))
+        return worlds[-1].fleet
+
+    async def use() -> None:
+        kept = KeptFleet()
+        first = kept.take("orders", make)
+        assert await kept.keep(first)
+        assert kept.take("orders", make) is first
+        assert not await kept.keep(World(1).fleet), "a stranger is its owner's to close"
+        assert await kept.keep(first)
+        other = kept.take("other orders", make)
+        assert other is not first
+        await kept.close()
+        assert [world.num_closed for world in worlds] == [1, 0]
+        await other.close()
+
+    asyncio.run(use())
 
 
 def test_a_fleet_is_closed_while_one_is_being_replaced() -> None:

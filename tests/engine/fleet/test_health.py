@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from temper.engine.fleet.health import Health, Standing
 
 
-@given(events=st.lists(st.sampled_from(["fed", "ended", "restarted"]), max_size=40), most=st.integers(0, 4))
+@given(events=st.lists(st.sampled_from(["fed", "ended", "restarted", "starved"]), max_size=40), most=st.integers(0, 4))
 def test_nobody_draws_who_was_not_fed_since_it_began(events: list[str], most: int) -> None:
     health, lives, is_fed, version, ends = Health(), True, False, 0, 0
     for event in events:
@@ -20,6 +20,8 @@ def test_nobody_draws_who_was_not_fed_since_it_began(events: list[str], most: in
             health = health.ended(f"end {ends}", max_restarts=most)
             ends += lives
             lives = is_fed = False
+        elif event == "starved":
+            health, is_fed = health.starved(), False
         elif health.standing is Standing.LOST:
             health = health.restarted()
             lives, is_fed = True, False

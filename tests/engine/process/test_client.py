@@ -390,14 +390,10 @@ def test_a_publication_is_not_written_under_one_that_is_being_read(order: Sample
     assert recorder.heard == ["close"]
 
 
-def test_a_publication_that_is_not_acknowledged_ends_the_process(
-    order: SamplerOrder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "LOAD_SECONDS", 0.05)
-
+def test_a_publication_that_is_not_acknowledged_ends_the_process(order: SamplerOrder) -> None:
     async def use(sampler: ProcessSampler) -> None:
         with pytest.raises(BackendError, match=r"did not take over publication 1 within 0.05 s"):
-            await sampler.load(small(1))
+            await sampler.load(small(1), 0.05)
 
     asyncio.run(with_client(order, use, opener=lambda text: Recorder(load_seconds=0.4)))
 
@@ -418,6 +414,20 @@ def test_an_engine_that_breaks_in_the_middle_of_a_publication_is_stale(order: Sa
             await sampler.generate(asked("a"))
         recorder.load = whole  # type: ignore[method-assign]
         await sampler.load(small(2))
+        await sampler.generate(asked("b"))
+
+    asyncio.run(with_client(order, use, opener=lambda text: recorder))
+
+
+def test_after_a_rest_it_is_stale_with_its_model_open(order: SamplerOrder) -> None:
+    recorder = Recorder()
+
+    async def use(sampler: ProcessSampler) -> None:
+        await sampler.load(small(2))
+        await sampler.rest(10.0)
+        with pytest.raises(BackendError, match="stale"):
+            await sampler.generate(asked("a"))
+        await sampler.load(small(1))
         await sampler.generate(asked("b"))
 
     asyncio.run(with_client(order, use, opener=lambda text: recorder))

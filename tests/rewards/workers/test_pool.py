@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -61,6 +62,60 @@ def test_a_hanging_verifier_is_killed_at_the_deadline_and_replaced(pool: WorkerP
 def test_a_crashing_verifier_is_named_and_replaced(pool: WorkerPool, poison: str, reason: str) -> None:
     assert outcome(pool, poison) == reason
     assert outcome(pool, "right") == 1.0
+
+
+def judges_of(log: Path, num: int = 1) -> list[int]:
+    """Process ids of the workers that began with the call, once there are as many."""
+    limit = time.monotonic() + 20
+    while time.monotonic() < limit:
+        if log.exists() and len(judges := log.read_text().split()) >= num:
+            return [int(judge) for judge in judges]
+        time.sleep(0.02)
+    raise AssertionError("nobody judges")
+
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a stopped worker counts as late")
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [signal.SIGKILL],
+        pytest.param([signal.SIGSTOP], marks=ON_LINUX),
+        pytest.param([signal.SIGSTOP, signal.SIGCONT], marks=ON_LINUX),
+    ],
+)
+def test_a_call_whose_worker_was_hit_from_outside_is_judged_by_a_fresh_one(
+    pool: WorkerPool, tmp_path: Path, faults: list[signal.Signals]
+) -> None:
+    log = tmp_path / "judges"
+    future = pool.submit(str(log), "sleep once", "sleep once")
+    (first,) = judges_of(log)
+    for fault in faults:
+        os.kill(first, fault)
+        time.sleep(0.1)  # continued before it stands, it never stopped
+    assert future.result(timeout=60) == 1.0
+    assert [judge == first for judge in judges_of(log)] == [True, False]
+    assert is_gone(first)
+
+
+def test_a_worker_killed_while_it_waited_costs_the_next_call_nothing(pool: WorkerPool) -> None:
+    assert outcome(pool, "right") == 1.0
+    os.kill(pool.process_ids[0], signal.SIGKILL)
+    assert outcome(pool, "right") == 1.0
+
+
+def test_an_answer_that_kills_every_judge_is_an_error_after_the_second(pool: WorkerPool, tmp_path: Path) -> None:
+    failed = pool.submit(str(tmp_path / "judges"), "die", None).exception(timeout=60)
+    assert str(failed) == "worker died (signal SIGKILL)"
+    assert len(judges_of(tmp_path / "judges")) == 2
+
+
+def test_a_verifier_that_is_merely_late_is_not_asked_again(pool: WorkerPool, tmp_path: Path) -> None:
+    late = pool.submit(str(tmp_path / "judges"), "sleep once", None).exception(timeout=60)
+    assert str(late) == "timeout after 1 s"
+    assert outcome(pool, "right") == 1.0
+    assert len(judges_of(tmp_path / "judges")) == 1
 
 
 @pytest.mark.parametrize(("poison", "reason"), [("raise", "ValueError: verifier bug"), ("exit", "SystemExit: 0")])
