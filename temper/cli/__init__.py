@@ -28,10 +28,11 @@ import temper.cli.judging.verify
 import temper.cli.sample
 import temper.cli.serve
 import temper.cli.export
-import temper.cli.presets
-import temper.cli.metrics
-import temper.cli.recipe
-import temper.cli.pages
+import temper.cli.reference.guide
+import temper.cli.reference.presets
+import temper.cli.reference.metrics
+import temper.cli.reference.recipe
+import temper.cli.reference.pages
 import temper.cli.doctor
 import temper.cli.model
 from temper.cli.console import app
