@@ -13,6 +13,7 @@ from typing import NoReturn
 # The verbs register themselves, in the order of --help.
 import temper.cli.init
 import temper.cli.train
+import temper.cli.sweep
 import temper.cli.planning.plan
 import temper.cli.planning.simulate
 import temper.cli.report

@@ -11,7 +11,7 @@ INTRO = """# The guide: questions, and commands that show the answers
 
 Written by `temper pages docs`; do not edit. Every page answers one question, says what is established and what is
 argued about, and has a command that shows the answer on two CPU cores. `temper guide` lists them, `temper guide 7`
-prints one, `temper guide 7 --run` runs its command. A test runs every command and compares what it prints with the page.
+prints one, `temper guide 7 --run` runs its command. A test runs every command and compares what it prints.
 """
 
 
