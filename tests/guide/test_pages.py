@@ -19,7 +19,7 @@ from temper.guide.running import command_lines, require_clone
 
 ROOT = Path(__file__).parents[2]
 PAGES = read_pages()
-HEAVY: set[int] = {3}
+HEAVY = {3, 23, 25, 27, 28}
 """Pages whose command takes more than two seconds in a process that has imported everything."""
 PAGE = """# 7. Why?
 
