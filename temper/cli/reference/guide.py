@@ -37,7 +37,7 @@ def guide(
         return
     page = find_page(pages, number)
     if not run:
-        out.print(Markdown(page.text))
+        out.print(Markdown(page.text), soft_wrap=False)
         return
     from temper.guide.running import run_page
 
