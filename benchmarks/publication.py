@@ -42,6 +42,7 @@ from temper.trainer.weights import publish
 from temper.types import Request, SamplingParams
 
 NEW = 16
+SILENT_SECONDS = 120.0
 PROMPT = tuple(range(5, 21))
 
 
@@ -51,8 +52,9 @@ class CalledBack:
     name = "the sampler process"
 
     def __init__(self, callback: Callback) -> None:
-        program = f"from temper.cluster.remote import serve_caller; serve_caller('127.0.0.1', {callback.port}, "
-        self._process = subprocess.Popen([sys.executable, "-c", program + f"'{callback.token}')"])
+        told = f"'127.0.0.1', {callback.port}, '{callback.token}', {SILENT_SECONDS}"
+        program = f"from temper.cluster.remote import serve_caller; serve_caller({told})"
+        self._process = subprocess.Popen([sys.executable, "-c", program])
 
     def wait(self, seconds: float) -> str | None:
         return None if self._process.poll() is None else f"it ended with code {self._process.returncode}"
@@ -64,8 +66,8 @@ class CalledBack:
 def open_way(way: str, order: SamplerOrder) -> ProcessSampler:
     if way == "shared":
         return start_sampler(order.to_json(), SharedWeights(anonymous_file()))
-    callback = Callback()
-    return ProcessSampler(callback.wait, SentWeights(), CalledBack(callback), order=order.to_json())
+    callback = Callback(SILENT_SECONDS)
+    return ProcessSampler(callback, SentWeights(), CalledBack(callback), order=order.to_json())
 
 
 async def measure(way: str, model: Any, order: SamplerOrder, repeats: int) -> tuple[list[float], bool]:

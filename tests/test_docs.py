@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ADDRESS = re.compile(r"(?<![\w/.-])((?:\w+/)+\w+\.py)\b")
+GUIDE = ROOT / "temper/guide"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += sorted(GUIDE.rglob("*.md"))
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 

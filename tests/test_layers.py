@@ -12,7 +12,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("types", "protocols", "errors", "plugins", "calls", "storable", "sandbox"), 0),
     **dict.fromkeys(("listening", "version", "interpreter"), 0),
     **dict.fromkeys(("folders", "markers", "terminal"), 0),
-    **dict.fromkeys(("config", "objectives", "rewards", "tasks", "envs", "runs", "models"), 1),
+    **dict.fromkeys(("config", "guide", "objectives", "rewards", "tasks", "envs", "runs", "models"), 1),
     **dict.fromkeys(("batching", "catalogue"), 2),
     **dict.fromkeys(("engine", "trainer"), 3),
     "rollout": 4,

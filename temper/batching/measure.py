@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from temper.batching.reflection import reflection_metrics
 from temper.objectives import Credit, Objective, PolicyObjective
 from temper.objectives.objective import shaped
 from temper.types import EventKind, Finish, Group, Status, Trajectory, array_of
@@ -132,6 +133,7 @@ def _generation_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         ),
         "gen/format_valid_rate": statistics.fmean(t.status is not Status.BAD_FORMAT for t in trajectories),
         **_repetition(trajectories),
+        **reflection_metrics(trajectories),
         "gen/truncation_rate": statistics.fmean(t.status is Status.TRUNCATED_LENGTH for t in trajectories),
         "gen/turns_mean": statistics.fmean(len(t.turns) for t in trajectories),
         **_event_metrics(trajectories),

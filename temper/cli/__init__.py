@@ -13,6 +13,7 @@ from typing import NoReturn
 # The verbs register themselves, in the order of --help.
 import temper.cli.init
 import temper.cli.train
+import temper.cli.sweep
 import temper.cli.planning.plan
 import temper.cli.planning.simulate
 import temper.cli.report
@@ -28,10 +29,11 @@ import temper.cli.judging.verify
 import temper.cli.sample
 import temper.cli.serve
 import temper.cli.export
-import temper.cli.presets
-import temper.cli.metrics
-import temper.cli.recipe
-import temper.cli.pages
+import temper.cli.reference.guide
+import temper.cli.reference.presets
+import temper.cli.reference.metrics
+import temper.cli.reference.recipe
+import temper.cli.reference.pages
 import temper.cli.doctor
 import temper.cli.model
 from temper.cli.console import app

@@ -14,7 +14,19 @@ from temper.commands.progress import show_work
 from temper.terminal import SafeConsole
 from temper.version import __version__
 
-READERS = ("report", "rollouts", "watch", "presets", "metrics", "recipe", "pages", "doctor", "plan", "simulate")
+READERS = (
+    "report",
+    "rollouts",
+    "watch",
+    "guide",
+    "presets",
+    "metrics",
+    "recipe",
+    "pages",
+    "doctor",
+    "plan",
+    "simulate",
+)
 """Verbs that load no model: they may run in any process."""
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models.",

@@ -39,6 +39,10 @@ def type_in(folder: Path, *arguments: str) -> tuple[int, str]:
         (["train", "bad.toml"], "optim.learning_rate"),
         (["train", "bad.toml", "--dry-run"], "optim.learning_rate"),
         (["train", "good.toml", "--set", "stage.2.steps=1"], "there is 1 stage"),
+        (["sweep", "bad.toml", "--set", "steps=1,2"], "optim.learning_rate"),
+        (["sweep", "good.toml"], "needs a key with several values"),
+        (["guide", "99"], "has no question 99"),
+        (["guide", "23", "--run"], "from the root of a clone"),
         (["trian", "good.toml"], "Did you mean 'train'?"),
         (["sample", "nowhere"], "is not a directory"),
         (["serve", "nowhere"], "is not a directory"),
@@ -79,7 +83,9 @@ def test_a_verb_that_only_complains_imports_nothing_heavy(arguments: list[str], 
     assert "HEAVY []" in output
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["train", "--help"], ["recipe"], ["recipe", "optim"]])
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["train", "--help"], ["recipe"], ["recipe", "optim"], ["guide", "7"]]
+)
 def test_a_verb_that_only_explains_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     code, output = type_in(tmp_path, *arguments)
     assert code == 0, output

@@ -14,6 +14,7 @@ from typing import Any
 from temper.commands.pages import metrics, objectives, recipe
 from temper.commands.pages.catalogue import environments_text, rewards_text
 from temper.commands.pages.command_line import command_line_text
+from temper.commands.pages.guide import guide_text
 from temper.commands.pages.presets import presets_text
 from temper.commands.pages.python import python_text
 from temper.commands.pages.troubleshooting import troubleshooting_text
@@ -22,6 +23,7 @@ REFERENCE: dict[str, Callable[[], str]] = {
     "reference/presets.md": presets_text,
     "reference/rewards.md": rewards_text,
     "reference/environments.md": environments_text,
+    "guide.md": guide_text,
     "troubleshooting.md": troubleshooting_text,
 }
 

@@ -1,4 +1,4 @@
-"""What is done to advantages once they are known: whitening over the batch, limits, filtering, noise, a teacher.
+"""What is done to advantages once they are known: scaling over the batch, limits, filtering, noise, a teacher.
 
 Owns: statistics over all tokens of the batch. Refuses: groups and baselines (advantages.py), weights (weighting.py).
 Shapes: _B scored trajectories of the batch, _N their drawn tokens.
@@ -20,6 +20,8 @@ from temper.objectives.objective import Normalizer
 
 NormalizerFn = Callable[[Credit, Advantages], Advantages]
 VARIANCE_FLOOR = 1e-8
+NORMAL_QUARTILES = 1.349
+"""Between the quartiles of a normal distribution, in deviations."""
 
 
 @factor()
@@ -43,6 +45,48 @@ def whiten(variance: str = "biased") -> NormalizerFn:
         return replace(advantages, tokens=centred_N / spread.clamp(min=VARIANCE_FLOOR).sqrt())
 
     return normalized
+
+
+@factor()
+def percentile(low: float = 0.05, high: float = 0.95, floor: float = 1.0) -> NormalizerFn:
+    """A / max(floor, P_high(A) - P_low(A)), percentiles over all drawn tokens of the batch that are kept.
+
+    Scales only: no sign changes and 0 stays 0. A few wild advantages do not shrink all others, and with floor = 1 small
+    ones are not blown up. DreamerV3, arXiv 2301.04104, which scales returns so and averages the range over steps.
+    """
+    require(0 <= low < high <= 1, f"percentile: low={low} and high={high} need 0 <= low < high <= 1, e.g. 0.05, 0.95")
+    require(floor > 0, f"percentile: floor={floor} must be positive, e.g. 1.0")
+
+    def normalized(credit: Credit, advantages: Advantages) -> Advantages:
+        scale = max(floor, _range(credit, advantages, low, high))
+        return replace(advantages, tokens=advantages.tokens / scale)
+
+    return normalized
+
+
+@factor(experimental="no primary source for language models; DreamerV3 scales by wider percentiles")
+def interquartile(floor: float = 0.1) -> NormalizerFn:
+    """A / max(floor, (P_75(A) - P_25(A)) / 1.349) over all drawn tokens of the batch that are kept.
+
+    1.349 makes it a deviation where advantages are normal. Scales only: no sign changes and 0 stays 0. Where more than
+    half of the tokens have one advantage the quartiles coincide and the floor decides.
+    """
+    require(floor > 0, f"interquartile: floor={floor} must be positive, e.g. 0.1")
+
+    def normalized(credit: Credit, advantages: Advantages) -> Advantages:
+        scale = max(floor, _range(credit, advantages, 0.25, 0.75) / NORMAL_QUARTILES)
+        return replace(advantages, tokens=advantages.tokens / scale)
+
+    return normalized
+
+
+def _range(credit: Credit, advantages: Advantages, low: float, high: float) -> float:
+    """Between two percentiles of the kept tokens, each the value at rank ceil(n * share); 0 where nothing is kept."""
+    ordered_N = advantages.tokens[credit.spread(advantages.is_kept)].sort().values
+    if not len(ordered_N):
+        return 0.0
+    places = [max(0, math.ceil(len(ordered_N) * share - 1e-9) - 1) for share in (low, high)]
+    return float(ordered_N[places[1]] - ordered_N[places[0]])
 
 
 @factor()
@@ -127,6 +171,8 @@ def _signed(value: int) -> int:
 
 NORMALIZERS: dict[str, Callable[..., Normalizer]] = {
     "whiten": whiten,
+    "percentile": percentile,
+    "interquartile": interquartile,
     "clip_advantages": clip_advantages,
     "drop_small": drop_small,
     "gaussian_noise": gaussian_noise,

@@ -34,7 +34,7 @@ def test_the_pages_in_the_repository_are_those_of_the_code() -> None:
 
 def test_all_pages_are_written_where_docs_has_them(tmp_path: Path) -> None:
     written = [path.relative_to(tmp_path) for path in write_pages(tmp_path, get_command(app), temper)]
-    assert len(written) == 9
+    assert len(written) == 10
     assert [path for path in written if not (DOCS / path).is_file()] == []
 
 

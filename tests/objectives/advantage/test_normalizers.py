@@ -17,6 +17,8 @@ from temper.objectives.advantage.normalizers import (
     clip_advantages,
     drop_small,
     gaussian_noise,
+    interquartile,
+    percentile,
     standard_normal,
     whiten,
 )
@@ -88,6 +90,55 @@ def test_whitening_what_does_not_vary_gives_zero(credit, variance) -> None:
     assert whiten(variance)(one, given_to(one, [3.0])).tokens.tolist() == [0.0]
     nobody = whiten(variance)(one, given_to(one, [3.0], [False]))
     assert nobody.tokens.isfinite().all()
+
+
+def test_percentiles_are_of_kept_tokens_and_scale_without_moving_zero(credit) -> None:
+    given = f1_credit(credit)  # tokens: three of the first, two, one, two
+    advantages = given_to(given, [4.0, 0.0, 900.0, -2.0], [True, True, False, True])
+    scaled = percentile(low=0.1, high=0.9)(given, advantages).tokens
+    assert scaled.tolist() == pytest.approx([4 / 6] * 3 + [0.0] * 2 + [150.0] + [-2 / 6] * 2)
+    polluted = percentile(low=0.1, high=0.9)(given, given_to(given, [4.0, 0.0, 900.0, -2.0])).tokens
+    assert polluted[0] < 0.01
+
+
+def test_percentiles_are_values_at_ranks(credit) -> None:
+    given = credit([0.0] * 20)
+    advantages = given_to(given, [float(number) for number in range(20)])
+    assert percentile()(given, advantages).tokens[19] == pytest.approx(19 / 18)  # ranks 1 and 19 of 20
+    assert interquartile()(given, advantages).tokens[19] == pytest.approx(19 / (10 / 1.349))  # ranks 5 and 15
+
+
+def test_the_range_of_percentiles_forgives_one_wild_advantage_where_whitening_does_not(credit) -> None:
+    given = credit([0.0] * 40)
+    plain = [1.0, -1.0] * 20
+    wild = [*plain[:-1], -1000.0]
+    for normalizer in (percentile(), interquartile()):
+        calm, shaken = (normalizer(given, given_to(given, values)).tokens[:39] for values in (plain, wild))
+        assert torch.equal(calm, shaken)
+    assert whiten()(given, given_to(given, wild)).tokens[:39].abs().max() < 0.2
+
+
+def test_small_advantages_are_not_blown_up_and_nothing_kept_is_no_crash(credit) -> None:
+    given = credit([0.0] * 4)
+    assert percentile()(given, given_to(given, [0.1, -0.1, 0.1, -0.1])).tokens.tolist() == [0.1, -0.1, 0.1, -0.1]
+    five = credit([0.0] * 5)
+    same = interquartile(floor=0.5)(five, given_to(five, [1.0, 1.0, 1.0, 1.0, -3.0])).tokens
+    assert same.tolist() == [2.0, 2.0, 2.0, 2.0, -6.0]
+    for normalizer in (percentile(), interquartile()):
+        assert normalizer(given, given_to(given, [1.0] * 4, [False] * 4)).tokens.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: percentile(low=0.9, high=0.1), "low=0.9"),
+        (lambda: percentile(floor=0.0), "floor=0.0"),
+        (lambda: interquartile(floor=-1.0), "floor=-1.0"),
+    ],
+)
+def test_ranges_that_are_none_are_refused(make, said) -> None:
+    with pytest.raises(UserError, match=said):
+        make()
 
 
 def test_clip_advantages_is_symmetric(credit) -> None:
