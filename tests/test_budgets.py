@@ -139,11 +139,13 @@ DONE_ALREADY = {
     # Reads of finished asyncio tasks and futures: they return at once or raise.
     ("rollout/group.py", "member.result()"),
     ("rollout/source.py", "taking.result()"),
+    ("rollout/agents.py", "calls.broken.result()"),
     ("evals/evaluate.py", "member.result()"),
     ("engine/local/engine.py", "future.result()"),
     ("engine/local/engine.py", "self._may_step.wait()"),  # under a deadline, like the next
     ("rollout/controls/joined.py", "self._may_draw.wait()"),
     ("engine/fleet/fleet.py", "self._changed.wait()"),
+    ("envs/agents/launch.py", "self._process.wait()"),
     ("engine/vllm/engine.py", "queue.get()"),  # awaited in slices, under a deadline without progress
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from temper.build.agents import make_player
 from temper.build.full import explain_out_of_memory
 from temper.build.memory import settle
 from temper.build.objective import resolve_objective
@@ -111,6 +112,7 @@ class Stage:
         return found
 
     async def close(self) -> None:
+        await self.setup.player.close()
         await self.sampler.close()
         await self.data.rubric.close()
         if self.data.verifier is not self.data.rubric:
@@ -219,6 +221,7 @@ def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sam
         max_episode_tokens=config.rollout.max_episode_tokens,
         thinking=make_thinking(config, objective, data.renderer),
         seed=config.seed,
+        player=make_player(config, data),
     )
 
 

@@ -102,6 +102,11 @@ class ChatRequest:
     def is_chat(self) -> bool:
         return bool(self.messages)
 
+    @property
+    def prompt_name(self) -> str:
+        """The parameter that holds what the model is shown."""
+        return "messages" if self.is_chat else "prompt"
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

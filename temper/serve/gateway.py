@@ -6,7 +6,6 @@ Owns: what is in flight and how many may be. Refuses: HTTP (app.py) and knowing 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -31,10 +30,11 @@ from temper.serve.answers import (
 )
 from temper.serve.asked import ChatRequest, read_asked
 from temper.serve.conversation import ChatPrompt, Conversations
-from temper.serve.records import Entry, RecordFile
-from temper.serve.refusals import CONTEXT_FULL, Refused
+from temper.serve.orders import AsAsked, Ordering, ServerLimits
+from temper.serve.records import Entry, Records
+from temper.serve.refusals import Refused
 from temper.serve.text import TextStream
-from temper.types import Completion, Finish, Request, SamplingParams
+from temper.types import Completion, Finish, Request
 
 T = TypeVar("T")
 HEARTBEAT_SECONDS = 15.0
@@ -57,17 +57,6 @@ class Engine(Protocol):
     def utilisation(self) -> Mapping[str, float]:
         """For the metrics page: whole names; those of totals end with _total."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerLimits:
-    model: str
-    """The name that clients must ask for."""
-    stop_ids: tuple[int, ...]
-    max_length: int
-    """Longest sequence, prompt included."""
-    max_in_flight: int
-    """Completions that may run or wait; more are told to come back."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,6 +97,10 @@ class Job:
         )
 
 
+def text_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="serve text")
+
+
 class News:
     """Tells one listener that something has happened since it last asked."""
 
@@ -141,14 +134,24 @@ class Gateway:
     """Everything behind HTTP. Lives in the engine's event loop; text work happens in one thread beside it."""
 
     def __init__(
-        self, engine: Engine, conversations: Conversations, records: RecordFile | None, limits: ServerLimits
+        self,
+        engine: Engine,
+        conversations: Conversations,
+        records: Records | None,
+        limits: ServerLimits,
+        *,
+        ordering: Ordering | None = None,
+        worker: ThreadPoolExecutor | None = None,
     ) -> None:
+        """ordering: what is asked of the engine; None: what clients ask. worker: the text thread of several gateways;
+        None: one of its own."""
         self._engine = engine
         self._conversations = conversations
         self._records = records
         self.limits = limits
+        self._ordering = ordering or AsAsked(limits)
         # One thread: tokenizers and SQLite are used by one at a time, and a long text never holds up the engine.
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="serve text")
+        self._worker = worker or text_thread()
         self._in_flight = 0
         self._running: dict[str, asyncio.Future[None]] = {}
         self._totals = {"completions_total": 0.0, "refused_total": 0.0, "aborted_total": 0.0}
@@ -250,7 +253,7 @@ class Gateway:
 
     def _understand(self, path: str, body: bytes, session: str) -> tuple[ChatRequest, tuple[ChatPrompt, ...]]:
         asked = read_asked(path, body, session)
-        if asked.model != self.limits.model:
+        if self.limits.model and asked.model != self.limits.model:
             raise Refused(
                 f'the model "{asked.model}" is not here: this server has "{self.limits.model}"',
                 status=404,
@@ -276,24 +279,11 @@ class Gateway:
         return Exchange(head=head, asked=asked, prompts=prompts, jobs=tuple(jobs))
 
     def _job(self, name: str, index: int, prompt: ChatPrompt, asked: ChatRequest) -> Job:
-        room, wanted = self.limits.max_length - len(prompt.ids), asked.params.max_new_tokens
         if not prompt.ids:
-            raise Refused("the prompt has no tokens", param="messages" if asked.is_chat else "prompt")
-        if room < max(wanted, 1):
-            raise Refused(
-                f"the prompt has {len(prompt.ids)} tokens and {max(wanted, 1)} more are asked for; prompt and "
-                f"answer together may have {self.limits.max_length}",
-                param="messages" if asked.is_chat else "prompt",
-                code=CONTEXT_FULL,
-            )
-        params = replace(asked.params, max_new_tokens=wanted or room, stop_ids=self.limits.stop_ids)
-        request_id = f"{name}/{index}" if asked.seed is None else _seeded_id(asked.seed, index, prompt.ids, params)
-        return Job(
-            index=index,
-            prompt=prompt,
-            request=Request(id=request_id, prompt_ids=prompt.ids, params=params),
-            text=TextStream(self._conversations.words, params.stop),
-        )
+            raise Refused("the prompt has no tokens", param=asked.prompt_name)
+        request = self._ordering.order(f"{name}/{index}", index, prompt.ids, asked)
+        text = TextStream(self._conversations.words, request.params.stop)
+        return Job(index=index, prompt=prompt, request=request, text=text)
 
     async def _draw(self, exchange: Exchange, job: Job, news: News | None) -> Answer:
         """One completion, drawn and recorded. `news` hears whenever there is something to send."""
@@ -389,10 +379,3 @@ def _last_piece(job: Job, answer: Answer, asked: ChatRequest) -> Piece:
     """What is left to send. With tools nothing was sent: only the whole text tells a call from words."""
     piece = job.take(answer.completion)
     return replace(piece, text=answer.content or "") if asked.tools else piece
-
-
-def _seeded_id(seed: int, index: int, prompt_ids: tuple[int, ...], params: SamplingParams) -> str:
-    """The engine keys its randomness by the id: equal requests with an equal seed draw the same, and so do two of which
-    one asks for the likeliest tokens as well."""
-    told = repr((seed, index, prompt_ids, replace(params, top_logprobs=0))).encode()
-    return f"seed-{hashlib.blake2b(told, digest_size=16).hexdigest()}"
