@@ -1,7 +1,7 @@
-"""An agent that knows nothing but HTTP: it asks the model, runs the calculator that it is told to, and asks again.
+"""An agent that knows nothing but HTTP: it asks the model, runs the calculator that the model calls, and asks again.
 
-Temper starts it for every episode of recipes/agent_http.toml. The task is on standard input as JSON; what it prints is
-its answer, which the recipe's reward judges.
+Temper starts it for every episode of recipes/agent_http.toml. The task comes on standard input as JSON; what it prints
+is its answer, which the recipe's reward judges.
 """
 
 import json
@@ -9,6 +9,8 @@ import os
 import re
 import sys
 from urllib.request import Request, urlopen
+
+from calculator import calc
 
 
 def ask(messages: list) -> str:
@@ -19,16 +21,14 @@ def ask(messages: list) -> str:
 
 
 def solve(task: dict) -> str:
-    messages = list(task["messages"])
-    for _ in range(2):
+    messages, said = list(task["messages"]), ""
+    for _ in range(3):
         said = ask(messages)
-        call = re.fullmatch(r"calc\((\d+)([-+*])(\d+)\)", said)
+        call = re.fullmatch(r"calc\((.*)\)", said)
         if call is None:
-            return said
-        left, right = int(call[1]), int(call[3])
-        value = {"+": left + right, "-": left - right, "*": left * right}[call[2]]
-        messages += [{"role": "assistant", "content": said}, {"role": "tool", "content": str(value)}]
-    return ask(messages)
+            break
+        messages += [{"role": "assistant", "content": said}, {"role": "tool", "content": calc(call[1])}]
+    return said
 
 
 if __name__ == "__main__":

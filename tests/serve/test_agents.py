@@ -5,23 +5,18 @@ from __future__ import annotations
 import asyncio
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from temper.batching import rows_of
-from temper.envs.agents.agent import AgentEnv
-from temper.envs.agents.launch import Nursery
 from temper.errors import BackendError
-from temper.rollout.agents import AgentPlayer
-from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.serve.agents import AgentEndpoint
 from temper.serve.conversation import Conversations
-from temper.tasks.render import Renderer
-from temper.types import Message, Publication, Request, SamplingParams, Score, Status, Task, Trajectory
-from tests.fakes.episodes import FakeScorer
+from temper.types import Message, Publication, Request, Status, Task, Trajectory
+from tests.fakes.agents import play_agent
 from tests.fakes.sampler import FakeSampler
 
 TASK = Task(id="t", messages=(Message(role="user", content="six times seven"),), answer="42")
@@ -43,11 +38,6 @@ def user(text):
 """
 
 
-class Right(FakeScorer):
-    async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
-        return Score.of(float(trajectory.text == task.answer)), {}
-
-
 Play = Callable[..., Trajectory]
 
 
@@ -61,43 +51,17 @@ def play(tokenizer: Any, tmp_path: Path) -> Play:
         *,
         tools: str = "auto",
         sampler: FakeSampler | None = None,
-        seconds: float = 30.0,
         **limits: Any,
     ) -> Trajectory:
         path = tmp_path / "agent.py"
         path.write_text(CLIENT + text)
-        renderer = Renderer(tokenizer)
 
         def script(request: Request) -> list[int]:
             said = tokenizer.encode(say(tokenizer.decode(request.prompt_ids)), add_special_tokens=False)
             return [*said, tokenizer.eos_token_id]
 
-        settings = AgentEnv(function=f"{path}:solve", tools=tools).settings
-        setup = EpisodeSetup(
-            sampler=sampler or FakeSampler(script),
-            renderer=renderer,
-            scorer=Right(),
-            make_env=lambda name: pytest.fail("an agent needs no environment"),
-            params=SamplingParams(temperature=0.7, max_new_tokens=80, stop_ids=renderer.stop_ids),
-            episode_seconds=seconds,
-            seed=0,
-            **{"max_turns": 8, **limits},
-        )
-
-        async def main() -> Trajectory:
-            endpoint = AgentEndpoint(
-                lambda records: Conversations(tokenizer, renderer, records, settings.untold_format),
-                model="",
-                max_length=512,
-            )
-            player = AgentPlayer(endpoint, Nursery(settings), max_running=2)
-            playing = EpisodeSetup(**{name: getattr(setup, name) for name in setup.__slots__} | {"player": player})
-            try:
-                return await run_episode(playing, TASK, group_id="g", index=0, request_id="r")
-            finally:
-                await player.close()
-
-        return asyncio.run(main())
+        options = {"function": f"{path}:solve", "tools": tools}
+        return play_agent(TASK, sampler or FakeSampler(script), tokenizer, options, **limits)
 
     return run
 

@@ -12,10 +12,11 @@ import shlex
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from temper.envs.tool_calls import find_parser
-from temper.errors import TaskError, UserError
+from temper.errors import TaskError, UserError, nearest_file
 from temper.protocols import EnvOpening, EnvReply
 from temper.types import Message, Scalar, Task
 
@@ -66,6 +67,9 @@ class AgentEnv:
             raise UserError(f'{where}: give options.command, e.g. "python my_agent.py", or options.function')
         if function and ":" not in function:
             raise UserError(f'{where}: function={function!r} must be "package.module:name" or "folder/file.py:name"')
+        file = function.rpartition(":")[0]
+        if file.endswith(".py") and not Path(file).is_file():
+            raise UserError(f"{where}: {file} is not there.{nearest_file(Path(file))}")
         if max_running < 1:
             raise UserError(f"{where}: max_running={max_running} must be at least 1")
         if tools != "auto":

@@ -145,6 +145,7 @@ def test_a_function_that_cannot_be_imported_is_the_users_mistake(tmp_path: Path)
         ({"command": "x", "function": "a:b"}, "options.command"),
         ({"command": "no-such-program --x"}, "there is no program 'no-such-program'"),
         ({"function": "solve"}, "package.module:name"),
+        ({"function": "no/such.py:solve"}, "no/such.py is not there"),
         ({"command": "python x.py", "max_running": 0}, "max_running=0"),
         ({"command": "python x.py", "tools": "hermse"}, "call_format"),
         ({"command": "python x.py", "python": "/no/python"}, "python='/no/python'"),
