@@ -28,7 +28,8 @@ MORE_PARAMETERS = {
     "cli/judging/best.py:best": 15,
     "cli/judging/choose.py:choose": 12,
     "cli/judging/label_steps.py:label_steps": 12,
-    "envs/adapters/mcp.py:__init__": 8,  # one per option of a recipe
+    "envs/adapters/mcp.py:__init__": 8,  # one per option of a recipe, as the next
+    "envs/agents/agent.py:__init__": 8,
     # What a kernel reads and writes, tensor by tensor: a bundle of them would only be taken apart again.
     "models/kernels/tiled_attention.py:paged_attention": 9,
     "models/kernels/tiled_attention.py:packed_attention": 8,

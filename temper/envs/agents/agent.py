@@ -61,8 +61,15 @@ class AgentEnv:
         tools: str = "auto",
         max_running: int = 32,
         variables: list[Scalar] | None = None,
+        sandbox: bool = False,
     ) -> None:
         where = f'env "{NAME}"'
+        if sandbox:
+            raise UserError(
+                f"{where}: sandbox = true cannot be had: behind the sandbox there is no network, and an agent reaches "
+                "the model over it. Run what a model wrote behind it, in the agent's tools (docs/sandbox.md), or run "
+                "all of Temper in a container"
+            )
         if bool(command) == bool(function):
             raise UserError(f'{where}: give options.command, e.g. "python my_agent.py", or options.function')
         if function and ":" not in function:

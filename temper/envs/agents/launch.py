@@ -93,7 +93,9 @@ class Nursery:
             if self._folder is None:
                 self._folder = tempfile.TemporaryDirectory(prefix="temper-agents-")
             path = os.path.join(self._folder.name, "socket")
-            if self._process is None:
+            if self._process is None or self._process.returncode is not None:  # it may have been killed for its memory
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
                 self._process = await self._start(path)
             return path
 

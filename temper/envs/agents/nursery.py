@@ -52,6 +52,7 @@ def main(path: str, target: str) -> None:
     listener.listen(1024)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how supervisors ended
     print("ready", flush=True)
+    os.dup2(2, 1)  # nobody reads further words, and a full pipe would stop whoever says them
     while sys.stdin.fileno() not in select.select([listener.fileno(), sys.stdin.fileno()], [], [])[0]:
         connection, _ = listener.accept()
         if os.fork() == 0:

@@ -132,6 +132,21 @@ def test_agents_end_when_temper_is_killed(tmp_path: Path) -> None:
     assert not is_running(int(note.read_text()))
 
 
+def test_a_nursery_that_was_killed_is_started_anew(tmp_path: Path) -> None:
+    async def play() -> list[str]:
+        nursery = Nursery(AgentEnv(command=script(tmp_path, "print('here')")).settings)
+        try:
+            first = await nursery.run(TASK, {})
+            assert nursery._process is not None
+            nursery._process.kill()
+            await asyncio.wait_for(nursery._process.wait(), 10)
+            return [first.stdout, (await nursery.run(TASK, {})).stdout]
+        finally:
+            await nursery.close()
+
+    assert asyncio.run(play()) == ["here\n", "here\n"]
+
+
 def test_a_function_that_cannot_be_imported_is_the_users_mistake(tmp_path: Path) -> None:
     script(tmp_path, "import nothing_of_this_name")
     with pytest.raises(UserError, match=r"cannot be started: ModuleNotFoundError: .*nothing_of_this_name"):
@@ -147,6 +162,7 @@ def test_a_function_that_cannot_be_imported_is_the_users_mistake(tmp_path: Path)
         ({"function": "solve"}, "package.module:name"),
         ({"function": "no/such.py:solve"}, "no/such.py is not there"),
         ({"command": "python x.py", "max_running": 0}, "max_running=0"),
+        ({"command": "python x.py", "sandbox": True}, "sandbox = true cannot be had"),
         ({"command": "python x.py", "tools": "hermse"}, "call_format"),
         ({"command": "python x.py", "python": "/no/python"}, "python='/no/python'"),
     ],
