@@ -33,6 +33,7 @@ from temper.serve.conversation import ChatPrompt, Conversations
 from temper.serve.orders import AsAsked, Ordering, ServerLimits
 from temper.serve.records import Entry, Records
 from temper.serve.refusals import Refused
+from temper.serve.responses import response_of, stream_of
 from temper.serve.text import TextStream
 from temper.types import Completion, Finish, Request
 
@@ -199,7 +200,8 @@ class Gateway:
         finally:
             await self._end(tasks)
         counts = usage([prompt.ids for prompt in exchange.prompts], answers)
-        return whole_body(exchange.head, exchange.asked, answers, counts, self._conversations.words)
+        body = whole_body(exchange.head, exchange.asked, answers, counts, self._conversations.words)
+        return response_of(body) if exchange.asked.is_response else body
 
     async def events(self, exchange: Exchange) -> AsyncIterator[bytes]:
         """Server-sent events. A reader that comes late gets what was drawn meanwhile in one piece."""
@@ -217,12 +219,19 @@ class Gateway:
                     if task.done():
                         job.is_ended = True
                         answers.append(answer := await task)
+                        if asked.is_response:  # all of its events follow when it is whole
+                            continue
                         yield event(chunk(head, asked, _last_piece(job, answer, asked), words))
                         yield event(last_chunk(head, asked, answer, words))
-                    elif not asked.tools and (piece := job.take()).tells(asked):
+                    elif not asked.tools and not asked.is_response and (piece := job.take()).tells(asked):
                         yield event(chunk(head, asked, piece, words))
         finally:
             await self._end(tasks)
+        if asked.is_response:
+            counts = usage([prompt.ids for prompt in exchange.prompts], answers)
+            for part in stream_of(whole_body(head, asked, answers, counts, words)):
+                yield part
+            return
         if asked.has_usage_chunk:
             yield event(usage_chunk(head, asked, usage([prompt.ids for prompt in exchange.prompts], answers)))
         yield DONE

@@ -177,6 +177,31 @@ def test_tool_calls_go_through_openais_fields_and_stay_one_row(
     assert ('"calc"' in tokenizer.decode(rows_of(played)[0].token_ids)) == (tools == "auto"), "shown, or untold"
 
 
+RESPONSES = f"""
+TOOL = {{"type": "function", "name": "calc", "parameters": {EXPRESSION!r}}}
+def respond(items):
+    body = json.dumps({{"model": "gpt-5", "input": items, "tools": [TOOL], "store": False}}).encode()
+    headers = {{"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/responses", body, headers)
+    with urllib.request.urlopen(request, timeout=20) as response:
+        return json.load(response)["output"]
+
+def solve(task):
+    items = [user(task["prompt"])]
+    items += respond(items)
+    items.append({{"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "42"}})
+    return respond(items)[0]["content"][0]["text"]
+"""
+
+
+def test_the_responses_interface_stays_one_row_as_well(play: Play, tokenizer: Any) -> None:
+    call = "so calc\ncalc(6*7)"
+    played = play(RESPONSES, lambda prompt: "42" if "calc(6*7)" in prompt else call, tools="plain")
+    assert (played.status, played.error, played.text) == (Status.COMPLETED, None, "42")
+    (row,) = rows_of(played)
+    assert row.num_actions == len(call) + len("42") + 2
+
+
 LOOP = """
 def solve(task):
     messages = task["messages"]
