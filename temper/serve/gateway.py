@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -34,7 +34,7 @@ from temper.serve.orders import AsAsked, Ordering, ServerLimits
 from temper.serve.records import Entry, Records
 from temper.serve.refusals import Refused
 from temper.serve.responses import response_of, stream_of
-from temper.serve.text import TextStream
+from temper.serve.text import TextStream, Words
 from temper.types import Completion, Finish, Request
 
 T = TypeVar("T")
@@ -199,8 +199,7 @@ class Gateway:
             answers = [await task for task in tasks]
         finally:
             await self._end(tasks)
-        counts = usage([prompt.ids for prompt in exchange.prompts], answers)
-        body = whole_body(exchange.head, exchange.asked, answers, counts, self._conversations.words)
+        body = _whole(exchange, answers, self._conversations.words)
         return response_of(body) if exchange.asked.is_response else body
 
     async def events(self, exchange: Exchange) -> AsyncIterator[bytes]:
@@ -227,14 +226,8 @@ class Gateway:
                         yield event(chunk(head, asked, piece, words))
         finally:
             await self._end(tasks)
-        if asked.is_response:
-            counts = usage([prompt.ids for prompt in exchange.prompts], answers)
-            for part in stream_of(whole_body(head, asked, answers, counts, words)):
-                yield part
-            return
-        if asked.has_usage_chunk:
-            yield event(usage_chunk(head, asked, usage([prompt.ids for prompt in exchange.prompts], answers)))
-        yield DONE
+        for part in _closing(exchange, answers, words):
+            yield part
 
     def metrics(self) -> Mapping[str, float]:
         own = {**self._totals, "in_flight": float(self._in_flight), "version": float(self._engine.version)}
@@ -382,6 +375,22 @@ class Gateway:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+
+def _whole(exchange: Exchange, answers: Sequence[Answer], words: Words) -> Shape:
+    counts = usage([prompt.ids for prompt in exchange.prompts], answers)
+    return whole_body(exchange.head, exchange.asked, answers, counts, words)
+
+
+def _closing(exchange: Exchange, answers: Sequence[Answer], words: Words) -> Iterator[bytes]:
+    """How a stream ends, when all its choices are drawn: as a response it is said only now."""
+    if exchange.asked.is_response:
+        yield from stream_of(_whole(exchange, answers, words))
+        return
+    if exchange.asked.has_usage_chunk:
+        counts = usage([prompt.ids for prompt in exchange.prompts], answers)
+        yield event(usage_chunk(exchange.head, exchange.asked, counts))
+    yield DONE
 
 
 def _last_piece(job: Job, answer: Answer, asked: ChatRequest) -> Piece:
