@@ -116,24 +116,16 @@ class EpisodeCalls:
     def fill(self, played: Played) -> None:
         """The turns, row by row, each with what was said behind it."""
         ordered = in_rows(self._calls)
-        played.opening = ordered[0].messages if ordered else ()
-        later = [call.messages for call in ordered[1:]]
-        played.turns += (
-            [
-                Turn(completion=call.completion, message=Message(role="assistant", content=call.text), replies=replies)
-                for call, replies in zip(ordered, [*later, ()], strict=True)
-            ]
-            if ordered
-            else []
-        )
+        said = [call.messages for call in ordered]
+        played.opening = said[0] if said else ()
+        played.turns += [
+            Turn(completion=call.completion, message=Message(role="assistant", content=call.text), replies=replies)
+            for call, replies in zip(ordered, [*said[1:], ()], strict=False)
+        ]
 
-    def status(self) -> Status | None:
-        """How it ended as far as its tokens go: cut short, or None."""
-        if self.cut is not None:
-            return self.cut
-        if self.full is not None:
-            return Status.TRUNCATED_LENGTH
-        return cut_status(self._calls[-1].completion) if self._calls else None
+    def last_cut(self) -> Status | None:
+        """The status of an episode whose last answer was cut at its limit, or None."""
+        return cut_status(self._calls[-1].completion)
 
 
 def _shortened(params: SamplingParams, max_new_tokens: int, stop: Sequence[str]) -> SamplingParams:
@@ -224,12 +216,13 @@ def _judge(calls: EpisodeCalls, end: AgentEnd, played: Played) -> Status:
     An agent that was refused for a limit may end as it likes: the policy used its limit up, and is judged by what was
     handed in, '' where that is nothing. Every other end but a good one is a failure of the episode.
     """
-    cut = calls.status()
-    if calls.full is not None and not calls.num_calls:
-        raise calls.full
-    if calls.cut is None and calls.full is None and (problem := end.problem) is not None:
-        raise TaskError(problem)
+    problem = end.problem
     if not calls.num_calls:
-        raise TaskError("the agent ended without asking the model for anything: is OPENAI_BASE_URL used?")
-    played.result = result_of(end.stdout) if end.problem is None else ""
-    return cut or Status.COMPLETED
+        raise calls.full or TaskError(problem or "the agent ended without asking the model: is OPENAI_BASE_URL used?")
+    if problem is not None and calls.cut is None and calls.full is None:
+        raise TaskError(problem)
+    played.result = "" if problem is not None else result_of(end.stdout)
+    if calls.cut is not None:
+        return calls.cut
+    # An agent that was told that its context is full may have cut it, and ended well.
+    return Status.TRUNCATED_LENGTH if problem is not None else calls.last_cut() or Status.COMPLETED

@@ -225,6 +225,14 @@ def test_tokens_of_an_episode_are_bounded(play: Play) -> None:
 def test_a_context_that_is_full_cuts_the_episode(play: Play) -> None:
     played = play("def solve(task):\n    ask(task['messages'])\n    ask([user('x' * 600)])")
     assert (played.status, len(played.turns)) == (Status.TRUNCATED_LENGTH, 1)
+    mended = """
+def solve(task):
+    try:
+        ask([user("x" * 600)])
+    except OSError:
+        return ask(task["messages"])["content"]
+"""
+    assert play(mended).status is Status.COMPLETED, "an agent that cuts its context itself goes on"
     first = play("def solve(task):\n    ask([user('x' * 600)])")
     assert first.status is Status.TOO_LONG
 

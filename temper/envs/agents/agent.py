@@ -49,7 +49,7 @@ class AgentSettings:
 
 
 class AgentEnv:
-    """Implements protocols.Env as far as an agent goes: its options are checked and its task is shown."""
+    """A program of your own that asks the model over HTTP and prints a result (docs/agents.md)."""
 
     def __init__(
         self,
@@ -98,6 +98,7 @@ class AgentEnv:
             raise UserError(f"{where}: there is no program {program!r}. Give its path in options.command")
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
+        """For a dry run: the task as it is asked. Nothing is started."""
         return EnvOpening(messages=task.messages)
 
     async def step(self, message: Message) -> EnvReply:
