@@ -27,13 +27,19 @@ browser: $(INSTALLED)
 		"apt-get update -q && apt-get install -y -q chromium chromium-driver"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/dashboard/browser -m browser
 
-# Two adapters whose packages want other versions than the rest, and Ray: an environment of their own.
+# Two adapters whose packages want other versions than the rest, and Ray: an environment of their own. Agent frameworks
+# run beside Temper and not in it: a third one.
 adapters:
 	$(PYTHON) -m venv $(VENV)-adapters
 	$(VENV)-adapters/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[verifiers,openenv,ray]" pytest pytest-rerunfailures
+		-e ".[verifiers,openenv,ray,serve]" pytest pytest-rerunfailures
 	$(VENV)-adapters/bin/python -m pytest --reruns 1 tests/envs/adapters/test_verifiers.py tests/envs/adapters/test_openenv.py \
 		tests/rewards/test_workers_ray.py tests/cluster/test_ray.py
+	$(PYTHON) -m venv $(VENV)-agents
+	$(VENV)-agents/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		openai openai-agents "pydantic-ai-slim[openai]" langgraph langchain-openai
+	TEMPER_AGENTS_PYTHON=$(abspath $(VENV)-agents/bin/python) $(VENV)-adapters/bin/python -m pytest --reruns 1 \
+		tests/envs/agents/test_frameworks.py
 
 # vLLM's build for CPUs, with the torch that constraints.txt names and not the one it asks for. Its last test kills it.
 vllm:
@@ -67,4 +73,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-adapters $(VENV)-vllm build dist site *.egg-info
+	rm -rf $(VENV) $(VENV)-adapters $(VENV)-agents $(VENV)-vllm build dist site *.egg-info

@@ -28,7 +28,8 @@ MORE_PARAMETERS = {
     "cli/judging/best.py:best": 15,
     "cli/judging/choose.py:choose": 12,
     "cli/judging/label_steps.py:label_steps": 12,
-    "envs/adapters/mcp.py:__init__": 8,  # one per option of a recipe
+    "envs/adapters/mcp.py:__init__": 8,  # one per option of a recipe, as the next
+    "envs/agents/agent.py:__init__": 8,
     # What a kernel reads and writes, tensor by tensor: a bundle of them would only be taken apart again.
     "models/kernels/tiled_attention.py:paged_attention": 9,
     "models/kernels/tiled_attention.py:packed_attention": 8,
@@ -139,11 +140,13 @@ DONE_ALREADY = {
     # Reads of finished asyncio tasks and futures: they return at once or raise.
     ("rollout/group.py", "member.result()"),
     ("rollout/source.py", "taking.result()"),
+    ("rollout/agents.py", "calls.broken.result()"),
     ("evals/evaluate.py", "member.result()"),
     ("engine/local/engine.py", "future.result()"),
     ("engine/local/engine.py", "self._may_step.wait()"),  # under a deadline, like the next
     ("rollout/controls/joined.py", "self._may_draw.wait()"),
     ("engine/fleet/fleet.py", "self._changed.wait()"),
+    ("envs/agents/launch.py", "self._process.wait()"),
     ("engine/vllm/engine.py", "queue.get()"),  # awaited in slices, under a deadline without progress
 }
 

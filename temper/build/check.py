@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from temper.build.agents import check_agent
 from temper.build.objective import resolve_objective
 from temper.config import DATA_KEYS, FIRST, Reference, RunConfig, references
 from temper.errors import UserError, did_you_mean
@@ -45,6 +46,7 @@ def check_stage(config: RunConfig) -> Objective:
     must_judge = bool(config.heldout) and kind.reading.compares is None
     if (kind.is_rewarded or must_judge) and not config.reward:
         raise UserError('no reward: add a [[reward]] table, e.g. kind = "exact"')
+    check_agent(config)
     objective = resolve_objective(config)
     kind.check(config, objective)
     check_choosers(config, is_judged=kind.may_choose)

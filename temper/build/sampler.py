@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from temper.build.agents import may_stop_at_text
 from temper.build.memory import enough_kv_tokens
 from temper.build.models import adapter_settings
 from temper.build.policy import size_engine
@@ -88,7 +89,7 @@ def make_sampler(
         weights=config.engine.weights if data.is_rolling else "model",
         runs_ahead=config.rollout.max_staleness > 0 and data.is_rolling,
     )
-    decode = data.renderer.decode if config.sampling.stop else None
+    decode = data.renderer.decode if may_stop_at_text(config) else None
     return LocalEngine(drawing, _engine_settings(config, data), decode=decode), drawing
 
 
@@ -115,7 +116,7 @@ def make_opponent(
         own,
         _engine_settings(config, data),
         share=share,
-        decode=data.renderer.decode if config.sampling.stop else None,
+        decode=data.renderer.decode if may_stop_at_text(config) else None,
         follows=None if is_shared or objective.reference is None else reference,
     )
 
@@ -142,7 +143,7 @@ def _in_processes(
         weights=config.engine.weights,
         settings=_engine_settings(config, data),
         four_bit_adapter=adapter_settings(config) if lora is not None and lora.base == "4bit" else None,
-        has_stop_texts=bool(config.sampling.stop),
+        has_stop_texts=may_stop_at_text(config),
         num_threads=threads.sampler,
     )
     # On a GPU, and over a network, they get the trainer's own tensors, which change while it trains.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from temper.build.agents import make_player
 from temper.build.full import explain_out_of_memory
 from temper.build.memory import settle
 from temper.build.objective import resolve_objective
@@ -115,6 +116,7 @@ class Stage:
 
     async def close(self, kept: KeptFleet | None = None) -> None:
         """kept: where its sampler processes may stay, because the stage begins anew; None: they end."""
+        await self.setup.player.close()
         if kept is None or not await kept.keep(self.sampler):
             await self.sampler.close()
         await self.data.rubric.close()
@@ -224,6 +226,7 @@ def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sam
         max_episode_tokens=config.rollout.max_episode_tokens,
         thinking=make_thinking(config, objective, data.renderer),
         seed=config.seed,
+        player=make_player(config, data),
     )
 
 

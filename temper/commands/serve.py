@@ -17,7 +17,8 @@ from temper.errors import UserError
 from temper.listening import is_public, listen, own_names
 from temper.serve.app import App, HttpSettings
 from temper.serve.conversation import Conversations
-from temper.serve.gateway import Gateway, ServerLimits
+from temper.serve.gateway import Gateway
+from temper.serve.orders import ServerLimits
 from temper.serve.records import RecordFile
 from temper.serve.server import Ending, make_server, run
 from temper.serve.text import Words

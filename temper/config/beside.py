@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from temper.config.section import Section
-from temper.config.sections import RunConfig
+from temper.config.sections import EnvConfig, RunConfig
 from temper.config.sources import RewardConfig, StageSource
 from temper.errors import nearest_path
 
@@ -30,7 +30,7 @@ def look_beside(config: RunConfig, folder: Path) -> RunConfig:
             ),
             "train": [_source(source, folder) for source in config.train],
             "heldout": [_source(source, folder) for source in config.heldout],
-            "env": config.env.model_copy(update={"name": find_function(config.env.name, folder)}),
+            "env": _env(config.env, folder),
             "reward": [_reward(part, folder) for part in config.reward],
             "evaluation": evaluation,
         }
@@ -43,6 +43,13 @@ def _with(part: Part, folder: Path, *names: str) -> Part:
 
 def _source(source: StageSource, folder: Path) -> StageSource:
     return _with(source, folder, "path").model_copy(update={"generator": find_function(source.generator, folder)})
+
+
+def _env(env: EnvConfig, folder: Path) -> EnvConfig:
+    options = dict(env.options)
+    if isinstance(function := options.get("function"), str):
+        options["function"] = find_function(function, folder)
+    return env.model_copy(update={"name": find_function(env.name, folder), "options": options})
 
 
 def _reward(part: RewardConfig, folder: Path) -> RewardConfig:

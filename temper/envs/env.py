@@ -13,6 +13,7 @@ from temper.envs.adapters.mcp import McpEnv
 from temper.envs.adapters.openenv import OpenEnv
 from temper.envs.adapters.textarena import TextArenaEnv
 from temper.envs.adapters.verifiers import VerifiersEnv
+from temper.envs.agents.agent import AgentEnv
 from temper.envs.library.calculator import Calculator
 from temper.envs.library.files import FilesEnv
 from temper.envs.library.game import Game
@@ -29,6 +30,7 @@ EnvFactory = Callable[..., Env]
 """Makes a fresh environment for one episode; takes the recipe's env.options as keyword arguments."""
 
 ENVS: dict[str, EnvFactory] = {
+    "agent": AgentEnv,
     "calculator": Calculator,
     "files": FilesEnv,
     "game": Game,

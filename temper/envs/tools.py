@@ -155,6 +155,16 @@ class ToolSet:
         return found, arguments
 
 
+def named_arguments(call: Call, schemas: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The arguments by name; those of a plain call as the schema of its tool reads them. Raises ArgumentsRefused."""
+    if not isinstance(call.arguments, str):
+        return call.arguments
+    for schema in schemas:
+        if schema["function"]["name"] == call.name:
+            return _read_plain(call.arguments, schema["function"].get("parameters", {}))
+    raise ArgumentsRefused(f"there is no tool '{call.name:.64}'")
+
+
 def mismatch(value: Any, schema: Mapping[str, Any], where: str = "") -> str | None:
     """Why the value does not fit the schema, or None. Nothing is coerced: true is not an integer, nor is 3.0.
 

@@ -1,6 +1,7 @@
 """One task, one attempt: ask the sampler, step the environment, until done. Then score.
 
-Owns: the turn loop and the rim where a failure becomes a recorded status. Refuses: turning a failure into a number.
+Owns: the turn loop and the rim where a failure becomes a recorded status. Refuses: turning a failure into a number, and
+agents that ask for themselves (agents.py).
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from temper.calls import CLOSE_SECONDS, call, explain_error, is_end_of_task, waiting_for
 from temper.errors import BackendError, ContextFull, TaskError, TemperError
-from temper.protocols import Env, EnvOpening, Sampler
+from temper.protocols import Env, Sampler
 from temper.rollout.thinking import Thinking, draw
 from temper.storable import as_float, without_halves
 from temper.types import (
@@ -71,6 +73,46 @@ class Scorer(Protocol):
     async def evolve(self, groups: Sequence[Group]) -> None: ...
 
 
+@dataclass(slots=True)
+class Played:
+    """What there is of an episode so far: it survives a failure."""
+
+    turns: list[Turn] = dataclasses.field(default_factory=list)
+    opening: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    result: str | None = None
+
+
+class Player(Protocol):
+    """Who leads an episode from its task to its end."""
+
+    def place(self) -> AbstractAsyncContextManager[object]:
+        """Held by an episode from its start to its end; waiting for it takes none of the episode's time."""
+        ...
+
+    async def play(self, setup: EpisodeSetup, task: Task, played: Played, request_id: str) -> Status:
+        """How it ended. Fills `played` as it goes."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class TurnLoop:
+    """Implements Player: the policy speaks, the environment answers."""
+
+    def place(self) -> AbstractAsyncContextManager[object]:
+        return nullcontext()
+
+    async def play(self, setup: EpisodeSetup, task: Task, played: Played, request_id: str) -> Status:
+        return await _play(setup, task, played, request_id)
+
+    async def close(self) -> None:
+        """Environments are closed with their episodes."""
+
+
+TURN_LOOP = TurnLoop()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSetup:
     """What every episode of a stage shares."""
@@ -87,73 +129,68 @@ class EpisodeSetup:
     thinking: Thinking | None = None
     """When the thinking of a turn is closed; None: never."""
     seed: int
+    player: Player = TURN_LOOP
 
 
 async def run_episode(setup: EpisodeSetup, task: Task, *, group_id: str, index: int, request_id: str) -> Trajectory:
     """Plays and scores one attempt. Only a broken backend raises; everything else is a status."""
-    started = time.monotonic()
-    turns: list[Turn] = []
-    shown: list[EnvOpening] = []
-    error = None
-    try:
-        async with asyncio.timeout(setup.episode_seconds):
-            status = await _play(setup, task, turns, shown, request_id)
-    except TimeoutError:
-        status, error = (
-            Status.TIMEOUT,
-            f"the episode took longer than {setup.episode_seconds:g} s",
-        )
-    except BackendError:
-        raise
-    except ContextFull as problem:  # on the first turn; later ones are cut
-        status, error = Status.TOO_LONG, f"task {task.id}: {problem}"
-    except TemperError as problem:
-        status, error = Status.TOOL_ERROR, str(problem)
-    except BaseException as problem:  # the rim: environments are user code, and one of them must not end the run
-        if is_end_of_task(problem):
-            raise
-        status, error = Status.TOOL_ERROR, explain_error(problem)
+    played = Played()
+    async with setup.player.place():
+        started = time.monotonic()
+        status, error = await _status(setup, task, played, request_id)
     trajectory = Trajectory(
         task_id=task.id,
         group_id=group_id,
         index=index,
-        turns=tuple(turns),
+        turns=tuple(played.turns),
         status=status,
         score=Score.unscorable("not scored yet"),
         error=error,
-        opening=shown[0].messages if shown else (),
-        tools=tuple(shown[0].tools) if shown else (),
+        opening=played.opening,
+        tools=played.tools,
         seconds=time.monotonic() - started,
+        result=played.result,
     )
     return await _scored(setup.scorer, task, trajectory)
 
 
-async def _play(
-    setup: EpisodeSetup,
-    task: Task,
-    turns: list[Turn],
-    shown: list[EnvOpening],
-    request_id: str,
-) -> Status:
-    """Fills `turns` and `shown` as it goes: what there is of them survives a failure."""
+async def _status(setup: EpisodeSetup, task: Task, played: Played, request_id: str) -> tuple[Status, str | None]:
+    """How the episode ended, and what went wrong."""
+    try:
+        async with asyncio.timeout(setup.episode_seconds):
+            return await setup.player.play(setup, task, played, request_id), None
+    except TimeoutError:
+        return Status.TIMEOUT, f"the episode took longer than {setup.episode_seconds:g} s"
+    except BackendError:
+        raise
+    except ContextFull as problem:  # on the first turn; later ones are cut
+        return Status.TOO_LONG, f"task {task.id}: {problem}"
+    except TemperError as problem:
+        return Status.TOOL_ERROR, str(problem)
+    except BaseException as problem:  # the rim: environments are user code, and one of them must not end the run
+        if is_end_of_task(problem):
+            raise
+        return Status.TOOL_ERROR, explain_error(problem)
+
+
+async def _play(setup: EpisodeSetup, task: Task, played: Played, request_id: str) -> Status:
     env = setup.make_env(task.env)
     name = type(env).__name__
+    turns = played.turns
     try:
         opening = await call(env.start(task, setup.seed), setup.episode_seconds, f"{name}.start()")
         opening = dataclasses.replace(opening, messages=_readable(opening.messages))
-        shown.append(opening)
+        played.opening, played.tools = opening.messages, tuple(opening.tools)
         history = setup.renderer.prompt_messages(dataclasses.replace(task, messages=opening.messages))
         prompt_ids = setup.renderer.prompt_ids(history, opening.tools)
         for number in range(setup.max_turns):
-            params = _within_budget(setup, sum(turn.completion.num_drawn for turn in turns))
+            params = within_budget(setup, sum(turn.completion.num_drawn for turn in turns))
             if params is None:
                 return Status.TRUNCATED_LENGTH
             request = Request(id=f"{request_id}/{number}", prompt_ids=prompt_ids, params=params)
             try:
                 with waiting_for("the sampler"):
-                    completion = await draw(
-                        partial(_generate, setup.sampler), request, setup.thinking, setup.renderer.decode
-                    )
+                    completion = await draw_as_asked(setup, request)
             except ContextFull:
                 if not turns:
                     raise
@@ -185,6 +222,11 @@ async def _play(
         await call(env.close(), CLOSE_SECONDS, f"{name}.close()")
 
 
+async def draw_as_asked(setup: EpisodeSetup, request: Request) -> Completion:
+    """One completion through the sampler of this episode, its thinking closed in time."""
+    return await draw(partial(_generate, setup.sampler), request, setup.thinking, setup.renderer.decode)
+
+
 async def _generate(sampler: Sampler, request: Request) -> Completion:
     completion = await sampler.generate(request)
     require_as_asked(request, completion)
@@ -206,7 +248,7 @@ def _payable(reward: float | None) -> float | None:
     return reward
 
 
-def _within_budget(setup: EpisodeSetup, num_drawn: int) -> SamplingParams | None:
+def within_budget(setup: EpisodeSetup, num_drawn: int) -> SamplingParams | None:
     """The parameters of the next turn, shortened to what the episode has left; None when that is nothing."""
     if not setup.max_episode_tokens:
         return setup.params

@@ -40,6 +40,8 @@ class HttpSettings:
     """Time for a client to take what it is sent; then it is dropped."""
     request_seconds: float = 3600.0
     """Time for a whole response."""
+    session: str = ""
+    """The session of every request; empty: the one that its header names."""
 
 
 class ClientGone(Exception):
@@ -100,7 +102,7 @@ class App:
     async def _complete(self, client: HttpClient) -> None:
         """Draws and answers, unless the client goes first."""
         body = await client.body()
-        exchange = await self._gateway.open(client.path, body, client.session)
+        exchange = await self._gateway.open(client.path, body, self._settings.session or client.session)
         try:
             await self._unless_gone(client, self._respond_to(client, exchange))
         finally:
@@ -144,7 +146,7 @@ class App:
         await client.send_part(b"", is_last=True)
 
     def _models(self, name: str) -> Shape:
-        own = self._gateway.limits.model
+        own = self._gateway.limits.model or name or "policy"
         model = {
             "id": own,
             "object": "model",

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from temper.errors import did_you_mean
+from temper.serve import responses
 from temper.serve.refusals import Refused
 from temper.types import SamplingParams
 
@@ -96,11 +97,18 @@ class ChatRequest:
     is_streamed: bool = False
     has_usage_chunk: bool = False
     has_token_ids: bool = False
+    is_response: bool = False
+    """Whether it was asked through the Responses interface, and is answered so."""
     session: str = ""
 
     @property
     def is_chat(self) -> bool:
         return bool(self.messages)
+
+    @property
+    def prompt_name(self) -> str:
+        """The parameter that holds what the model is shown."""
+        return "messages" if self.is_chat else "prompt"
 
 
 class _Strict(BaseModel):
@@ -256,6 +264,7 @@ class _Completion(_Body):
 ENDPOINTS: dict[str, type[_Chat] | type[_Completion]] = {
     "/v1/chat/completions": _Chat,
     "/v1/completions": _Completion,
+    responses.PATH: _Chat,
 }
 
 
@@ -264,7 +273,9 @@ def read_asked(path: str, body: bytes, session: str = "") -> ChatRequest:
     given = _json_object(body)
     if session and given.setdefault("session", session) != session:
         raise Refused("the header X-Temper-Session and the field session name different sessions", param="session")
-    endpoint = ENDPOINTS[path]
+    endpoint, is_response = ENDPOINTS[path], path == responses.PATH
+    if is_response:
+        given = responses.chat_body(given)
     for name, neutral in NEUTRAL.items():
         if name in given and given.pop(name) not in neutral:
             raise Refused(
@@ -280,7 +291,8 @@ def read_asked(path: str, body: bytes, session: str = "") -> ChatRequest:
             code="unknown_parameter",
         )
     try:
-        return endpoint.model_validate({k: v for k, v in given.items() if k not in WITHOUT_EFFECT}).asked()
+        asked = endpoint.model_validate({k: v for k, v in given.items() if k not in WITHOUT_EFFECT}).asked()
+        return replace(asked, is_response=is_response)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "_")))

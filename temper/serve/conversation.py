@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from temper.envs.tool_calls import Call, detect_format, parse, write_call
+from temper.envs.tools import ArgumentsRefused, named_arguments
 from temper.errors import UserError
 from temper.serve.asked import ChatMessage, ChatRequest, ToolCall
-from temper.serve.records import PromptOrigin, RecordFile, hash_of
+from temper.serve.records import PromptOrigin, Records, hash_of
 from temper.serve.refusals import Refused
 from temper.serve.text import Words
 from temper.tasks.render import Renderer, ToolsUnseen
@@ -29,12 +30,16 @@ class ChatPrompt:
 class Conversations:
     """One model's way of talking. Calls must come from one thread at a time: tokenizers and SQLite want that."""
 
-    def __init__(self, tokenizer: Any, renderer: Renderer | None, records: RecordFile | None) -> None:
+    def __init__(
+        self, tokenizer: Any, renderer: Renderer | None, records: Records | None, untold_format: str = ""
+    ) -> None:
+        """untold_format: how a model calls tools of which its template says nothing; empty: it must show them."""
         self.words = Words(tokenizer)
         self._renderer = renderer
         self._records = records
         self._vocabulary_size = len(tokenizer)
-        self._call_format = _call_format(tokenizer)
+        self._shows_tools = not untold_format
+        self._call_format = untold_format or _call_format(tokenizer)
 
     def prompts(self, asked: ChatRequest) -> tuple[ChatPrompt, ...]:
         """What to draw from: one prompt for a chat, one or several for plain completions."""
@@ -49,10 +54,15 @@ class Conversations:
         if not asked.tools:
             return text, ()
         parsed = parse(text, self._call_format or "auto")
-        calls = [call for call in parsed.calls if isinstance(call, Call) and not isinstance(call.arguments, str)]
+        calls = [call for call in parsed.calls if isinstance(call, Call)]
+        try:
+            arguments = [named_arguments(call, asked.tools) for call in calls]
+        except ArgumentsRefused:  # a plain call, which only a schema can read
+            return text, ()
         if not calls or len(calls) < len(parsed.calls):
             return text, ()
-        written = tuple((call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in calls)
+        pairs = zip(calls, arguments, strict=True)
+        written = tuple((call.name, json.dumps(values, ensure_ascii=False)) for call, values in pairs)
         return parsed.thought or None, written
 
     def reply_key(self, asked: ChatRequest, text: str) -> str | None:
@@ -122,7 +132,8 @@ class Conversations:
     def _render(self, messages: Sequence[Message], asked: ChatRequest, *, is_drawn: bool = False) -> str:
         assert self._renderer is not None, "only chats are rendered"
         try:
-            return self._renderer.render(messages, for_generation=True, tools=asked.tools, is_drawn=is_drawn)
+            tools = asked.tools if self._shows_tools else ()
+            return self._renderer.render(messages, for_generation=True, tools=tools, is_drawn=is_drawn)
         except ToolsUnseen as error:
             raise Refused(
                 "the chat template of this model shows no tools, so it would never know of them. Describe them in "

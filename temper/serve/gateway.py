@@ -6,10 +6,9 @@ Owns: what is in flight and how many may be. Refuses: HTTP (app.py) and knowing 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -31,10 +30,12 @@ from temper.serve.answers import (
 )
 from temper.serve.asked import ChatRequest, read_asked
 from temper.serve.conversation import ChatPrompt, Conversations
-from temper.serve.records import Entry, RecordFile
-from temper.serve.refusals import CONTEXT_FULL, Refused
-from temper.serve.text import TextStream
-from temper.types import Completion, Finish, Request, SamplingParams
+from temper.serve.orders import AsAsked, Ordering, ServerLimits
+from temper.serve.records import Entry, Records
+from temper.serve.refusals import Refused
+from temper.serve.responses import response_of, stream_of
+from temper.serve.text import TextStream, Words
+from temper.types import Completion, Finish, Request
 
 T = TypeVar("T")
 HEARTBEAT_SECONDS = 15.0
@@ -57,17 +58,6 @@ class Engine(Protocol):
     def utilisation(self) -> Mapping[str, float]:
         """For the metrics page: whole names; those of totals end with _total."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerLimits:
-    model: str
-    """The name that clients must ask for."""
-    stop_ids: tuple[int, ...]
-    max_length: int
-    """Longest sequence, prompt included."""
-    max_in_flight: int
-    """Completions that may run or wait; more are told to come back."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,6 +98,10 @@ class Job:
         )
 
 
+def text_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="serve text")
+
+
 class News:
     """Tells one listener that something has happened since it last asked."""
 
@@ -141,14 +135,24 @@ class Gateway:
     """Everything behind HTTP. Lives in the engine's event loop; text work happens in one thread beside it."""
 
     def __init__(
-        self, engine: Engine, conversations: Conversations, records: RecordFile | None, limits: ServerLimits
+        self,
+        engine: Engine,
+        conversations: Conversations,
+        records: Records | None,
+        limits: ServerLimits,
+        *,
+        ordering: Ordering | None = None,
+        worker: ThreadPoolExecutor | None = None,
     ) -> None:
+        """ordering: what is asked of the engine; None: what clients ask. worker: the text thread of several gateways;
+        None: one of its own."""
         self._engine = engine
         self._conversations = conversations
         self._records = records
         self.limits = limits
+        self._ordering = ordering or AsAsked(limits)
         # One thread: tokenizers and SQLite are used by one at a time, and a long text never holds up the engine.
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="serve text")
+        self._worker = worker or text_thread()
         self._in_flight = 0
         self._running: dict[str, asyncio.Future[None]] = {}
         self._totals = {"completions_total": 0.0, "refused_total": 0.0, "aborted_total": 0.0}
@@ -195,8 +199,8 @@ class Gateway:
             answers = [await task for task in tasks]
         finally:
             await self._end(tasks)
-        counts = usage([prompt.ids for prompt in exchange.prompts], answers)
-        return whole_body(exchange.head, exchange.asked, answers, counts, self._conversations.words)
+        body = _whole(exchange, answers, self._conversations.words)
+        return response_of(body) if exchange.asked.is_response else body
 
     async def events(self, exchange: Exchange) -> AsyncIterator[bytes]:
         """Server-sent events. A reader that comes late gets what was drawn meanwhile in one piece."""
@@ -214,15 +218,16 @@ class Gateway:
                     if task.done():
                         job.is_ended = True
                         answers.append(answer := await task)
+                        if asked.is_response:  # all of its events follow when it is whole
+                            continue
                         yield event(chunk(head, asked, _last_piece(job, answer, asked), words))
                         yield event(last_chunk(head, asked, answer, words))
-                    elif not asked.tools and (piece := job.take()).tells(asked):
+                    elif not asked.tools and not asked.is_response and (piece := job.take()).tells(asked):
                         yield event(chunk(head, asked, piece, words))
         finally:
             await self._end(tasks)
-        if asked.has_usage_chunk:
-            yield event(usage_chunk(head, asked, usage([prompt.ids for prompt in exchange.prompts], answers)))
-        yield DONE
+        for part in _closing(exchange, answers, words):
+            yield part
 
     def metrics(self) -> Mapping[str, float]:
         own = {**self._totals, "in_flight": float(self._in_flight), "version": float(self._engine.version)}
@@ -250,7 +255,7 @@ class Gateway:
 
     def _understand(self, path: str, body: bytes, session: str) -> tuple[ChatRequest, tuple[ChatPrompt, ...]]:
         asked = read_asked(path, body, session)
-        if asked.model != self.limits.model:
+        if self.limits.model and asked.model != self.limits.model:
             raise Refused(
                 f'the model "{asked.model}" is not here: this server has "{self.limits.model}"',
                 status=404,
@@ -276,24 +281,11 @@ class Gateway:
         return Exchange(head=head, asked=asked, prompts=prompts, jobs=tuple(jobs))
 
     def _job(self, name: str, index: int, prompt: ChatPrompt, asked: ChatRequest) -> Job:
-        room, wanted = self.limits.max_length - len(prompt.ids), asked.params.max_new_tokens
         if not prompt.ids:
-            raise Refused("the prompt has no tokens", param="messages" if asked.is_chat else "prompt")
-        if room < max(wanted, 1):
-            raise Refused(
-                f"the prompt has {len(prompt.ids)} tokens and {max(wanted, 1)} more are asked for; prompt and "
-                f"answer together may have {self.limits.max_length}",
-                param="messages" if asked.is_chat else "prompt",
-                code=CONTEXT_FULL,
-            )
-        params = replace(asked.params, max_new_tokens=wanted or room, stop_ids=self.limits.stop_ids)
-        request_id = f"{name}/{index}" if asked.seed is None else _seeded_id(asked.seed, index, prompt.ids, params)
-        return Job(
-            index=index,
-            prompt=prompt,
-            request=Request(id=request_id, prompt_ids=prompt.ids, params=params),
-            text=TextStream(self._conversations.words, params.stop),
-        )
+            raise Refused("the prompt has no tokens", param=asked.prompt_name)
+        request = self._ordering.order(f"{name}/{index}", index, prompt.ids, asked)
+        text = TextStream(self._conversations.words, request.params.stop)
+        return Job(index=index, prompt=prompt, request=request, text=text)
 
     async def _draw(self, exchange: Exchange, job: Job, news: News | None) -> Answer:
         """One completion, drawn and recorded. `news` hears whenever there is something to send."""
@@ -385,14 +377,23 @@ class Gateway:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
 
+def _whole(exchange: Exchange, answers: Sequence[Answer], words: Words) -> Shape:
+    counts = usage([prompt.ids for prompt in exchange.prompts], answers)
+    return whole_body(exchange.head, exchange.asked, answers, counts, words)
+
+
+def _closing(exchange: Exchange, answers: Sequence[Answer], words: Words) -> Iterator[bytes]:
+    """How a stream ends, when all its choices are drawn: as a response it is said only now."""
+    if exchange.asked.is_response:
+        yield from stream_of(_whole(exchange, answers, words))
+        return
+    if exchange.asked.has_usage_chunk:
+        counts = usage([prompt.ids for prompt in exchange.prompts], answers)
+        yield event(usage_chunk(exchange.head, exchange.asked, counts))
+    yield DONE
+
+
 def _last_piece(job: Job, answer: Answer, asked: ChatRequest) -> Piece:
     """What is left to send. With tools nothing was sent: only the whole text tells a call from words."""
     piece = job.take(answer.completion)
     return replace(piece, text=answer.content or "") if asked.tools else piece
-
-
-def _seeded_id(seed: int, index: int, prompt_ids: tuple[int, ...], params: SamplingParams) -> str:
-    """The engine keys its randomness by the id: equal requests with an equal seed draw the same, and so do two of which
-    one asks for the likeliest tokens as well."""
-    told = repr((seed, index, prompt_ids, replace(params, top_logprobs=0))).encode()
-    return f"seed-{hashlib.blake2b(told, digest_size=16).hexdigest()}"

@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from temper.errors import BackendError, UserError
 from temper.storable import storable
@@ -106,8 +106,26 @@ class Recorded:
     """Its replies are what the first recorded prompt that goes on from here added."""
 
 
+class Records(Protocol):
+    """Where completions are kept, and found again by what was said."""
+
+    def add(self, entry: Entry) -> int:
+        """Keeps one completion; returns its number."""
+        ...
+
+    def said(self, session: str, keys: Sequence[str]) -> Mapping[str, str]:
+        """What the model really said in each of these conversations that is known, by key."""
+        ...
+
+    def parent_of(self, session: str, text: str) -> Parent | None:
+        """The longest exchange of the session that this text begins with."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class RecordFile:
-    """One file. Every call must come from one thread at a time."""
+    """Implements Records: one file. Every call must come from one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -152,7 +170,6 @@ class RecordFile:
         return row
 
     def said(self, session: str, keys: Sequence[str]) -> Mapping[str, str]:
-        """What the model really said in each of these conversations that is known, by key."""
         found: dict[str, str] = {}
         for key in keys:  # one by one through the index: a conversation may have more turns than SQLite has parameters
             query = "SELECT said FROM completions WHERE session = ? AND reply_key = ? ORDER BY id DESC LIMIT 1"
@@ -161,7 +178,6 @@ class RecordFile:
         return found
 
     def parent_of(self, session: str, text: str) -> Parent | None:
-        """The longest exchange of the session that this text begins with."""
         query = (
             "SELECT id, text_length, text_hash, num_messages FROM completions WHERE session = ? AND text_length <= ? "
             "ORDER BY text_length DESC, id DESC"

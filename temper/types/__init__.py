@@ -30,13 +30,12 @@ from temper.types.rollouts import (
     Request,
     SamplingParams,
     Scalar,
-    Score,
-    ScoreKind,
     Status,
     Task,
     Trajectory,
     Turn,
 )
+from temper.types.scores import Score, ScoreKind
 
 __all__ = [
     "OPTIONAL_COLUMNS",

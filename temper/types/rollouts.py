@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from temper.types.checks import hold, require_parallel
 from temper.types.columns import array_of, floats, integers, ragged
+from temper.types.scores import Score
 
 Scalar = str | int | float | bool
 
@@ -47,46 +48,6 @@ class Status(StrEnum):
 
 
 TRAINABLE_STATUSES = (Status.COMPLETED, Status.TRUNCATED_LENGTH, Status.TRUNCATED_TURNS, Status.BAD_FORMAT)
-
-
-class ScoreKind(StrEnum):
-    VALUE = "value"
-    UNSCORABLE = "unscorable"
-    """The verifier worked and found nothing to judge by, e.g. a judge that would not answer. Left out of all means."""
-    ERROR = "error"
-    """The verifier failed: time-out, crash, malformed gold answer. Counted by reason; too many stop the run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """A verdict that cannot lie: a number only when one was really computed."""
-
-    kind: ScoreKind
-    value: float | None = None
-    """The number, exactly when kind is VALUE."""
-    reason: str | None = None
-    """Why there is no number; beside a number, what the verifier says of it, or None."""
-
-    def __post_init__(self) -> None:
-        has_value = self.kind is ScoreKind.VALUE
-        assert (self.value is not None) == has_value, "a score has a value exactly when its kind is VALUE"
-        assert has_value or self.reason is not None, "a score without a value says why"
-
-    @staticmethod
-    def of(value: float, reason: str | None = None) -> Score:
-        return Score(kind=ScoreKind.VALUE, value=float(value), reason=reason)
-
-    @staticmethod
-    def unscorable(reason: str) -> Score:
-        return Score(kind=ScoreKind.UNSCORABLE, reason=reason)
-
-    @staticmethod
-    def error(reason: str) -> Score:
-        return Score(kind=ScoreKind.ERROR, reason=reason)
-
-    @property
-    def is_value(self) -> bool:
-        return self.kind is ScoreKind.VALUE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +265,8 @@ class Trajectory:
     """Mean reward of fresh rollouts from the start of each step; parallel to step_starts."""
     extra_tokens: int = 0
     """Drawn by those rollouts."""
+    result: str | None = None
+    """What an agent handed in, which is judged in place of its last words. None: it was no agent's, or it failed."""
 
     @staticmethod
     def saying(task_id: str, text: str) -> Trajectory:
@@ -320,7 +283,9 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """The last thing the model said; '' when it said nothing."""
+        """What is judged: an agent's result, or the last thing the model said; '' when it said nothing."""
+        if self.result is not None:
+            return self.result
         return self.turns[-1].message.content if self.turns else ""
 
     @property

@@ -20,7 +20,8 @@ from temper.models.load import load_tokenizer
 from temper.models.tiny import make_tiny_model
 from temper.serve.app import App, HttpSettings
 from temper.serve.conversation import Conversations
-from temper.serve.gateway import Gateway, ServerLimits
+from temper.serve.gateway import Gateway
+from temper.serve.orders import ServerLimits
 from temper.serve.records import RecordFile
 from temper.serve.server import Ending, make_server, serve
 from temper.tasks.render import Renderer

@@ -1,0 +1,35 @@
+"""An agent that knows nothing but HTTP: it asks the model, runs the calculator that the model calls, and asks again.
+
+Temper starts it for every episode of recipes/agent_http.toml. The task comes on standard input as JSON; what it prints
+is its answer, which the recipe's reward judges.
+"""
+
+import json
+import os
+import re
+import sys
+from urllib.request import Request, urlopen
+
+from calculator import calc
+
+
+def ask(messages: list) -> str:
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    with urlopen(Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers), timeout=60) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
+
+
+def solve(task: dict) -> str:
+    messages, said = list(task["messages"]), ""
+    for _ in range(3):
+        said = ask(messages)
+        call = re.fullmatch(r"calc\((.*)\)", said)
+        if call is None:
+            break
+        messages += [{"role": "assistant", "content": said}, {"role": "tool", "content": calc(call[1])}]
+    return said
+
+
+if __name__ == "__main__":
+    print(solve(json.load(sys.stdin)))

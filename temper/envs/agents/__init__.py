@@ -1,0 +1,1 @@
+"""Programs that play episodes by themselves and only know HTTP."""

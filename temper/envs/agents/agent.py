@@ -1,0 +1,132 @@
+"""Env "agent": a program of the user's that asks the model over HTTP, when and as often as it likes.
+
+Owns: the options of a recipe, and what an agent is given and hands back. Refuses: starting it (launch.py), answering it
+(serve/agents.py), and step(): the agent leads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from temper.envs.tool_calls import find_parser
+from temper.errors import TaskError, UserError, nearest_file
+from temper.protocols import EnvOpening, EnvReply
+from temper.types import Message, Scalar, Task
+
+NAME = "agent"
+PASSED = ("HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
+"""Variables that an agent gets from Temper's own environment. Keys and tokens are not among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSettings:
+    """How a run's agents are started and talked to."""
+
+    command: str
+    """Program and arguments; empty where there is a function."""
+    function: str
+    python: str
+    """The interpreter that starts agents, and runs the function."""
+    model: str
+    """The only model that agents may ask for; empty: whatever they call it, the policy answers."""
+    untold_format: str
+    """How the policy calls tools of which its template says nothing; empty: the template shows them."""
+    max_running: int
+    passed: tuple[str, ...]
+
+    def variables(self) -> dict[str, str]:
+        """The environment of the nursery. `python` of a command is the same as the nursery's."""
+        kept = {name: os.environ[name] for name in (*PASSED, *self.passed) if name in os.environ}
+        own = os.path.dirname(os.path.abspath(self.python))
+        return {**kept, "PATH": f"{own}{os.pathsep}{os.environ.get('PATH', os.defpath)}", "NO_PROXY": "*"}
+
+
+class AgentEnv:
+    """A program of your own that asks the model over HTTP and prints a result (docs/agents.md)."""
+
+    def __init__(
+        self,
+        *,
+        command: str = "",
+        function: str = "",
+        python: str = "",
+        model: str = "",
+        tools: str = "auto",
+        max_running: int = 32,
+        variables: list[Scalar] | None = None,
+        sandbox: bool = False,
+    ) -> None:
+        where = f'env "{NAME}"'
+        if sandbox:
+            raise UserError(
+                f"{where}: sandbox = true cannot be had: behind the sandbox there is no network, and an agent reaches "
+                "the model over it. Run what a model wrote behind it, in the agent's tools (docs/sandbox.md), or run "
+                "all of Temper in a container"
+            )
+        if bool(command) == bool(function):
+            raise UserError(f'{where}: give options.command, e.g. "python my_agent.py", or options.function')
+        if function and ":" not in function:
+            raise UserError(f'{where}: function={function!r} must be "package.module:name" or "folder/file.py:name"')
+        file = function.rpartition(":")[0]
+        if file.endswith(".py") and not Path(file).is_file():
+            raise UserError(f"{where}: {file} is not there.{nearest_file(Path(file))}")
+        if max_running < 1:
+            raise UserError(f"{where}: max_running={max_running} must be at least 1")
+        if tools != "auto":
+            find_parser(tools)
+        found = shutil.which(python or sys.executable)
+        if found is None:
+            raise UserError(f"{where}: python={python!r} is no program. Give the path of a Python interpreter")
+        self.settings = AgentSettings(
+            command=command,
+            function=function,
+            python=found,
+            model=model,
+            untold_format="" if tools == "auto" else tools,
+            max_running=max_running,
+            passed=tuple(str(name) for name in variables or ()),
+        )
+        program = shlex.split(command)[0] if command else found
+        if shutil.which(program, path=self.settings.variables()["PATH"]) is None:
+            raise UserError(f"{where}: there is no program {program!r}. Give its path in options.command")
+
+    async def start(self, task: Task, seed: int) -> EnvOpening:
+        """For a dry run: the task as it is asked. Nothing is started."""
+        return EnvOpening(messages=task.messages)
+
+    async def step(self, message: Message) -> EnvReply:
+        raise TaskError("an agent asks for itself: it is played by temper train, not step by step")
+
+    async def close(self) -> None:
+        """Nothing was started."""
+
+
+def task_for_agent(task: Task, messages: tuple[Message, ...], seed: int) -> dict[str, Any]:
+    """What an agent is told, as JSON on its standard input or as its function's argument. Never the gold answer."""
+    asked = next((message.content for message in reversed(messages) if message.role == "user"), "")
+    return {
+        "id": task.id,
+        "prompt": asked,
+        "messages": [message.as_dict() for message in messages],
+        "seed": seed,
+    }
+
+
+def result_of(stdout: str) -> str:
+    """The field "result" when the last line is a JSON object that has it; otherwise everything that was printed."""
+    text = stdout.strip()
+    try:
+        last = json.loads(text.rpartition("\n")[2])
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(last, dict) or "result" not in last:
+        return text
+    result = last["result"]
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)

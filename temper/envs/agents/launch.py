@@ -1,0 +1,134 @@
+"""Starting agents and ending them: the nursery's other side.
+
+Owns: the nursery process, a connection for each episode, deadlines. Refuses: judging how an agent ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from temper.envs.agents import nursery
+from temper.envs.agents.agent import AgentSettings
+from temper.errors import TaskError, UserError
+
+START_SECONDS = 120.0
+"""For the imports of an agent's function."""
+END_SECONDS = nursery.KILL_SECONDS + nursery.GRACE_SECONDS + 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentEnd:
+    """How an agent ended."""
+
+    code: int | None
+    """Exit code; negative: the signal that killed it. None: it was ended, and `why` says why."""
+    stdout: str
+    stderr: str
+    left: int
+    """Processes that it left running; they were killed."""
+    why: str
+
+    @property
+    def problem(self) -> str | None:
+        """What was wrong with it, or None."""
+        said = self.stderr.strip()[-400:]
+        tail = f". It said: {said}" if said else ""
+        if self.why:
+            return f"the agent was ended: {self.why}{tail}"
+        if self.code:
+            how = f"exit code {self.code}" if self.code > 0 else f"signal {-self.code}"
+            return f"the agent ended with {how}{tail}"
+        return f"the agent left {self.left} processes running{tail}" if self.left else None
+
+
+class Nursery:
+    """Starts with the first agent; close() ends it and everything it started."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = settings
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+
+    async def run(self, task: Mapping[str, Any], variables: Mapping[str, str]) -> AgentEnd:
+        """Plays one episode. Cancelling it ends the agent; it returns when nothing of the agent is left."""
+        path = await self._started()
+        try:
+            reader, writer = await asyncio.open_unix_connection(path, limit=2 * nursery.OUTPUT_BYTES)
+        except OSError as error:
+            raise TaskError(f"the process that starts agents has gone: {error}") from error
+        try:
+            order = {"task": task, "variables": variables, "command": self._settings.command}
+            writer.write(json.dumps(order).encode() + b"\n")
+            return _end_of(await reader.read())
+        finally:
+            with contextlib.suppress(OSError, TimeoutError):
+                writer.write_eof()  # hanging up ends the agent; the answer says that all is gone
+                await asyncio.wait_for(reader.read(), END_SECONDS)
+            writer.close()
+
+    async def close(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            assert self._process.stdin is not None, "its end is how it is told to end"
+            self._process.stdin.close()
+            ended = asyncio.ensure_future(self._process.wait())
+            await asyncio.wait((ended,), timeout=END_SECONDS)
+            if not ended.done():
+                self._process.kill()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._process = self._folder = None
+
+    async def _started(self) -> str:
+        """The path of its socket."""
+        async with self._lock:
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="temper-agents-")
+            path = os.path.join(self._folder.name, "socket")
+            if self._process is None or self._process.returncode is not None:  # it may have been killed for its memory
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                self._process = await self._start(path)
+            return path
+
+    async def _start(self, path: str) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            self._settings.python,
+            str(Path(nursery.__file__).resolve()),
+            path,
+            self._settings.function,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=self._settings.variables(),
+            start_new_session=True,
+        )
+        assert process.stdout is not None, "it says when it is ready"
+        name = self._settings.function or self._settings.python
+        said, last = b"", b""
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                while said != b"ready\n":  # before it comes what modules print when they are imported
+                    last, said = said or last, await process.stdout.readline()
+                    if not said:
+                        break
+        except TimeoutError:
+            process.kill()
+            raise UserError(f'env "agent": {name} was not imported within {START_SECONDS:g} s') from None
+        if not said:
+            raise UserError(f'env "agent": {name} cannot be started: {last.decode(errors="replace").strip()}')
+        return process
+
+
+def _end_of(answer: bytes) -> AgentEnd:
+    try:
+        return AgentEnd(**json.loads(answer))
+    except (ValueError, TypeError) as error:
+        raise TaskError("the agent's supervisor died without a word") from error

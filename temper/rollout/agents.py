@@ -1,0 +1,228 @@
+"""Episodes that an agent leads: it asks for completions when it likes, and what it drew becomes turns.
+
+Owns: what an agent may draw and how, the order of what it drew, how its end becomes a status. Refuses: HTTP
+(serve/agents.py), processes (envs/agents/), and a gradient of its own: batching/rows.py makes rows of the turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from temper.calls import waiting_for
+from temper.envs.agents.agent import result_of, task_for_agent
+from temper.envs.agents.launch import AgentEnd, Nursery
+from temper.errors import BackendError, ContextFull, TaskError
+from temper.rollout.episode import EpisodeSetup, Played, cut_status, draw_as_asked, within_budget
+from temper.types import Completion, Finish, Message, Request, SamplingParams, Status, Task, Turn
+
+
+class LimitReached(TaskError):
+    """The episode may draw nothing more. The agent is told, and may still hand in a result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnCall:
+    """One completion that an agent was given."""
+
+    completion: Completion
+    text: str
+    messages: tuple[Message, ...]
+    """What was said since the call that this one goes on from; all of its prompt when it goes on from none."""
+
+
+class EpisodeCalls:
+    """Everything that one agent draws. Its tokens go through the sampler of its own episode, as all others do."""
+
+    def __init__(self, setup: EpisodeSetup, request_id: str) -> None:
+        self._setup = setup
+        self._request_id = request_id
+        self._asked: Counter[str] = Counter()
+        self._num_begun = self._num_drawn = 0
+        self._being_drawn: dict[str, int] = {}
+        """Tokens that calls under way may still draw, by request."""
+        self._calls: list[DrawnCall] = []
+        self.cut: Status | None = None
+        """The limit that a call was refused for; None: none was."""
+        self.full: ContextFull | None = None
+        """A prompt that left no room for an answer; None: all had some."""
+        self.broken: asyncio.Future[BackendError] = asyncio.get_running_loop().create_future()
+        """Done when the sampler failed, or put the episode off."""
+
+    @property
+    def version(self) -> int:
+        return self._setup.sampler.version
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self._setup.params.stop_ids
+
+    def order(self, prompt_ids: tuple[int, ...], max_new_tokens: int, stop: Sequence[str]) -> Request:
+        """What is asked of the sampler for one call. Raises LimitReached when the episode has had all it may.
+
+        Drawn as the recipe says, whatever the agent would like: tokens of another temperature are another policy's. Its
+        random numbers are keyed by the prompt, so that calls which race each other draw the same in any order.
+        """
+        if self._num_begun == self._setup.max_turns:
+            self.cut = Status.TRUNCATED_TURNS
+            raise LimitReached(f"the episode has made its {self._setup.max_turns} calls (rollout.max_turns)")
+        params = within_budget(self._setup, self._num_drawn + sum(self._being_drawn.values()))
+        if params is None:
+            self.cut = Status.TRUNCATED_LENGTH
+            most = self._setup.max_episode_tokens
+            raise LimitReached(f"the episode has drawn its {most} tokens (rollout.max_episode_tokens)")
+        self._num_begun += 1
+        params = _shortened(params, max_new_tokens, stop)
+        key = hashlib.blake2b(repr((prompt_ids, params)).encode(), digest_size=12).hexdigest()
+        self._asked[key] += 1
+        name = f"{self._request_id}/{key}/{self._asked[key]}"
+        self._being_drawn[name] = params.max_new_tokens
+        return Request(id=name, prompt_ids=prompt_ids, params=params)
+
+    async def draw(self, request: Request) -> Completion:
+        try:
+            completion = await draw_as_asked(self._setup, request)
+        except BackendError as error:
+            if not self.broken.done():
+                self.broken.set_result(error)
+            raise
+        except ContextFull as error:
+            self.full = error
+            raise
+        finally:
+            del self._being_drawn[request.id]
+        self._num_drawn += completion.num_drawn
+        return completion
+
+    async def abort(self, request_id: str) -> None:
+        await self._setup.sampler.abort(request_id)
+
+    def add(self, call: DrawnCall) -> None:
+        """Takes a completion that is about to be answered. One that was cut off because nobody waited for it any more
+        is left out: nothing came of it."""
+        if call.completion.token_ids and call.completion.finish not in (Finish.ABORT, Finish.INTERRUPT):
+            self._calls.append(call)
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def fill(self, played: Played) -> None:
+        """The turns, row by row, each with what was said behind it."""
+        ordered = in_rows(self._calls)
+        said = [call.messages for call in ordered]
+        played.opening = said[0] if said else ()
+        played.turns += [
+            Turn(completion=call.completion, message=Message(role="assistant", content=call.text), replies=replies)
+            for call, replies in zip(ordered, [*said[1:], ()], strict=False)
+        ]
+
+    def last_cut(self) -> Status | None:
+        """The status of an episode whose last answer was cut at its limit, or None."""
+        return cut_status(self._calls[-1].completion)
+
+
+def _shortened(params: SamplingParams, max_new_tokens: int, stop: Sequence[str]) -> SamplingParams:
+    """As the recipe has them, at most as long as the agent wants (0: it does not say), ended by its texts as well."""
+    longest = min(max_new_tokens or params.max_new_tokens, params.max_new_tokens)
+    return dataclasses.replace(params, max_new_tokens=longest, stop=tuple(dict.fromkeys((*params.stop, *stop))))
+
+
+def in_rows(calls: Sequence[DrawnCall]) -> list[DrawnCall]:
+    """The calls row by row: each behind the one whose prompt and answer its own prompt begins with, id by id.
+
+    Conversations that an agent leads side by side come one after the other. A call that goes on from a place where
+    another has gone on already, or from a history that was rewritten, begins a row of its own; what that repeats of
+    earlier answers is prompt there, so that every token is trained once.
+    """
+    rows: list[list[DrawnCall]] = []
+    ends: list[tuple[int, ...]] = []
+    for call in calls:
+        prompt = call.completion.prompt_ids
+        fitting = [place for place, end in enumerate(ends) if prompt[: len(end)] == end]
+        place = max(fitting, key=lambda place: len(ends[place]), default=None)
+        if place is None:
+            place = len(rows)
+            rows.append([])
+            ends.append(())
+        rows[place].append(call)
+        ends[place] = (*prompt, *call.completion.token_ids)
+    return [call for row in rows for call in row]
+
+
+class AgentDoor(Protocol):
+    """Where agents ask; serve/agents.py implements it."""
+
+    async def open(self, calls: EpisodeCalls) -> tuple[str, Mapping[str, str]]:
+        """A key that is this episode's alone, and the variables that tell an agent where to ask."""
+        ...
+
+    async def shut(self, key: str) -> None:
+        """Ends what is under way for the key. Nothing is added to its calls afterwards."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class AgentPlayer:
+    """Implements episode.Player."""
+
+    def __init__(self, door: AgentDoor, nursery: Nursery, *, max_running: int) -> None:
+        self._door = door
+        self._nursery = nursery
+        self._places = asyncio.Semaphore(max_running)
+
+    def place(self) -> AbstractAsyncContextManager[object]:
+        return self._places
+
+    async def play(self, setup: EpisodeSetup, task: Task, played: Played, request_id: str) -> Status:
+        calls = EpisodeCalls(setup, request_id)
+        key, variables = await self._door.open(calls)
+        told = task_for_agent(task, setup.renderer.prompt_messages(task), setup.seed)
+        try:
+            with waiting_for("the agent"):
+                end = await self._until_ended(calls, self._nursery.run(told, variables), setup.episode_seconds)
+        finally:
+            await self._door.shut(key)
+            calls.fill(played)
+        return _judge(calls, end, played)
+
+    async def close(self) -> None:
+        await self._nursery.close()
+        await self._door.close()
+
+    async def _until_ended(self, calls: EpisodeCalls, agent: Coroutine[Any, Any, AgentEnd], seconds: float) -> AgentEnd:
+        """Waits for: the agent. Unblocked by: its end, a failure of the sampler, the deadline of the episode."""
+        running = asyncio.ensure_future(agent)
+        try:
+            await asyncio.wait((running, calls.broken), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if calls.broken.done():
+                raise calls.broken.result()
+            return await running
+        finally:
+            running.cancel()
+            await asyncio.wait((running,), timeout=1.0 if running.done() else 20.0)
+
+
+def _judge(calls: EpisodeCalls, end: AgentEnd, played: Played) -> Status:
+    """The status, and the result of an agent that ended as it should.
+
+    An agent that was refused for a limit may end as it likes: the policy used its limit up, and is judged by what was
+    handed in, '' where that is nothing. Every other end but a good one is a failure of the episode.
+    """
+    problem = end.problem
+    if not calls.num_calls:
+        raise calls.full or TaskError(problem or "the agent ended without asking the model: is OPENAI_BASE_URL used?")
+    if problem is not None and calls.cut is None and calls.full is None:
+        raise TaskError(problem)
+    played.result = "" if problem is not None else result_of(end.stdout)
+    if calls.cut is not None:
+        return calls.cut
+    # An agent that was told that its context is full may have cut it, and ended well.
+    return Status.TRUNCATED_LENGTH if problem is not None else calls.last_cut() or Status.COMPLETED

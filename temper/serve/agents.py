@@ -1,0 +1,194 @@
+"""Where agents ask while they are trained: one address for all, a key for each episode.
+
+Owns: the server, which episode a key stands for, and what of OpenAI's interface means something else in training.
+Refuses: drawing and limits (rollout/agents.py), starting agents (envs/agents/), being reached from other machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from temper.errors import BackendError, ContextFull, install_line
+from temper.listening import listen, make_server, own_names
+from temper.rollout.agents import DrawnCall, EpisodeCalls, LimitReached
+from temper.serve.app import App, HttpClient, HttpSettings, Receive, Send
+from temper.serve.asked import ChatRequest
+from temper.serve.conversation import Conversations
+from temper.serve.gateway import Gateway, text_thread
+from temper.serve.orders import ServerLimits
+from temper.serve.records import Entry, Parent, Records
+from temper.serve.refusals import CONTEXT_FULL, Refused
+from temper.types import Completion, Request
+
+HOST = "127.0.0.1"
+SESSION = "episode"
+MAX_AT_ONCE = 64
+"""Completions of one episode under way at the same time."""
+SHUTDOWN_SECONDS = 5.0
+LOOK_SECONDS = 0.01
+START_SECONDS = 30.0
+
+
+class EpisodeEngine:
+    """Implements gateway.Engine for one episode. Weights may change between two tokens; versions tell."""
+
+    def __init__(self, calls: EpisodeCalls) -> None:
+        self._calls = calls
+
+    @property
+    def version(self) -> int:
+        return self._calls.version
+
+    async def generate(
+        self, request: Request, *, watch: Callable[[list[int], list[float]], None] | None = None
+    ) -> Completion:
+        """`watch` hears nothing: samplers in other processes tell a completion when it is whole."""
+        return await self._calls.draw(request)
+
+    async def abort(self, request_id: str) -> None:
+        await self._calls.abort(request_id)
+
+    def utilisation(self) -> Mapping[str, float]:
+        return {}
+
+
+class AsTrained:
+    """Implements orders.Ordering: what the recipe draws, at most as much of it as the agent wants.
+
+    An agent's temperature, top_p, top_k, min_p and seed have no effect: what is trained is what the recipe samples.
+    """
+
+    def __init__(self, calls: EpisodeCalls, max_length: int) -> None:
+        self._calls, self._max_length = calls, max_length
+
+    def order(self, name: str, index: int, prompt_ids: tuple[int, ...], asked: ChatRequest) -> Request:
+        if asked.params.top_logprobs:
+            raise Refused("top_logprobs is not available in training", param="top_logprobs", code="unsupported_value")
+        room = self._max_length - len(prompt_ids)
+        if room < 1:
+            problem = f"the prompt has {len(prompt_ids)} tokens, and the context has {self._max_length}"
+            self._calls.full = ContextFull(problem)
+            raise Refused(problem, param=asked.prompt_name, code=CONTEXT_FULL)
+        try:
+            return self._calls.order(prompt_ids, min(asked.params.max_new_tokens or room, room), asked.params.stop)
+        except LimitReached as problem:
+            # Not 429, after which clients wait and ask again.
+            raise Refused(str(problem), status=403, code="episode_limit") from problem
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    text: str
+    """Prompt and answer, special tokens included."""
+    entry: Entry
+
+
+class EpisodeRecords:
+    """Implements records.Records for one episode, in memory."""
+
+    def __init__(self, calls: EpisodeCalls) -> None:
+        self._calls = calls
+        self._kept: list[_Kept] = []
+
+    def add(self, entry: Entry) -> int:
+        self._kept.append(_Kept(entry.origin.text + entry.drawn_text, entry))
+        self._calls.add(DrawnCall(completion=entry.completion, text=entry.reply, messages=entry.origin.messages))
+        return len(self._kept)
+
+    def said(self, session: str, keys: Sequence[str]) -> Mapping[str, str]:
+        found = {str(kept.entry.reply_key): kept.entry.said for kept in self._kept}
+        return {key: found[key] for key in keys if key in found}
+
+    def parent_of(self, session: str, text: str) -> Parent | None:
+        fitting = [(len(kept.text), place) for place, kept in enumerate(self._kept) if text.startswith(kept.text)]
+        if not fitting:
+            return None
+        length, place = max(fitting)
+        entry = self._kept[place].entry
+        ids = (*entry.completion.prompt_ids, *entry.completion.token_ids)
+        num_messages = entry.origin.num_messages and entry.origin.num_messages + 1
+        return Parent(row=place + 1, ids=ids, text_length=length, num_messages=num_messages)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class AgentEndpoint:
+    """Implements rollout.agents.AgentDoor and the ASGI interface. Lives in the event loop of the run."""
+
+    def __init__(self, converse: Callable[[Records], Conversations], *, model: str, max_length: int) -> None:
+        """converse: how the model talks, with what was said before in one episode."""
+        self._converse = converse
+        self._model = model
+        self._max_length = max_length
+        self._gateways: dict[str, tuple[Gateway, App]] = {}
+        self._worker = text_thread()
+        self._lock = asyncio.Lock()
+        self._bound: socket.socket | None = None
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def open(self, calls: EpisodeCalls) -> tuple[str, Mapping[str, str]]:
+        port = await self._started()
+        key = f"temper-{secrets.token_urlsafe(24)}"
+        records = EpisodeRecords(calls)
+        limits = ServerLimits(
+            model=self._model, stop_ids=calls.stop_ids, max_length=self._max_length, max_in_flight=MAX_AT_ONCE
+        )
+        gateway = Gateway(
+            EpisodeEngine(calls),
+            self._converse(records),
+            records,
+            limits,
+            ordering=AsTrained(calls, self._max_length),
+            worker=self._worker,
+        )
+        settings = HttpSettings(api_key=key, hosts=own_names(HOST), session=SESSION)
+        self._gateways[key] = (gateway, App(gateway, settings))
+        model = self._model or "policy"
+        variables = {"OPENAI_BASE_URL": f"http://{HOST}:{port}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
+        return key, variables
+
+    async def shut(self, key: str) -> None:
+        gateway, _ = self._gateways.pop(key)
+        await gateway.end()
+
+    async def close(self) -> None:
+        if self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait((self._serving,), timeout=2 * SHUTDOWN_SECONDS)
+            self._serving.cancel()
+        if self._bound is not None:
+            self._bound.close()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        kind, _, key = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
+        found = self._gateways.get(key.strip().decode("latin-1")) if kind.lower() == b"bearer" else None
+        if found is not None:
+            return await found[1](scope, receive, send)
+        refusal = Refused("this key belongs to no running episode", status=401, code="invalid_api_key")
+        await HttpClient(scope, receive, send, HttpSettings()).refuse(refusal)
+
+    async def _started(self) -> int:
+        """The port it listens at."""
+        async with self._lock:
+            if self._bound is None:
+                self._bound = listen(HOST, 0)
+                missing = f'env "agent" needs uvicorn. Run: {install_line("serve")}'
+                self._server = make_server(self, shutdown_seconds=SHUTDOWN_SECONDS, missing=missing)
+                # By itself it would take over Ctrl-C and SIGTERM, which are the run's.
+                self._server.capture_signals = contextlib.nullcontext
+                self._serving = asyncio.create_task(self._server.serve(sockets=[self._bound]), name="agents' endpoint")
+                async with asyncio.timeout(START_SECONDS):
+                    while not self._server.started and not self._serving.done():
+                        await asyncio.sleep(LOOK_SECONDS)
+            if self._serving is None or self._serving.done():
+                raise BackendError("the server that agents ask has ended")
+            return int(self._bound.getsockname()[1])

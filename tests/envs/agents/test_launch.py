@@ -1,0 +1,191 @@
+"""An agent is started with its task, ends in time, and leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from temper.envs.agents.agent import AgentEnv, result_of, task_for_agent
+from temper.envs.agents.launch import AgentEnd, Nursery
+from temper.errors import UserError
+from temper.types import Message, Task
+
+TASK = {"id": "t", "prompt": "hello", "messages": [], "seed": 0}
+
+
+def script(folder: Path, text: str, name: str = "agent.py") -> str:
+    path = folder / name
+    path.write_text(text)
+    return f"{sys.executable} {path}"
+
+
+def run_agent(seconds: float = 20.0, **options: Any) -> AgentEnd:
+    async def play() -> AgentEnd:
+        nursery = Nursery(AgentEnv(**options).settings)
+        try:
+            return await asyncio.wait_for(nursery.run(TASK, {"OPENAI_API_KEY": "key-1"}), seconds)
+        finally:
+            await nursery.close()
+
+    return asyncio.run(play())
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_command_gets_its_task_and_its_key_and_prints_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "s3cret")
+    text = "import json, os, sys\ntask = json.load(sys.stdin)\n"
+    text += "print(task['prompt'], os.environ['OPENAI_API_KEY'], os.environ.get('SECRET_TOKEN'))"
+    end = run_agent(command=script(tmp_path, text))
+    assert (end.problem, end.stdout.strip()) == (None, "hello key-1 None")
+    allowed = run_agent(command=script(tmp_path, text), variables=["SECRET_TOKEN"])
+    assert allowed.stdout.strip() == "hello key-1 s3cret"
+
+
+def test_a_function_is_imported_once_and_called_in_a_process_of_its_own(tmp_path: Path) -> None:
+    script(
+        tmp_path, "seen = []\nasync def solve(task):\n    seen.append(1)\n    print('noise')\n    return len(seen)\n"
+    )
+    settings = AgentEnv(function=f"{tmp_path / 'agent.py'}:solve").settings
+
+    async def play() -> list[str]:
+        nursery = Nursery(settings)
+        try:
+            ends = await asyncio.gather(*(nursery.run(TASK, {}) for _ in range(3)))
+            assert all(end.problem is None for end in ends)
+            return [result_of(end.stdout) for end in ends]
+        finally:
+            await nursery.close()
+
+    assert asyncio.run(play()) == ["1", "1", "1"], "what one episode leaves in memory, another finds"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("raise ValueError('no luck')", "exit code 1.*no luck"),
+        ("import os\nos.kill(os.getpid(), 9)", "signal 9"),
+        ("while True: print('x' * 100000)", "printed more than"),
+    ],
+)
+def test_an_agent_that_does_not_end_well_says_why(tmp_path: Path, text: str, problem: str) -> None:
+    end = run_agent(command=script(tmp_path, text))
+    assert end.problem is not None
+    assert re.search(problem, end.problem, re.DOTALL), end.problem
+
+
+DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open(sys.argv[1], "w").write(str(os.getpid()))
+        time.sleep(600)
+    os._exit(0)
+while not os.path.exists(sys.argv[1]) or not open(sys.argv[1]).read():
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("then", ["", "time.sleep(600)"])
+def test_an_agent_that_forks_is_an_error_and_nothing_of_it_is_left(tmp_path: Path, then: str) -> None:
+    note = tmp_path / "pid"
+    command = f"{script(tmp_path, DAEMON + then)} {note}"
+    if then:  # it hangs, too
+        with pytest.raises(TimeoutError):
+            run_agent(seconds=2.0, command=command)
+    else:
+        assert "left 1 processes running" in str(run_agent(command=command).problem)
+    assert not is_running(int(note.read_text())), "a grandchild in a session of its own outlived its agent"
+
+
+def test_agents_end_when_temper_is_killed(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    command = f"{script(tmp_path, DAEMON + 'time.sleep(600)')} {note}"
+    child = os.fork()
+    if child == 0:
+        try:
+            run_agent(seconds=60.0, command=command)
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 20
+    while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    while is_running(int(note.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(int(note.read_text()))
+
+
+def test_a_nursery_that_was_killed_is_started_anew(tmp_path: Path) -> None:
+    async def play() -> list[str]:
+        nursery = Nursery(AgentEnv(command=script(tmp_path, "print('here')")).settings)
+        try:
+            first = await nursery.run(TASK, {})
+            assert nursery._process is not None
+            nursery._process.kill()
+            await asyncio.wait_for(nursery._process.wait(), 10)
+            return [first.stdout, (await nursery.run(TASK, {})).stdout]
+        finally:
+            await nursery.close()
+
+    assert asyncio.run(play()) == ["here\n", "here\n"]
+
+
+def test_a_function_that_cannot_be_imported_is_the_users_mistake(tmp_path: Path) -> None:
+    script(tmp_path, "import nothing_of_this_name")
+    with pytest.raises(UserError, match=r"cannot be started: ModuleNotFoundError: .*nothing_of_this_name"):
+        run_agent(function=f"{tmp_path / 'agent.py'}:solve")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "options.command"),
+        ({"command": "x", "function": "a:b"}, "options.command"),
+        ({"command": "no-such-program --x"}, "there is no program 'no-such-program'"),
+        ({"function": "solve"}, "package.module:name"),
+        ({"function": "no/such.py:solve"}, "no/such.py is not there"),
+        ({"command": "python x.py", "max_running": 0}, "max_running=0"),
+        ({"command": "python x.py", "sandbox": True}, "sandbox = true cannot be had"),
+        ({"command": "python x.py", "tools": "hermse"}, "call_format"),
+        ({"command": "python x.py", "python": "/no/python"}, "python='/no/python'"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        AgentEnv(**options)
+
+
+def test_the_gold_answer_is_not_told() -> None:
+    task = Task(id="t", messages=(Message(role="user", content="6*7"),), answer="42", extra={"hidden": "42"})
+    assert "42" not in str(task_for_agent(task, task.messages, 0))
+
+
+@pytest.mark.parametrize(
+    ("printed", "result"),
+    [
+        ("42\n", "42"),
+        ('log line\n{"result": "42"}\n', "42"),
+        ('{"result": {"a": 1}}', '{"a": 1}'),
+        ('first\n{"other": 1}', 'first\n{"other": 1}'),
+        ("", ""),
+    ],
+)
+def test_a_result_is_the_last_line_when_that_says_so_and_else_everything(printed: str, result: str) -> None:
+    assert result_of(printed) == result
