@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import UserError
+from temper.folders.stored import StoredTensors
 from temper.models.load import load_model
 from temper.models.lora.wrapping import (
     LoadModel,
@@ -27,7 +28,6 @@ from temper.models.lora.wrapping import (
 )
 from temper.models.nf4.layers import holds_four_bits
 from temper.models.save import save_model, saved_tensors
-from temper.models.stored import StoredTensors
 from temper.trainer.ranks.parts import (
     GatheredTensors,
     WholeTensors,

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from temper.folders.stored import StoredTensors
 from temper.models.decoder import Numerics, can_walk, set_numerics
 from temper.models.families import freeze_rotations
 from temper.models.load import load_model, prepare, read_config, read_shape
 from temper.models.save import saved_tensors
-from temper.models.stored import StoredTensors
 from temper.trainer.ranks.parts import cut
 from temper.trainer.weights import take_over
 
