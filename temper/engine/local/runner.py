@@ -25,7 +25,9 @@ from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.sampling import Drawn, Draws, Table, draw
 from temper.engine.local.scheduler import Schedule
 from temper.engine.local.warming import ExpectedRequests, chunk_sizes, decode_keys
-from temper.models.decoder import numerics_of
+from temper.models.decoder import can_walk, numerics_of
+from temper.models.experts.products import can_group
+from temper.models.experts.routing import expert_layers, has_experts
 from temper.models.nan import explain_nan
 from temper.models.states import Head, hidden_states
 
@@ -47,7 +49,7 @@ class Runner:
         self._head = Head.of(model)
         self._graphs: DecodeGraphs | None = None
         self._chunk_graphs: ChunkGraphs | None = None
-        if graphs is not None and self._is_gpu:
+        if graphs is not None and self._is_gpu and not _waits_for_host(model):
             record = record or CudaRecorder()
             work = DecodeWork(self._decode_pass, self._logits, self._splits)
             self._graphs = DecodeGraphs(work, graphs, cache.block_size, device, record)
@@ -223,6 +225,14 @@ class Runner:
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+def _waits_for_host(model: Any) -> bool:
+    """Whether a pass over experts asks the device how many rows each has: such a step cannot be recorded."""
+    if not has_experts(model) or not can_walk(model) or next(model.parameters()).device.type != "cuda":
+        return False
+    layers = model.get_decoder().layers
+    return not all(can_group(layers[place].mlp.experts.gate_up_proj) for place in expert_layers(model))
 
 
 def _keep_ids(kept_RV: Tensor) -> list[NDArray[np.int32]]:

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from temper.errors import UserError
 from temper.models.attention_interface import Attend
+from temper.models.decoder import can_walk
+from temper.models.experts.routing import has_experts
+from temper.models.states import hidden_states
 
 SOFTMAX_ROUTERS = ("flex_olmo", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Families (model_type) that choose the top of a softmax over the experts. Others score by sigmoid, add a bias or
@@ -31,6 +34,9 @@ def hidden_and_router_logits(
             f"objective rspo: how {text.model_type} chooses its experts is not known to Temper, which can compare the "
             f"routers of {', '.join(SOFTMAX_ROUTERS)}. Choose one of them, or an objective without router factor"
         )
+    if can_walk(model) and has_experts(model):
+        seen = _SeenLogits()
+        return hidden_states(model, token_ids_T, positions_T, attend, seen), tuple(seen.by_layer.values())
     output = model.get_decoder()(
         input_ids=token_ids_T.unsqueeze(0),
         position_ids=positions_T.unsqueeze(0),
@@ -46,6 +52,17 @@ def hidden_and_router_logits(
             f"objective without router factor, such as gmpo, or a model such as Qwen3-MoE, Mixtral or OLMoE"
         )
     return output.last_hidden_state[0], tuple(logits.flatten(0, -2) for logits in recorded)
+
+
+class _SeenLogits:
+    """A Routes that changes nothing. By layer: one that is computed again says the same."""
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, Tensor] = {}
+
+    def route(self, layer: int, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+        self.by_layer[layer] = logits_TE
+        return chosen_TK
 
 
 def record_routes(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
