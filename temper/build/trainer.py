@@ -16,6 +16,7 @@ from temper.build.models import Models, load_models, optimizer_settings
 from temper.build.objective import resolve_objective
 from temper.config import RunConfig
 from temper.config.memory import settled_choice
+from temper.models.experts.routes import set_replaying
 from temper.parity.isolation import check_isolation
 from temper.protocols import Trainer
 from temper.stages.kinds import kind_of
@@ -52,6 +53,10 @@ def open_here(order: TrainerOrder, tokenizer: Any = None) -> tuple[LocalTrainer,
     config = order.config
     objective = resolve_objective(config)
     models = load_models(config, objective, order.folder)
+    if order.is_rolling and config.model.replay_routes:
+        set_replaying(models.policy, True)
+        if models.others.reference is not None:
+            set_replaying(models.others.reference, config.model.replay_routes == "reference")
     if config.cluster.parts:
         _cut(models)
     choice = settled_choice(config)

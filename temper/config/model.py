@@ -16,7 +16,7 @@ _SEVERAL_TEACHERS = re.compile(r"\s*\w+\s*=[^,]+(,\s*\w+\s*=[^,]+)+")
 
 
 class NewModelConfig(Section):
-    """A small random Llama model with a character tokenizer, made when the run starts."""
+    """A small random Llama, or Qwen3-MoE, with a character tokenizer, made when the run starts."""
 
     layers: int = Field(4, ge=1)
     """Decoder layers."""
@@ -27,7 +27,11 @@ class NewModelConfig(Section):
     kv_heads: int = Field(2, ge=1)
     """Heads that hold keys and values; divides `heads`."""
     mlp_width: int = Field(384, ge=8)
-    """Size inside the feed-forward layers."""
+    """Size inside the feed-forward layers, or inside each expert."""
+    experts: int = Field(0, ge=0)
+    """Experts of each layer; 0: a dense model."""
+    experts_per_token: int = Field(2, ge=1)
+    """How many of them a token meets."""
     context: int = Field(256, ge=8)
     """Longest sequence, in tokens."""
     alphabet: str = "abcdefghijklmnopqrstuvwxyz0123456789+-*/=?.,:;!'() "
@@ -39,6 +43,8 @@ class NewModelConfig(Section):
             raise ValueError(
                 f"width={self.width} must be a multiple of heads={self.heads}, and heads of kv_heads={self.kv_heads}"
             )
+        if 0 < self.experts < self.experts_per_token:
+            raise ValueError(f"experts_per_token={self.experts_per_token} is more than the {self.experts} experts")
         return self
 
 
@@ -85,6 +91,17 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third more time. auto: where a GPU has no room
     for them; never on a CPU. "offload": on a GPU, what they are recomputed from waits in the memory of the host, for
     rows of tens of thousands of tokens."""
+
+    replay_routes: bool | Literal["reference"] = False
+    """For mixtures of experts: the trainer sends every token to the experts that it met in the sampler (R3), whatever
+    its own routers choose now; routers still learn. "reference": so does the reference."""
+
+    @field_validator("replay_routes", mode="before")
+    @classmethod
+    def _flag_or_reference(cls, value: object) -> object:
+        if value not in (True, False, "reference"):
+            raise ValueError('use true, false or "reference"')
+        return value
 
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
