@@ -64,6 +64,24 @@ class LoraConfig(Section):
     bytes a parameter (QLoRA), for training and sampling alike."""
 
 
+class RoutersConfig(Section):
+    """Routers of a mixture of experts."""
+
+    balance: float = Field(0.0, ge=0)
+    """Coefficient of the load-balancing loss, e.g. 0.001: E/K times the share of a row's tokens that chose an expert,
+    times its mean probability, summed over experts; 1 when they are even."""
+    z: float = Field(0.0, ge=0)
+    """Coefficient of the z-loss, e.g. 0.001: mean square of the logarithm of the sum of exponentials of the logits."""
+    frozen: bool = False
+    """Routers are not trained."""
+
+    @model_validator(mode="after")
+    def _moves_or_not(self) -> RoutersConfig:
+        if self.frozen and (self.balance or self.z):
+            raise ValueError("frozen routers learn from no loss: leave balance and z at 0, or frozen = false")
+        return self
+
+
 class ModelConfig(Section):
     """The model to start from, its adapters, teachers and precision."""
 
@@ -92,6 +110,8 @@ class ModelConfig(Section):
     for them; never on a CPU. "offload": on a GPU, what they are recomputed from waits in the memory of the host, for
     rows of tens of thousands of tokens."""
 
+    routers: RoutersConfig | None = None
+    """Keep the routers of a mixture of experts even, or as they are, e.g. {balance = 0.001}."""
     replay_routes: bool | Literal["reference"] = False
     """For mixtures of experts: the trainer sends every token to the experts that it met in the sampler (R3), whatever
     its own routers choose now; routers still learn. "reference": so does the reference."""

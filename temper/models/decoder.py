@@ -118,7 +118,7 @@ def _experts(layer: Any, ops: Ops, normed_TD: Tensor, routes: Routes | None) -> 
     logits_TE = ops.linear(normed_TD, mlp.gate.weight, None)
     experts_TK = ops.choose(logits_TE, config.num_experts_per_tok)
     if routes is not None:
-        experts_TK = routes.route(layer.self_attn.layer_idx, logits_TE, experts_TK)
+        logits_TE, experts_TK = routes.route(layer.self_attn.layer_idx, logits_TE, experts_TK)
     weights_TK = weights_of(config, logits_TE, experts_TK)
     places = places_of(experts_TK, logits_TE.shape[1])
     gated_SF = ops.silu_mul(ops.grouped(spread(normed_TD, places), mlp.experts.gate_up_proj, places.ends_E))

@@ -82,9 +82,9 @@ class _Recorder:
     def __init__(self, slots_SLK: Tensor, places: dict[int, int], slots_T: Tensor) -> None:
         self._slots_SLK, self._places, self._slots_T = slots_SLK, places, slots_T
 
-    def route(self, layer: int, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+    def route(self, layer: int, logits_TE: Tensor, chosen_TK: Tensor) -> tuple[Tensor, Tensor]:
         self._slots_SLK[self._slots_T, self._places[layer]] = chosen_TK.to(self._slots_SLK.dtype)
-        return chosen_TK
+        return logits_TE, chosen_TK
 
 
 class Replay:
@@ -100,15 +100,15 @@ class Replay:
         self._is_routed_T1 = is_routed_T.unsqueeze(1)
         self._asked = dict.fromkeys(shape.layers, 0)
         self.moved: dict[int, Tensor] = {}
-        """By layer: of the experts in the record, how many the router would not have chosen now."""
+        """By layer [T]: of the experts in a token's record, how many the router would not have chosen now."""
 
-    def route(self, layer: int, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+    def route(self, layer: int, logits_TE: Tensor, chosen_TK: Tensor) -> tuple[Tensor, Tensor]:
         recorded_TK = self._by_layer[layer]
         assert recorded_TK.shape == chosen_TK.shape, "a route for every token of the pass, and no other"
         self._asked[layer] += 1
         is_other_TK = (recorded_TK.unsqueeze(2) != chosen_TK.unsqueeze(1)).all(2)
-        self.moved[layer] = (is_other_TK & self._is_routed_T1).sum()
-        return torch.where(self._is_routed_T1, recorded_TK, chosen_TK)
+        self.moved[layer] = (is_other_TK & self._is_routed_T1).sum(1)
+        return logits_TE, torch.where(self._is_routed_T1, recorded_TK, chosen_TK)
 
     def require_taken_once(self) -> None:
         """Call it when the pass is done: every layer has asked for its routes, once."""

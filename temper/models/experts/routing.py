@@ -33,10 +33,11 @@ EXPERT_FAMILIES = {
 
 
 class Routes(Protocol):
-    """Told of every layer's choice, and may replace it: records routes, or replays recorded ones."""
+    """Told of every layer's choice, and may replace it: records routes, replays recorded ones, or measures."""
 
-    def route(self, layer: int, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-        """The experts [T, K] that work. logits: the router's; chosen: its own choice, most likely first."""
+    def route(self, layer: int, logits_TE: Tensor, chosen_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits from which weights follow, and the experts [T, K] that work. logits: the router's; chosen: its own
+        choice, most likely first."""
         ...
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from temper.errors import UserError
 from temper.models.attention_interface import Attend
 from temper.models.decoder import can_walk
-from temper.models.experts.routes import Replay
-from temper.models.experts.routing import has_experts
+from temper.models.experts.routing import Routes, has_experts
 from temper.models.states import hidden_states
 
 SOFTMAX_ROUTERS = ("flex_olmo", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
@@ -26,11 +25,11 @@ choose groups first: the top of a softmax would name experts that never worked."
 
 
 def hidden_and_router_logits(
-    model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, replay: Replay | None = None
+    model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, inner: Routes | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Last hidden states [T, D] of packed tokens, and logits [T, E] of every router, first layer first.
 
-    replay: routes to take in place of the routers' choice.
+    inner: who else is told of the routers' choice, and may replace it.
     """
     text = model.config.get_text_config()
     if hasattr(text, "num_experts_per_tok") and text.model_type not in SOFTMAX_ROUTERS:
@@ -39,7 +38,7 @@ def hidden_and_router_logits(
             f"routers of {', '.join(SOFTMAX_ROUTERS)}. Choose one of them, or an objective without router factor"
         )
     if can_walk(model) and has_experts(model):
-        seen = _SeenLogits(replay)
+        seen = _SeenLogits(inner)
         return hidden_states(model, token_ids_T, positions_T, attend, seen), tuple(seen.by_layer.values())
     output = model.get_decoder()(
         input_ids=token_ids_T.unsqueeze(0),
@@ -61,13 +60,13 @@ def hidden_and_router_logits(
 class _SeenLogits:
     """A Routes that looks. By layer: one that is computed again says the same."""
 
-    def __init__(self, inner: Replay | None) -> None:
+    def __init__(self, inner: Routes | None) -> None:
         self._inner = inner
         self.by_layer: dict[int, Tensor] = {}
 
-    def route(self, layer: int, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+    def route(self, layer: int, logits_TE: Tensor, chosen_TK: Tensor) -> tuple[Tensor, Tensor]:
         self.by_layer[layer] = logits_TE
-        return chosen_TK if self._inner is None else self._inner.route(layer, logits_TE, chosen_TK)
+        return (logits_TE, chosen_TK) if self._inner is None else self._inner.route(layer, logits_TE, chosen_TK)
 
 
 def record_routes(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:

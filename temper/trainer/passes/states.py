@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from temper.errors import UserError
 from temper.models.attention_interface import Attend
 from temper.models.decoder import numerics_of
+from temper.models.experts.balance import RouterWatch
 from temper.models.experts.routes import Replay, replays, route_shape
 from temper.models.families import steady_context
 from temper.models.states import hidden_states
@@ -80,8 +81,11 @@ def drawn_states(
     routers: bool = False,
     shares: bool | None = None,
     make_attention: MakeAttention | None = None,
+    watch: RouterWatch | None = None,
 ) -> DrawnStates:
     """The hidden states that score the drawn tokens of a microbatch, on the model's device.
+
+    watch: what is told of the routers of a walked model with experts.
 
     shares: whether a prompt that rows have in common is computed once; never when routers are asked for. None: yes, but
     not in float64, which is for proofs: models compute norms in float32 all the same, and of what is summed before a
@@ -100,12 +104,17 @@ def drawn_states(
     logits: tuple[Tensor, ...] = ()
     sharing = shared_prompts(microbatch, device) if shares and not routers else None
     replay = _replay(model, microbatch, None if sharing is None else sharing.computed_U)
+    if watch is not None:
+        where_A = drawn_A - 1 if sharing is None else sharing.source_T[drawn_A - 1]
+        rows_A = microbatch.sequence_ids.to(device)[drawn_A]
+        watch.begin(where_A, rows_A, len(microbatch.lengths), replay)
+    routes = replay if watch is None else watch
     if routers:
-        hidden_TD, logits = hidden_and_router_logits(model, token_ids_T, positions_T, attend, replay)
+        hidden_TD, logits = hidden_and_router_logits(model, token_ids_T, positions_T, attend, routes)
     elif sharing is not None:
-        hidden_TD = sharing.hidden_states(model, token_ids_T, positions_T, attend, replay)
+        hidden_TD = sharing.hidden_states(model, token_ids_T, positions_T, attend, routes)
     else:
-        hidden_TD = hidden_states(model, token_ids_T, positions_T, attend, replay)
+        hidden_TD = hidden_states(model, token_ids_T, positions_T, attend, routes)
     if replay is not None:
         replay.require_taken_once()
     return DrawnStates(take_rows(hidden_TD, drawn_A - 1), token_ids_T[drawn_A], drawn_A, logits)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from temper.commands.training.train import train
 from temper.config import resolve, to_toml
@@ -51,6 +52,27 @@ def test_a_run_in_exact_mode_needs_no_replay(tiny_recipe: dict[str, Any], tmp_pa
     for metrics in run(recipe, tmp_path):
         assert metrics["mismatch/logp_abs_max"] == 0.0
         assert metrics["policy/ratio_max"] == 1.0
+
+
+def test_routers_are_balanced_or_frozen_as_the_recipe_says(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe = with_experts(tiny_recipe, routers={"balance": 0.5, "z": 0.1})
+    for metrics in run(recipe, tmp_path / "balanced"):
+        assert metrics["loss/balance"] > 0.4
+        assert metrics["loss/router_z"] > 0
+        assert 1 <= metrics["route/load_max"] <= 2
+    recipe["model"]["routers"] = {"frozen": True}
+    run(recipe, tmp_path / "frozen")
+    moved = {}
+    for name in ("balanced", "frozen"):
+        first, last = (load_gates(tmp_path / name / "run", kind) for kind in ("model", "checkpoints"))
+        moved[name] = max(float((last[gate] - first[gate]).abs().max()) for gate in first)
+    assert moved["frozen"] == 0.0 < moved["balanced"]
+
+
+def load_gates(folder: Path, kind: str) -> dict[str, Any]:
+    """Weights of the routers in the first model, or in the last checkpoint."""
+    files = sorted((folder / kind).rglob("model.safetensors"), key=lambda path: path.stat().st_mtime)
+    return {name: tensor for name, tensor in load_file(files[-1]).items() if "mlp.gate.weight" in name}
 
 
 def test_dense_models_and_other_engines_are_refused(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
