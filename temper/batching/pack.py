@@ -150,7 +150,7 @@ def _microbatch(rollouts: Sequence[Rollout], dtype: torch.dtype) -> Microbatch:
 def _routes(rows: Sequence[Sample]) -> dict[str, Tensor]:
     """Microbatch.routes and is_routed; empty when no row has routes. Rows of a batch without are routed anew."""
     known = [ragged(row.routes) for row in rows if row.routes is not None]
-    if not known:
+    if not any(len(column.flat) for column in known):
         return {}
     columns = [no_lists(len(row.token_ids), known[0]) if row.routes is None else ragged(row.routes) for row in rows]
     dtype = torch.uint8 if known[0].values.dtype == np.uint8 else torch.int16

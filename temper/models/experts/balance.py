@@ -83,6 +83,11 @@ class RouterWatch:
         self._where_A, self._rows_A, self._num_rows, self._replay = where_A, rows_A, num_rows, replay
 
     @property
+    def pulls(self) -> bool:
+        """Whether there are losses: rows then share no tokens, so that no two slopes fall on one."""
+        return self._settings != BalanceSettings()
+
+    @property
     def num_drawn(self) -> int:
         return len(self._where_A)
 
@@ -90,9 +95,7 @@ class RouterWatch:
         with torch.no_grad():
             slope_AE = self._measure(layer, logits_TE[self._where_A], chosen_TK[self._where_A])
         if slope_AE is not None and logits_TE.requires_grad:
-            # Rows may share the token before their first drawn one; so they are added in a fixed order on a GPU, too.
-            slope_TE = slope_AE.new_zeros(logits_TE.shape)
-            slope_TE.index_put_((self._where_A,), slope_AE * self._scale, accumulate=True)
+            slope_TE = slope_AE.new_zeros(logits_TE.shape).index_copy_(0, self._where_A, slope_AE * self._scale)
             logits_TE = _AddSlope.apply(logits_TE, slope_TE.to(logits_TE.dtype))  # type: ignore[no-untyped-call]
         if self._replay is None:
             return logits_TE, chosen_TK
@@ -109,7 +112,7 @@ class RouterWatch:
         self.num_chosen = chosen_AK.shape[1]
         self.loads[layer] = taken_AE.sum(0)
         self.entropies[layer] = -(probabilities_AE * logprobs_AE).sum()
-        if self._settings == BalanceSettings():
+        if not self.pulls:
             return None
         slope_AE = torch.zeros_like(probabilities_AE)
         if self._settings.balance:

@@ -87,9 +87,9 @@ def drawn_states(
 
     watch: what is told of the routers of a walked model with experts.
 
-    shares: whether a prompt that rows have in common is computed once; never when routers are asked for. None: yes, but
-    not in float64, which is for proofs: models compute norms in float32 all the same, and of what is summed before a
-    norm the rounding would depend on the rows of a microbatch.
+    shares: whether a prompt that rows have in common is computed once; never when routers are asked for or balanced.
+    None: yes, but not in float64, which is for proofs: models compute norms in float32 all the same, and of what is
+    summed before a norm the rounding would depend on the rows of a microbatch.
     """
     require_room(model, microbatch)
     parameter = next(model.parameters())
@@ -102,7 +102,8 @@ def drawn_states(
     token_ids_T, positions_T = microbatch.token_ids.to(device), microbatch.positions.to(device)
     drawn_A = drawn_A.to(device)
     logits: tuple[Tensor, ...] = ()
-    sharing = shared_prompts(microbatch, device) if shares and not routers else None
+    shares = shares and not routers and not (watch is not None and watch.pulls)
+    sharing = shared_prompts(microbatch, device) if shares else None
     replay = _replay(model, microbatch, None if sharing is None else sharing.computed_U)
     if watch is not None:
         where_A = drawn_A - 1 if sharing is None else sharing.source_T[drawn_A - 1]
