@@ -3,6 +3,7 @@
     python benchmarks/engine.py models/smollm2-135m                      # 64 together, fast and exact
     python benchmarks/engine.py models/smollm2-135m --random --together 64 1024 --with bare generate   # a GPU
     python benchmarks/engine.py qwen2.5-7b --together 64 256 --with --weights model fp8   # random weights of a shape
+    python benchmarks/engine.py qwen3-30b-a3b-6-layers --together 64 256 --with generate --routes   # experts
     python benchmarks/engine.py models/smollm2-135m --grow docs/engine.svg   # cost against length, batch and groups
 Every request draws exactly --new tokens at temperature 1 with log-probabilities, through the public engine.
 `bare` is a hand-written decode step, compiled, replayed without scheduler, sampling parameters or host: the limit.
@@ -60,7 +61,7 @@ REPEATS = 4
 """The last one counts: on a GPU the second of a size records it."""
 
 
-def make_engine(model: Any, numerics: Any, together: int, length: int) -> LocalEngine:
+def make_engine(model: Any, numerics: Any, together: int, length: int, *, routes: bool = False) -> LocalEngine:
     model = prepare(model)
     lay_end_to_end(model)
     set_numerics(model, numerics)
@@ -76,6 +77,7 @@ def make_engine(model: Any, numerics: Any, together: int, length: int) -> LocalE
             max_length=length,
             steps_per_sync=8,
             prefix_cache=False,
+            routes=routes,
         ),
     )
 
@@ -102,10 +104,10 @@ def time_engine(engine: LocalEngine, prompts: list[tuple[int, ...]], new: int, n
 
 
 def measure_engine(
-    model: Any, options: argparse.Namespace, numerics: str, together: int, weights: str = "model"
+    model: Any, options: argparse.Namespace, numerics: str, together: int, weights: str = "model", routes: bool = False
 ) -> float:
     model = float8_copy(prepare(model)) if weights == "fp8" else model
-    engine = make_engine(model, numerics, together, options.prompt + options.new + 8)
+    engine = make_engine(model, numerics, together, options.prompt + options.new + 8, routes=routes)
     vocabulary = model.config.get_text_config().vocab_size
     for repeat in range(3):  # the first compiles kernels, the second records graphs
         prompts = make_prompts(together, options.prompt, vocabulary, repeat)
@@ -267,6 +269,7 @@ def main() -> None:
     parser.add_argument("--together", type=int, nargs="+", default=[64])
     parser.add_argument("--with", dest="others", nargs="*", choices=["bare", "generate"], default=["generate"])
     parser.add_argument("--weights", nargs="+", choices=["model", "fp8"], default=["model"], help="fp8: beside bf16")
+    parser.add_argument("--routes", action="store_true", help="experts: in place of exact, with every route recorded")
     parser.add_argument("--grow", help="write a chart of how cost grows to this file, instead of the table")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2000])
     options = parser.parse_args()
@@ -278,6 +281,11 @@ def main() -> None:
         "temper": lambda together: measure_engine(model, options, "fast", together),
         "temper exact": lambda together: measure_engine(model, options, "exact", together),
     }
+    if options.routes:
+        columns = {
+            "temper": columns["temper"],
+            "temper routes": lambda together: measure_engine(model, options, "fast", together, routes=True),
+        }
     if "fp8" in options.weights:
         columns = {
             "temper": columns["temper"],

@@ -4,6 +4,7 @@
     python benchmarks/step.py --shape smollm2-135m   # a GPU
     python benchmarks/step.py --only temper --shape qwen2.5-7b --states 8bit --checkpointing --prompts 32 --new 512
     python benchmarks/step.py --only temper --shape qwen2.5-7b --lora 32 --base 4bit --checkpointing --new 2000
+    python benchmarks/step.py --only temper --shape qwen3-30b-a3b-6-layers --states 8bit --checkpointing --replay
     python benchmarks/step.py --only temper --shape qwen2.5-1.5b --prompts 2 --group 2 --new 32000 --checkpointing
 The first step is printed beside later ones; what is compiled for it is kept, so run it twice to see how a run starts.
 Needs `pip install "temper-rl[bench]"` for the TRL column; --only temper leaves it out.
@@ -83,11 +84,12 @@ def recipe_of(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str
     rows = folder / "prompts.jsonl"
     rows.write_text("".join(json.dumps({"prompt": p, "answer": ALPHABET}) + "\n" for p in prompts(512)))
     completions = options.prompts * options.group
-    lora = {"lora": {"rank": options.lora, "base": options.base}} if options.lora else {}
+    more: dict[str, Any] = {"lora": {"rank": options.lora, "base": options.base}} if options.lora else {}
+    more |= {"replay_routes": True} if options.replay else {}
     # The reward grows with the letters of an answer, as in TRL's column: nearly every group has a signal to train on.
     return {
         "steps": options.steps,
-        "model": {"path": str(folder), "dtype": dtype, "gradient_checkpointing": options.checkpointing, **lora},
+        "model": {"path": str(folder), "dtype": dtype, "gradient_checkpointing": options.checkpointing, **more},
         "optim": {"states": options.states, "offload": options.offload},
         "train": [{"path": str(rows)}],
         "reward": [{"kind": "edit"}],
@@ -239,6 +241,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="Temper: train adapters of this rank")
     parser.add_argument("--base", choices=["full", "4bit"], default="full", help="Temper: the model under adapters")
+    parser.add_argument("--replay", action="store_true", help="Temper, experts: model.replay_routes")
     parser.add_argument("--trl-batch", type=int, default=64, help="TRL: sequences per forward pass")
     parser.add_argument("--trl-steps", type=int, help="TRL: as many as --steps unless given; its steps vary little")
     parser.add_argument("--only", choices=["temper", "trl"])

@@ -52,6 +52,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("engine/vllm/sampling.py", "bincount"): (3, WHOLE),
     ("engine/vllm/sampling.py", "cumsum"): (1, WHOLE),
     ("engine/local/sampling.py", "cumsum"): (2, "along rows: torch scans each from first to last"),
+    ("models/experts/balance.py", "index_add_"): (1, WHOLE),
     ("models/kernels/draw.py", "cumsum"): (1, "inside one program, always the same tree"),
 }
 """(file, call) -> how often, and why its order cannot change a result."""

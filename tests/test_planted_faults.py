@@ -313,6 +313,7 @@ def late(change: Fault) -> Fault:
 
 PLANTED: dict[str, Fault] = {
     "mismatch": late(lambda r: {"metrics": {"mismatch/kl_k3": 0.03, "mismatch/logp_abs_max": 2.0}}),
+    "expert_collapse": lambda r: {"metrics": {"route/load_max": 3.0 if r.step >= 60 else 1.6}},
     "throughput_drop": late(lambda r: {"seconds": {name: 3 * spent for name, spent in r.seconds.items()}}),
     "memory_growth": lambda r: {"system": {"sys/peak_memory_bytes": 5e8 * 1.003**r.step}},
     "not_finite": late(lambda r: {"metrics": {"policy/grad_norm": math.inf}}),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from temper.types import Microbatch, Sample, array_of
-from temper.types.columns import ragged
+from temper.types.columns import no_lists, ragged
 
 Row = tuple[int, Sample]
 """A sample and its number among those that are packed."""
@@ -143,7 +143,20 @@ def _microbatch(rollouts: Sequence[Rollout], dtype: torch.dtype) -> Microbatch:
         top_logprobs=_table([row.top_logprobs for row in rows], dtype),
         keep_ids=keep_ids,
         keep_counts=keep_counts,
+        **_routes(rows),
     )
+
+
+def _routes(rows: Sequence[Sample]) -> dict[str, Tensor]:
+    """Microbatch.routes and is_routed; empty when no row has routes. Rows of a batch without are routed anew."""
+    known = [ragged(row.routes) for row in rows if row.routes is not None]
+    if not any(len(column.flat) for column in known):
+        return {}
+    columns = [no_lists(len(row.token_ids), known[0]) if row.routes is None else ragged(row.routes) for row in rows]
+    dtype = torch.uint8 if known[0].values.dtype == np.uint8 else torch.int16
+    table = _table(columns, dtype)
+    assert table is not None, "some row has routes"
+    return {"routes": table, "is_routed": torch.from_numpy(np.concatenate([c.counts for c in columns]) > 0)}
 
 
 def _integers(columns: Iterable[Sequence[int]]) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from temper.types import Column, Completion, Group, Ragged, Sample, Task, Trajectory, array_of, join_ragged, no_lists
+from temper.types.columns import ragged
+from temper.types.routes import continue_routes
 
 _OPTIONAL = ("top_ids", "top_logprobs", "keep_ids")
 """Columns of a Completion and of a Sample that only some samplers fill."""
@@ -81,6 +84,9 @@ def _sample(
 ) -> Sample:
     """`optional`: columns of lists to fill, each with one of its kind."""
     columns: dict[str, Any] = {name: _lists(row, name, like) for name, like in optional.items()}
+    if all(stretch.drawn.routes is not None for stretch in row):
+        # Each turn's are over all of its prompt, the turns before it included.
+        columns["routes"] = reduce(continue_routes, (ragged(stretch.drawn.routes or ()) for stretch in row))
     num_given = [len(stretch.given) for stretch in row]
     zeros = Column[float](np.zeros(sum(num_given) + sum(len(stretch.drawn.token_ids) for stretch in row)))
     return Sample(

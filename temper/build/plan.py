@@ -100,6 +100,7 @@ def _sides(stage: Stage) -> Sides:
         budget=_budget(stage),
         find_stale=None if stage.sampler_model is None else _stale_finder(stage.trainer, stage.sampler_model),
         bos_id=stage.data.tokenizer.bos_token_id,
+        replays_routes=stage.config.model.replay_routes is not False,
         seconds=stage.config.rollout.step_seconds,
     )
 

@@ -70,6 +70,11 @@ def make_sampler(
     kind = config.engine.kind
     if kind != "local" and config.engine.numerics == "exact":
         raise UserError(f'engine.numerics="exact" needs engine.kind="local", not "{config.engine.kind}"')
+    if kind != "local" and config.model.replay_routes and data.is_rolling:
+        raise UserError(
+            f'model.replay_routes needs an engine that tells its routes, and engine.kind="{kind}" does not yet. Use '
+            f'engine.kind = "local", or an objective over sequences, such as gspo, that needs no routes'
+        )
     if kind == "sglang":
         from temper.engine.sglang.engine import SglangEngine, SglangSettings
 
@@ -228,4 +233,5 @@ def _engine_settings(config: RunConfig, data: StageData) -> EngineSettings:
         steps_per_sync=engine.steps_per_sync if engine.graphs else 1,
         cuda_graphs=engine.graphs,
         kv_after_load=engine.kv_after_load,
+        routes=config.model.replay_routes is not False and data.is_rolling,
     )

@@ -16,6 +16,9 @@ from temper.build.models import Models, load_models, optimizer_settings
 from temper.build.objective import resolve_objective
 from temper.config import RunConfig
 from temper.config.memory import settled_choice
+from temper.errors import UserError
+from temper.models.experts.balance import BalanceSettings, freeze_routers, set_balance
+from temper.models.experts.routes import set_replaying
 from temper.protocols import Trainer
 from temper.stages.kinds import kind_of
 from temper.trainer.local import LocalTrainer, TrainerSettings
@@ -50,6 +53,16 @@ def open_here(order: TrainerOrder, tokenizer: Any = None) -> tuple[LocalTrainer,
     config = order.config
     objective = resolve_objective(config)
     models = load_models(config, objective, order.folder)
+    if (routers := config.model.routers) is not None:
+        if config.model.lora is not None:
+            raise UserError("model.routers: with model.lora routers are frozen already. Leave one of both out")
+        set_balance(models.policy, BalanceSettings(balance=routers.balance, z=routers.z))
+        if routers.frozen:
+            freeze_routers(models.policy)
+    if order.is_rolling and config.model.replay_routes:
+        set_replaying(models.policy, True)
+        if models.others.reference is not None:
+            set_replaying(models.others.reference, config.model.replay_routes == "reference")
     choice = settled_choice(config)
     settings = TrainerSettings(
         optimizer=optimizer_settings(config, config.optim.learning_rate),

@@ -16,7 +16,7 @@ _SEVERAL_TEACHERS = re.compile(r"\s*\w+\s*=[^,]+(,\s*\w+\s*=[^,]+)+")
 
 
 class NewModelConfig(Section):
-    """A small random Llama model with a character tokenizer, made when the run starts."""
+    """A small random Llama, or Qwen3-MoE, with a character tokenizer, made when the run starts."""
 
     layers: int = Field(4, ge=1)
     """Decoder layers."""
@@ -27,7 +27,11 @@ class NewModelConfig(Section):
     kv_heads: int = Field(2, ge=1)
     """Heads that hold keys and values; divides `heads`."""
     mlp_width: int = Field(384, ge=8)
-    """Size inside the feed-forward layers."""
+    """Size inside the feed-forward layers, or inside each expert."""
+    experts: int = Field(0, ge=0)
+    """Experts of each layer; 0: a dense model."""
+    experts_per_token: int = Field(2, ge=1)
+    """How many of them a token meets."""
     context: int = Field(256, ge=8)
     """Longest sequence, in tokens."""
     alphabet: str = "abcdefghijklmnopqrstuvwxyz0123456789+-*/=?.,:;!'() "
@@ -39,6 +43,8 @@ class NewModelConfig(Section):
             raise ValueError(
                 f"width={self.width} must be a multiple of heads={self.heads}, and heads of kv_heads={self.kv_heads}"
             )
+        if 0 < self.experts < self.experts_per_token:
+            raise ValueError(f"experts_per_token={self.experts_per_token} is more than the {self.experts} experts")
         return self
 
 
@@ -56,6 +62,24 @@ class LoraConfig(Section):
     base: Literal["full", "4bit"] = "full"
     """How the frozen model under the adapters is held: full: in model.dtype; 4bit: its linear layers in NF4, about 0.53
     bytes a parameter (QLoRA), for training and sampling alike."""
+
+
+class RoutersConfig(Section):
+    """Routers of a mixture of experts."""
+
+    balance: float = Field(0.0, ge=0)
+    """Coefficient of the load-balancing loss, e.g. 0.001: E/K times the share of a row's tokens that chose an expert,
+    times its mean probability, summed over experts; 1 when they are even."""
+    z: float = Field(0.0, ge=0)
+    """Coefficient of the z-loss, e.g. 0.001: mean square of the logarithm of the sum of exponentials of the logits."""
+    frozen: bool = False
+    """Routers are not trained."""
+
+    @model_validator(mode="after")
+    def _moves_or_not(self) -> RoutersConfig:
+        if self.frozen and (self.balance or self.z):
+            raise ValueError("frozen routers learn from no loss: leave balance and z at 0, or frozen = false")
+        return self
 
 
 class ModelConfig(Section):
@@ -85,6 +109,19 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third more time. auto: where a GPU has no room
     for them; never on a CPU. "offload": on a GPU, what they are recomputed from waits in the memory of the host, for
     rows of tens of thousands of tokens."""
+
+    routers: RoutersConfig | None = None
+    """Keep the routers of a mixture of experts even, or as they are, e.g. {balance = 0.001}."""
+    replay_routes: bool | Literal["reference"] = False
+    """For mixtures of experts: the trainer sends every token to the experts that it met in the sampler (R3), whatever
+    its own routers choose now; routers still learn. "reference": so does the reference."""
+
+    @field_validator("replay_routes", mode="before")
+    @classmethod
+    def _flag_or_reference(cls, value: object) -> object:
+        if value not in (True, False, "reference"):
+            raise ValueError('use true, false or "reference"')
+        return value
 
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod

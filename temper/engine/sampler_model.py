@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from temper.errors import UserError
-from temper.models.decoder import FAMILIES, can_walk, lay_end_to_end
+from temper.models.decoder import FAMILIES, is_dense, lay_end_to_end
 from temper.models.float8.layers import float8_copy
 from temper.models.lora.wrapping import has_adapter, with_own_factors, with_own_weights, without_adapter
 from temper.models.nf4.layers import holds_four_bits
@@ -32,7 +32,7 @@ def _made(model: torch.nn.Module, weights: SamplerWeights, runs_ahead: bool) -> 
     if holds_four_bits(model):
         return with_own_factors(model) if runs_ahead else model
     if weights == "fp8":
-        if not can_walk(model):
+        if not is_dense(model):
             raise UserError(
                 f'engine.weights="fp8" is made for the families {", ".join(FAMILIES)}, and this model is a '
                 f'{model.config.get_text_config().model_type}. Use engine.weights = "model"'  # type: ignore[operator, union-attr]

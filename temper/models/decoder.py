@@ -9,13 +9,15 @@ Shapes: _T packed tokens, _D width, H heads, K kv-heads, _F width of the feed-fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from temper.models.experts.products import collect, places_of, spread
+from temper.models.experts.routing import EXPERT_FAMILIES, Routes, has_experts, is_sparse, weights_of
 from temper.models.float8.arithmetic import float8_linear
 from temper.models.float8.inputs import Inputs, States, float8_inputs, plain_inputs
 from temper.models.float8.layers import Float8Linear
@@ -26,13 +28,27 @@ from temper.models.ops import Ops, ops_of, product
 
 Numerics = Literal["fast", "exact"]
 
+WINDOWED = ("mistral", "mixtral")
+"""Families whose configuration has the window of all layers."""
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Norm, attention, norm, gated feed-forward with SiLU; nothing else. By model_type."""
 
 
+WALKED_FAMILIES = (*FAMILIES, *EXPERT_FAMILIES)
+"""Also those whose feed-forward layers are mixtures of experts."""
+
+
 def can_walk(model: Any) -> bool:
     config = model.get_decoder().config.get_text_config()
-    return config.model_type in FAMILIES and config.hidden_act == "silu"
+    if config.model_type not in WALKED_FAMILIES or config.hidden_act != "silu":
+        return False
+    return getattr(config, "clip_qkv", None) is None  # OLMoE
+
+
+def is_dense(model: Any) -> bool:
+    """Whether the model is walked and every matrix of its layers belongs to a linear layer."""
+    return can_walk(model) and not has_experts(model)
 
 
 def numerics_of(model: Any) -> Numerics:
@@ -44,8 +60,8 @@ def set_numerics(model: Any, numerics: Numerics) -> None:
     model.temper_numerics = numerics
 
 
-def walk(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Any) -> Tensor:
-    """Last hidden states [T, D] of packed tokens, without the head."""
+def walk(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Any, routes: Routes | None = None) -> Tensor:
+    """Last hidden states [T, D] of packed tokens, without the head. routes: told of every router's choice."""
     decoder = model.get_decoder()
     ops = ops_of(token_ids_T.device, numerics_of(model))
     residual_TD: Tensor = decoder.embed_tokens(token_ids_T)
@@ -54,25 +70,29 @@ def walk(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Any) -> T
     hidden_TD: Tensor | None = None
     for layer in decoder.layers:
         if getattr(layer, "temper_cut", False):  # called, so that torch gathers it first; it recomputes by itself
-            hidden_TD, residual_TD = layer(ops, hidden_TD, residual_TD, rotation, attend)
+            hidden_TD, residual_TD = layer(ops, hidden_TD, residual_TD, rotation, attend, routes)
         elif layer.training and getattr(layer, "gradient_checkpointing", False) and torch.is_grad_enabled():
             hidden_TD, residual_TD = layer._gradient_checkpointing_func(
-                layer_forward, layer, ops, hidden_TD, residual_TD, rotation, attend
+                layer_forward, layer, ops, hidden_TD, residual_TD, rotation, attend, routes
             )
         else:
-            hidden_TD, residual_TD = layer_forward(layer, ops, hidden_TD, residual_TD, rotation, attend)
+            hidden_TD, residual_TD = layer_forward(layer, ops, hidden_TD, residual_TD, rotation, attend, routes)
     assert hidden_TD is not None, "a decoder has layers"
     return ops.add_rms_norm(hidden_TD, residual_TD, decoder.norm.weight, decoder.norm.variance_epsilon)[0]
 
 
 def layer_forward(
-    layer: Any, ops: Ops, hidden_TD: Tensor | None, residual_TD: Tensor, rotation: tuple[Tensor, Tensor], attend: Any
-) -> tuple[Tensor, Tensor]:
+    layer: Any, ops: Ops, hidden_TD: Tensor | None, residual_TD: Tensor, rotation: tuple[Tensor, Tensor], attend: Any,
+    routes: Routes | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What the layer adds, and what it is added to: the next norm does the addition."""
     inputs, norm = _inputs_of(layer, ops), layer.input_layernorm
     normed_TD, residual_TD = inputs.add_norm(hidden_TD, residual_TD, norm.weight, norm.variance_epsilon)
     attended_TD = _attention(layer.self_attn, ops, normed_TD, rotation, attend)
     norm = layer.post_attention_layernorm
+    if is_sparse(layer.mlp):
+        normed_TD, residual_TD = ops.add_rms_norm(attended_TD, residual_TD, norm.weight, norm.variance_epsilon)
+        return _experts(layer, ops, normed_TD, routes), residual_TD
     # In every pass of such a layer, so that a pass without gradient has the same bits.
     if len(residual_TD) > feed_forward.CHUNK_TOKENS and getattr(layer, "gradient_checkpointing", False):
         whole_TD, residual_TD = ops.add_rms_norm(attended_TD, residual_TD, norm.weight, norm.variance_epsilon)
@@ -84,12 +104,30 @@ def layer_forward(
 
 def _inputs_of(layer: Any, ops: Ops) -> Inputs:
     """float8_copy takes all matrices of a layer or none."""
-    return (float8_inputs if isinstance(layer.mlp.down_proj, Float8Linear) else plain_inputs)(ops)
+    return (float8_inputs if isinstance(layer.self_attn.o_proj, Float8Linear) else plain_inputs)(ops)
 
 
 def _feed_forward(mlp: Any, ops: Ops, inputs: Inputs, normed_TD: States) -> Tensor:
     gated_TF = inputs.silu_mul(_project(ops, normed_TD, (mlp.gate_proj, mlp.up_proj)))
     return _project(ops, gated_TF, (mlp.down_proj,))
+
+
+def _experts(layer: Any, ops: Ops, normed_TD: Tensor, routes: Routes | None) -> Tensor:
+    """What the chosen experts of each token say, weighted, and the shared expert where the family has one."""
+    mlp, config = layer.mlp, layer.self_attn.config
+    logits_TE = ops.linear(normed_TD, mlp.gate.weight, None)
+    experts_TK = ops.choose(logits_TE, config.num_experts_per_tok)
+    if routes is not None:
+        logits_TE, experts_TK = routes.route(layer.self_attn.layer_idx, logits_TE, experts_TK)
+    weights_TK = weights_of(config, logits_TE, experts_TK)
+    places = places_of(experts_TK, logits_TE.shape[1])
+    gated_SF = ops.silu_mul(ops.grouped(spread(normed_TD, places), mlp.experts.gate_up_proj, places.ends_E))
+    said_SD = ops.grouped(gated_SF, mlp.experts.down_proj, places.ends_E)
+    mixed_TD = ops.mix(collect(said_SD, places, experts_TK.shape[1]), weights_TK)
+    if (shared := getattr(mlp, "shared_expert", None)) is None:
+        return mixed_TD
+    share_T1 = ops.sigmoid(_project(ops, normed_TD, (mlp.shared_expert_gate,)))
+    return mixed_TD + share_T1 * _feed_forward(shared, ops, plain_inputs(ops), normed_TD)
 
 
 def _attention(module: Any, ops: Ops, normed_TD: States, rotation: tuple[Tensor, Tensor], attend: Any) -> Tensor:
@@ -99,8 +137,7 @@ def _attention(module: Any, ops: Ops, normed_TD: States, rotation: tuple[Tensor,
     num_heads = heads.shape[1] - 2 * num_kv_heads
     query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if (norm := getattr(module, "q_norm", None)) is not None:
-        query = ops.rms_norm(query, norm.weight, norm.variance_epsilon)
-        key = ops.rms_norm(key, module.k_norm.weight, module.k_norm.variance_epsilon)
+        query, key = _normed(ops, norm, query), _normed(ops, module.k_norm, key)
     window = _window(module)
     if (rotating := getattr(attend, "rotating", None)) is not None:
         output = rotating(module.layer_idx, query, key, value, rotation, scaling=module.scaling, sliding_window=window)
@@ -110,11 +147,17 @@ def _attention(module: Any, ops: Ops, normed_TD: States, rotation: tuple[Tensor,
     return _project(ops, output.flatten(1), (module.o_proj,))
 
 
+def _normed(ops: Ops, norm: Any, heads: Tensor) -> Tensor:
+    """By head, or over all heads at once (OLMoE): as many numbers as the norm has weights."""
+    rows = heads.reshape(len(heads), -1, len(norm.weight))
+    return ops.rms_norm(rows, norm.weight, norm.variance_epsilon).view(heads.shape)
+
+
 def _window(module: Any) -> int | None:
     """Qwen's attention knows whether its layer has a window; Mistral's is the configuration's; Llama has none."""
     if hasattr(module, "sliding_window"):
         return module.sliding_window  # type: ignore[no-any-return]
-    return getattr(module.config, "sliding_window", None) if module.config.model_type == "mistral" else None
+    return getattr(module.config, "sliding_window", None) if module.config.model_type in WINDOWED else None
 
 
 def _project(ops: Ops, hidden_TD: States, linears: Sequence[Any]) -> Tensor:
@@ -188,14 +231,20 @@ def lay_end_to_end(model: Any) -> None:
     if not can_walk(model):
         return
     for layer in model.get_decoder().layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+        for linears in _computed_together(layer):
             if any(type(linear) is not nn.Linear for linear in linears):
                 continue
             for name in ("weight", "bias"):
                 parameters = [getattr(linear, name) for linear in linears]
                 if all(parameter is not None for parameter in parameters):
                     _place(parameters)
+
+
+def _computed_together(layer: Any) -> Iterator[tuple[Any, ...]]:
+    yield layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
+    mlp = getattr(layer.mlp, "shared_expert", None) if is_sparse(layer.mlp) else layer.mlp
+    if mlp is not None:
+        yield mlp.gate_proj, mlp.up_proj
 
 
 def _place(parameters: list[nn.Parameter]) -> None:

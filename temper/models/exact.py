@@ -72,6 +72,12 @@ def spelled_silu_mul(gate_up_T2F: Tensor) -> Tensor:
     return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
 
 
+def spelled_sigmoid(x: Tensor) -> Tensor:
+    """For the same reason from its parts."""
+    wide = _wide(x)
+    return (1 / (1 + torch.exp(-wide))).to(x.dtype)
+
+
 def exact_attention(
     query: Tensor, key: Tensor, value: Tensor, positions_NQ: Tensor, scaling: float, sliding_window: int | None
 ) -> Tensor:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from temper.models.exact import spelled_silu_mul, tiled_linear
+from temper.models.exact import spelled_sigmoid, spelled_silu_mul, tiled_linear
+from temper.models.experts.products import grouped_products, looped_products, ordered_sum, weighted_sum
+from temper.models.experts.routing import ordered_experts, top_experts
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -33,6 +35,13 @@ class Ops:
     """(query [T, H, D], key [T, K, D], cos [T, D], sin [T, D])."""
     silu_mul: Callable[[Tensor], Tensor]
     """[T, 2F]: gate and up side by side -> [T, F]."""
+    sigmoid: Callable[[Tensor], Tensor]
+    choose: Callable[[Tensor, int], Tensor]
+    """(router logits [T, E], how many) -> most likely experts [T, K]. Without gradient."""
+    grouped: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(rows [S, D] sorted by expert, weights [E, O, D], place behind the last row of each expert) -> [S, O]."""
+    mix: Callable[[Tensor, Tensor], Tensor]
+    """(what the experts of each token say [T, K, D], weights [T, K]) -> [T, D]."""
 
 
 @cache
@@ -51,13 +60,22 @@ def ops_of(device: torch.device, numerics: str) -> Ops:
             add_rms_norm=gpu_add_rms_norm,
             rotate=gpu_rotate,
             silu_mul=gpu_silu_mul,
+            sigmoid=torch.sigmoid,
+            choose=top_experts,
+            grouped=grouped_products,
+            mix=weighted_sum,
         )
+    is_exact = numerics == "exact"
     return Ops(
-        linear=tiled_linear if numerics == "exact" else cpu_linear,
+        linear=tiled_linear if is_exact else cpu_linear,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         rotate=rotate,
-        silu_mul=spelled_silu_mul if numerics == "exact" else silu_mul,
+        silu_mul=spelled_silu_mul if is_exact else silu_mul,
+        sigmoid=spelled_sigmoid if is_exact else torch.sigmoid,
+        choose=ordered_experts if is_exact else top_experts,
+        grouped=partial(looped_products, tiled_linear if is_exact else cpu_linear),
+        mix=ordered_sum if is_exact else weighted_sum,
     )
 
 

@@ -14,13 +14,17 @@ from torch import Tensor, nn
 
 from temper.models.decoder import can_walk, numerics_of, walk
 from temper.models.exact import tiled_linear
+from temper.models.experts.routing import Routes
 from temper.models.ops import cpu_linear
 
 
-def hidden_states(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Any) -> Tensor:
-    """Last hidden states [T, width] of packed tokens, without the head."""
+def hidden_states(
+    model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Any, routes: Routes | None = None
+) -> Tensor:
+    """Last hidden states [T, width] of packed tokens, without the head. routes: of a walked model with experts only."""
     if can_walk(model):
-        return walk(model, token_ids_T, positions_T, attend)
+        return walk(model, token_ids_T, positions_T, attend, routes)
+    assert routes is None, "only routers that are walked tell their routes"
     output = model.get_decoder()(
         input_ids=token_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, attend=attend
     )

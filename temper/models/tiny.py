@@ -1,15 +1,18 @@
 """Small random models with a character tokenizer, in ordinary Hugging Face format: the demo's and the tests' models.
 
-Owns: the tokenizer, its chat template, the Llama shape. Refuses: training them.
+Owns: the tokenizer, its chat template, the shape of a Llama or a Qwen3-MoE. Refuses: training them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from temper.models.save import save_model
 
@@ -47,10 +50,17 @@ def make_tiny_model(
     context: int,
     alphabet: str,
     seed: int,
+    experts: int = 0,
+    experts_per_token: int = 2,
 ) -> Path:
-    """Writes a randomly initialised Llama checkpoint. The same seed gives the same weights."""
+    """Writes a randomly initialised checkpoint, a Llama's or with experts a Qwen3-MoE's. The same seed gives the same
+    weights."""
     tokenizer = character_tokenizer(alphabet)
-    config = LlamaConfig(
+    make: Callable[..., Any] = LlamaConfig
+    if experts:
+        sparse = {"num_experts": experts, "num_experts_per_tok": experts_per_token, "moe_intermediate_size": mlp_width}
+        make = partial(Qwen3MoeConfig, head_dim=width // heads, norm_topk_prob=True, decoder_sparse_step=1, **sparse)
+    config = make(
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=mlp_width,
@@ -65,7 +75,7 @@ def make_tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     folder.mkdir(parents=True, exist_ok=True)
     save_model(model, tokenizer, folder)
     return folder

@@ -41,6 +41,8 @@ class MetricSums:
     minima: Sums = field(default_factory=dict)
     histograms: Sums = field(default_factory=dict)
     """Counts by bin of a logarithm (log_histogram); finished to the 99th percentile of what it is the logarithm of."""
+    loads: Sums = field(default_factory=dict)
+    """Tokens by expert, a layer each; finished to the largest over the mean, averaged over layers."""
 
     def merge(self, other: MetricSums) -> MetricSums:
         return MetricSums(
@@ -50,6 +52,7 @@ class MetricSums:
             maxima=_joined(self.maxima, other.maxima, torch.maximum),
             minima=_joined(self.minima, other.minima, torch.minimum),
             histograms=_joined(self.histograms, other.histograms, torch.add),
+            loads=_joined(self.loads, other.loads, torch.add),
         )
 
     def finish(self) -> dict[str, float]:
@@ -59,7 +62,11 @@ class MetricSums:
         finished |= {name: value for name, value in maxima.items() if value != -math.inf}
         finished |= {name: value for name, value in minima.items() if value != math.inf}
         percentiles = {name: _percentile(bins) for name, bins in histograms.items() if any(bins)}
-        return _derived(finished | percentiles)
+        return _derived(finished | percentiles | self._crowding())
+
+    def _crowding(self) -> dict[str, float]:
+        crowded = [load.max() / load.mean() for load in self.loads.values() if load.any()]
+        return {"route/load_max": float(torch.stack(crowded).mean())} if crowded else {}
 
     def _on_host(self) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
         """All as floats in one transfer: a host sync per metric would stall a GPU dozens of times per step."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from temper.batching.rows import rows_of
 from temper.errors import BackendError, UserError
 from temper.parity.budgets import Budget
-from temper.parity.diagnosis import Agreement, Evidence, Probe, diagnose, measure, rounded_head
+from temper.parity.diagnosis import NO_ROUTES, Agreement, Evidence, Probe, diagnose, measure, rounded_head
 from temper.protocols import Sampler
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.types import (
@@ -65,6 +65,8 @@ class Sides:
     """None: the sampler's weights cannot be looked at from here."""
     bos_id: int | None = None
     """Token that the sampler may add in front in secret; the diagnosis tries it. None: the tokenizer has none."""
+    replays_routes: bool = False
+    """Whether the trainer replays the routes that the sampler tells."""
     seconds: float = 600.0
     """Deadline of one comparison's sampling."""
 
@@ -139,6 +141,8 @@ async def prove_parity(
     for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
         _require_echo(turn.completion, setup.params)
     rows = [row for trajectory in trajectories if trajectory.num_tokens for row in rows_of(trajectory)]
+    if sides.replays_routes and any(row.routes is None for row in rows):
+        raise BackendError(f"{name}: the sampler tells no routes, and model.replay_routes asks for them")
     agreement = measure(rows, await _score(sides, rows), version=version)
     agreement = await _judge(sides, rows, agreement, version=version, name=name)
     await require_float32_heads(sides, [_prompt_of(row) for row in rows], name=name)
@@ -201,11 +205,15 @@ async def _gather(sides: Sides, rows: Sequence[Sample], *, version: int, name: s
     other_starts = {}
     for change, changed in _other_starts(rows, sides.bos_id):
         other_starts[change] = measure(changed, await _score(sides, changed), version=version).mean_gap
+    other_routes = {}
+    for change, changed in _other_routes(rows) if sides.replays_routes else ():
+        other_routes[change] = measure(changed, await _score(sides, changed), version=version).mean_gap
     return Evidence(
         temperature=sides.params.temperature or 1.0,
         probes=tuple(await _probe(sides, [_prompt_of(row) for row in rows], name)),
         alone_gap=measure(rows, alone, version=version).mean_gap,
         other_starts=other_starts,
+        other_routes=other_routes,
     )
 
 
@@ -216,6 +224,17 @@ def _other_starts(rows: Sequence[Sample], bos_id: int | None) -> Iterator[tuple[
         yield f"with a BOS (id {bos_id}) in front", [_started(row, bos_id) for row in rows]
     if all(row.loss_mask.index(1) > 1 for row in rows):
         yield "without their first token", [_mapped(row, lambda column: column[1:]) for row in rows]
+
+
+def _other_routes(rows: Sequence[Sample]) -> Iterator[tuple[str, list[Sample]]]:
+    """The rows with routes of other tokens, and with the choice of the trainer's own routers."""
+
+    def routed(change: Callable[[Sequence[Sequence[int]]], Sequence[Sequence[int]]]) -> list[Sample]:
+        return [dataclasses.replace(row, routes=None if row.routes is None else change(row.routes)) for row in rows]
+
+    yield "one token earlier", routed(lambda routes: [*routes[1:], ()])
+    yield "one token later", routed(lambda routes: [(), *routes[:-2], ()])
+    yield NO_ROUTES, [dataclasses.replace(row, routes=None) for row in rows]
 
 
 def _started(row: Sample, token: int) -> Sample:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from temper.errors import BackendError
 from temper.types import Sample
@@ -22,6 +22,9 @@ SAME_TEMPERATURE = 0.01
 """Two temperatures that differ by a smaller share are one: the slope through rounding errors is near 1 by itself."""
 GRID = 2.0**-10
 """Differences of bfloat16 or float16 numbers of size 1 and more are multiples of it."""
+
+NO_ROUTES = "none"
+"""In Evidence.other_routes: nothing was replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,8 @@ class Evidence:
     """Gap with every row scored by itself."""
     other_starts: dict[str, float]
     """Gap by what was done to the start of every row before it was scored again."""
+    other_routes: dict[str, float] = field(default_factory=dict)
+    """Gap by where the routes that were replayed came from. Empty: none were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +147,22 @@ def _other_prompt(agreement: Agreement, evidence: Evidence) -> str | None:
     )
 
 
+def _moved_routes(agreement: Agreement, evidence: Evidence) -> str | None:
+    explaining = {change: gap for change, gap in evidence.other_routes.items() if gap <= EXPLAINED * agreement.mean_gap}
+    if not explaining:
+        return None
+    change, gap = next(iter(explaining.items()))  # a shift before NO_ROUTES, which explains every shift, too
+    if change == NO_ROUTES:
+        return (
+            f"With the choice of the trainer's own routers they agree (gap {gap:.3g}): the sampler tells other routes "
+            f"than it took. Use model.replay_routes = false until it does"
+        )
+    return (
+        f"The routes that the sampler tells are those of other tokens: replayed {change}, they agree (gap {gap:.3g}). "
+        f"Look for a token too many or too few between the sampler and the rows"
+    )
+
+
 def _temperature(agreement: Agreement, evidence: Evidence) -> str | None:
     """log p(a) - log p(b) = (z_a - z_b) / T: another temperature scales all these differences alike."""
     pairs = [pair for probe in evidence.probes for pair in zip(*_centred(probe), strict=True)]
@@ -217,6 +238,7 @@ def _positions(agreement: Agreement, evidence: Evidence) -> str | None:
 
 CAUSES: tuple[Callable[[Agreement, Evidence], str | None], ...] = (
     _lost_boundaries,
+    _moved_routes,
     _other_prompt,
     _temperature,
     _half_precision,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from temper.engine.local.graphs import bucket
-from temper.models.decoder import FAMILIES
+from temper.models.decoder import FAMILIES, WALKED_FAMILIES
 from temper.models.long_rows.feed_forward import CHUNK_TOKENS as FED_TOKENS
 from temper.models.nf4.blocks import BLOCK
 from temper.planning.exchange import GRADIENT_BYTES
@@ -255,7 +255,7 @@ def _layer(work: Workload) -> float:
     shape = work.shape
     # Two sums and two normed states, gate and up, their product, what attention says. Modules that are not walked norm
     # in float32 and keep gate, its SiLU and up apart.
-    is_walked = shape.family in FAMILIES
+    is_walked = shape.family in WALKED_FAMILIES
     norms, wide = (4, 3) if is_walked else (8, 4)
     if shape.family.startswith(("gemma", "olmo2")):
         norms *= 2

@@ -14,6 +14,8 @@ import numpy as np
 
 from temper.engine.local.sequence import StopTexts
 from temper.types import Column, Completion, Finish, Ragged, Request, array_of, join_ragged, no_lists
+from temper.types.columns import ragged
+from temper.types.routes import continue_routes, end_routes
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -27,7 +29,7 @@ def join(first: Completion, given: Sequence[int], second: Completion) -> Complet
     if not second.token_ids:
         return replace(first, finish=second.finish)
     if not first.token_ids and not given:
-        return replace(second, prompt_ids=first.prompt_ids)
+        return replace(second, prompt_ids=first.prompt_ids, routes=_join_routes(first, second))
     start, size = len(first.token_ids), len(given)
     lists: dict[str, Any] = {name: _join_lists(first, size, second, name) for name in LISTS}
     has_entropies = first.entropies is not None and second.entropies is not None
@@ -39,6 +41,7 @@ def join(first: Completion, given: Sequence[int], second: Completion) -> Complet
         finish=second.finish,
         entropies=_join_columns(first.entropies or (), [0.0] * size, second.entropies or ()) if has_entropies else None,
         injected=range(start, start + size),
+        routes=_join_routes(first, second),
         **lists,
     )
 
@@ -60,13 +63,24 @@ def cut_at_stop(completion: Completion, seam: int, stop: Sequence[str], decode: 
         return completion
     columns = {name: getattr(completion, name) for name in (*COLUMNS, *LISTS)}
     end = behind + num_drawn
+    routes = completion.routes
+    if routes is not None:
+        routes = end_routes(routes, len(completion.prompt_ids) + end)
     cut: dict[str, Any] = {name: None if column is None else column[:end] for name, column in columns.items()}
-    return replace(completion, finish=Finish.STOP, **cut)
+    return replace(completion, finish=Finish.STOP, routes=routes, **cut)
 
 
 def _join_columns(first: Sequence[Any], given: Sequence[Any], second: Sequence[Any]) -> Column[Any]:
     drawn = array_of(first)
     return Column(np.concatenate((drawn, np.array(given, dtype=drawn.dtype), array_of(second, drawn.dtype))))
+
+
+def _join_routes(first: Completion, second: Completion) -> Ragged[Any] | None:
+    """To the second the first is a part of its prompt. Tokens keep the routes by which they were computed first: those
+    by which the next one was drawn."""
+    if first.routes is None or second.routes is None:
+        return None
+    return continue_routes(ragged(first.routes), ragged(second.routes))
 
 
 def _join_lists(first: Completion, size: int, second: Completion, name: str) -> Ragged[Any] | None:

@@ -164,6 +164,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("mismatch/reject_frac_token", "share", TOKENS, SHARE, "Rejected: weight 0"),
         Metric("mismatch/reject_frac_seq", "share", TRAINED, SHARE, "Rejected as a whole"),
         Metric("mismatch/veto_frac", "share", TOKENS, SHARE, "In responses that the veto dropped"),
+        Metric("route/moved_frac", "share", "experts of trained tokens", SHARE,
+               "Experts that the sampler took and the trainer's routers would not choose. With model.replay_routes"),
+        Metric("route/load_max", "factor", TOKENS, "mean over layers",
+               "Tokens of the most chosen expert over the mean of all experts: 1 is even"),
+        Metric("route/entropy", "nats", TOKENS, "mean over tokens and layers", "Entropy of the routers' probabilities"),
         Metric("mismatch/*", "share", TOKENS, SHARE, "Tokens that the correction of this name acted on"),
     ),
     "Generation": (

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import BackendError
+from temper.models.experts.balance import is_balanced
 from temper.objectives import DirectLoss, MetricSums, Objective, PolicyObjective
 from temper.trainer.loss_scale import LossScale
 from temper.trainer.optim import MasterAdamW
@@ -53,7 +54,7 @@ class PolicyStep:
         self._model, self._objective, self._optimizer = model, objective, optimizer
         self._temperature, self._counter = temperature, counter
         self._is_recomputing = bool(gradient_checkpointing)
-        self._trains_all = isinstance(objective, DirectLoss) or is_cut(model)
+        self._trains_all = isinstance(objective, DirectLoss) or is_cut(model) or is_balanced(model)
         """Whether rows without credit have a gradient too; found out with the first that has one. Ranks with parts of a
         model all go back through it, or none does."""
         is_float16 = next(model.parameters()).dtype == torch.float16

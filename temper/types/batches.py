@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and whoever holds a tensor h
     from torch import Tensor
 
 _FLOATS = ("proximal_logprobs", "reference_logprobs", "teacher_logprobs", "values", "targets")
-OPTIONAL_COLUMNS = (*_FLOATS, "top_ids", "top_logprobs", "keep_ids")
+OPTIONAL_COLUMNS = (*_FLOATS, "top_ids", "top_logprobs", "keep_ids", "routes")
 """Columns of a Sample that only some objectives need."""
 
 
@@ -61,6 +61,9 @@ class Sample:
     keep_ids: Sequence[Sequence[int]] | None = None
     """Which tokens could be drawn at each position; empty lists where loss_mask is 0. None: all of them. Every
     log-probability and entropy of the row, by whatever model, is that within these; those of top_ids are not."""
+    routes: Sequence[Sequence[int]] | None = None
+    """Experts by which the sampler computed each token, those of the first layer first; empty lists where there is no
+    record, as at the last token of a row. None: none were recorded."""
     reward: float = 0.0
     """Reward of the trajectory, before shaping."""
     weight_slope: float = 0.0
@@ -73,7 +76,7 @@ class Sample:
         hold(self, bits, "loss_mask")
         hold(self, floats, "behavior_logprobs", "advantages", "weights", *_FLOATS)
         hold(self, lambda rows: ragged(rows, np.int32), "top_ids", "keep_ids")
-        hold(self, ragged, "top_logprobs")
+        hold(self, ragged, "top_logprobs", "routes")
         require_parallel(self, "token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages", "weights")
         for name in OPTIONAL_COLUMNS:
             if getattr(self, name) is not None:
@@ -125,6 +128,10 @@ class Microbatch:
     of a batch by far, so rows lend them and nothing is copied before a pass needs it. None: all tokens, everywhere."""
     keep_counts: Tensor | None = None
     """[T] how many of keep_ids belong to each position; 0 where loss_mask is 0."""
+    routes: Tensor | None = None
+    """[T, layers * experts] by which the sampler computed each token. None: none were recorded."""
+    is_routed: Tensor | None = None
+    """[T] which tokens have such a record."""
     router_ids: Tensor | None = None
     """[T, layers, experts] chosen by the router when the batch started."""
     router_logprobs: Tensor | None = None

@@ -139,8 +139,7 @@ class SamplingParams:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some tokens can never be drawn. Log-probabilities are then those within the keep-set, and whoever
-        recomputes them needs it."""
+        """Whether some tokens can never be drawn. Log-probabilities are then those within the keep-set."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def greedy(self) -> SamplingParams:
@@ -181,6 +180,8 @@ class Completion:
     """None: not asked for."""
     keep_ids: Sequence[Sequence[int]] | None = None
     """Which tokens could be drawn at each position, the drawn one among them. None: all of them."""
+    routes: Sequence[Sequence[int]] | None = None
+    """Experts of all tokens, prompt included, first layer first; empty where nothing was computed, as at the last."""
     params: SamplingParams | None = None
     """What the sampler really applied. None: a completion that no sampler drew."""
     injected: range = range(0)
@@ -190,7 +191,8 @@ class Completion:
         hold(self, integers, "token_ids", "versions")
         hold(self, floats, "logprobs", "entropies")
         hold(self, lambda rows: ragged(rows, np.int32), "top_ids", "keep_ids")
-        hold(self, ragged, "top_logprobs")
+        hold(self, ragged, "top_logprobs", "routes")
+        assert len(self.routes or ()) in (0, len(self.prompt_ids) + len(self.token_ids)), "routes of all tokens"
         optional = ("top_ids", "top_logprobs", "entropies", "keep_ids")
         given = [name for name in optional if getattr(self, name) is not None]
         require_parallel(self, "token_ids", "logprobs", "versions", *given)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from temper.errors import BackendError
+from temper.models import decoder
 from temper.models.attention_interface import Attend
 from temper.models.load import prepare
 from temper.models.scorer import load_scorer
@@ -83,29 +84,29 @@ def test_experts_whose_rounding_depends_on_other_rows_are_no_leak(seed: int) -> 
     assert check_isolation(_expert_model(seed), 40) < 1e-4
 
 
-def test_an_expert_model_that_leaks_less_than_its_rounding_is_named() -> None:
+def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Into what the experts of a layer say of all packed tokens."""
+    sound = decoder._experts
+    monkeypatch.setattr(decoder, "_experts", lambda *given: change(sound(*given)))
+
+
+def test_an_expert_model_that_leaks_less_than_its_rounding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a millionth of what all rows say together is added to each. No bound on differences could tell."""
-    model = _expert_model(0)
-
-    def mix(_module: Any, _inputs: object, output: torch.Tensor) -> torch.Tensor:
-        return output + 1e-6 * output.mean(dim=-2, keepdim=True)
-
-    model.get_decoder().layers[0].input_layernorm.register_forward_hook(mix)
+    plant(monkeypatch, lambda said_TD: said_TD + 1e-6 * said_TD.mean(dim=0, keepdim=True))
     with pytest.raises(BackendError, match=r"leak in Qwen3MoeForCausalLM: .* have a gradient at the tokens of row"):
-        check_isolation(model, 40)
+        check_isolation(_expert_model(0), 40)
 
 
-def test_an_expert_model_that_mixes_rows_without_a_gradient_is_named() -> None:
+def test_an_expert_model_that_mixes_rows_without_a_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: experts have so little room that what one row chooses throws tokens of another out."""
-    model = _expert_model(0)
 
-    def drop(_module: Any, _inputs: object, output: torch.Tensor) -> torch.Tensor:
-        crowded = (output.detach()[..., 0] > 0).cumsum(-1) > 12
-        return output.masked_fill(crowded.unsqueeze(-1), 0.0)
+    def drop(said_TD: torch.Tensor) -> torch.Tensor:
+        crowded_T = (said_TD.detach()[:, 0] > 0).cumsum(0) > 12
+        return said_TD.masked_fill(crowded_T.unsqueeze(1), 0.0)
 
-    model.get_decoder().layers[0].mlp.register_forward_hook(drop)
+    plant(monkeypatch, drop)
     with pytest.raises(BackendError, match="moved log-probabilities of row"):
-        check_isolation(model, 40)
+        check_isolation(_expert_model(0), 40)
 
 
 def _expert_model(seed: int) -> Any:

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from temper.batching.pack import pack
 from temper.batching.rows import rows_of
@@ -27,11 +37,16 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 301, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15,
 }  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 8, "moe_intermediate_size": 48, "num_experts_per_tok": 3}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE, sliding_window=24),  # shorter than the prompts and than some answers' way back
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=True),
+    "qwen2_moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=40),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=6),
+    "olmoe": OlmoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=3),
 }
 ROOMY = {"block_size": 16, "num_blocks": 200, "max_running": 16, "tokens_per_step": 4096}
 TIGHT = {"block_size": 4, "num_blocks": 30, "max_running": 3, "tokens_per_step": 16}
@@ -100,8 +115,9 @@ def test_they_agree_within_keep_sets_and_at_other_temperatures(asked: dict[str, 
     assert differing(model, as_rows(sample(model, TIGHT, 0.7, **asked)), 0.7, 100_000) == 0
 
 
-def test_fast_mode_would_be_noticed() -> None:
-    model = make_model("llama", "fast")
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_fast_mode_would_be_noticed(family: str) -> None:
+    model = make_model(family, "fast")
     assert differing(model, as_rows(sample(model, TIGHT, 1.0)), 1.0, 100_000) > 0
 
 

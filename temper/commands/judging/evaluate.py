@@ -36,7 +36,7 @@ from temper.evals.attempts import Attempts, constant_score, play
 from temper.evals.scores import ROUNDING, suite_metrics
 from temper.evals.suites import DecodingConfig, Suite, answer_of, load_suite, prompts_sha256, read_tasks
 from temper.folders.integrity import sha256_of
-from temper.models.decoder import FAMILIES
+from temper.models.decoder import WALKED_FAMILIES
 from temper.plugins import load_function
 from temper.protocols import Env
 from temper.rewards.composite import CompositeReward
@@ -234,8 +234,8 @@ def open_setup(
         )
     thinking = _thinking(decoding, renderer)
     numerics = asked.numerics
-    if numerics == "exact" and shape.family not in FAMILIES:
-        note(f"numerics: fast, because exact ones are made for {', '.join(FAMILIES)}; the last digits may vary")
+    if numerics == "exact" and shape.family not in WALKED_FAMILIES:
+        note(f"numerics: fast, because exact ones are made for {', '.join(WALKED_FAMILIES)}; the last digits may vary")
         numerics = "fast"
     at_once = min(MAX_RUNNING[pick_device("auto").type], len(tasks) * decoding.samples)
     length = shape.max_context if decoding.max_turns > 1 else longest + decoding.max_new_tokens

@@ -24,6 +24,7 @@ from temper.engine.local.sequence import Sequence, StopTexts, Watch, random_key
 from temper.engine.local.step import Stepper
 from temper.engine.local.warming import ExpectedRequests
 from temper.errors import BackendError, ContextFull, OutOfMemory, TaskError
+from temper.models.experts.routes import RouteTable, route_shape
 from temper.models.float8.layers import float8_layers
 from temper.models.load import shape_of
 from temper.models.save import saved_tensors
@@ -52,6 +53,8 @@ class EngineSettings:
     """Blocks of texts that were computed before are used again, until the weights change or room is needed."""
     kv_after_load: Literal["keep", "recompute"] = "keep"
     """Keys and values of running sequences when the weights change."""
+    routes: bool = False
+    """Whether completions tell the experts of every token, prompt included."""
 
 
 class LocalEngine:
@@ -84,6 +87,7 @@ class LocalEngine:
             steps_per_sync=settings.steps_per_sync if self._runner.can_burst else 1,
             prefix_cache=settings.prefix_cache,
         )
+        self._scheduler.routes.read = self._runner.read_routes
         self._stepper = Stepper(self._scheduler, self._runner)
         self._driver: asyncio.Task[None] | None = None
         self._may_step = asyncio.Event()
@@ -313,7 +317,11 @@ def _runner(model: Any, settings: EngineSettings) -> Runner:
         max_steps=settings.steps_per_sync,
     )
     device = next(model.parameters()).device
-    return Runner(model, make_cache(model, settings), device=device, graphs=limits if settings.cuda_graphs else None)
+    routes = None
+    if settings.routes:
+        routes = RouteTable(route_shape(model), settings.num_blocks, settings.block_size, device)
+    graphs = limits if settings.cuda_graphs else None
+    return Runner(model, make_cache(model, settings), device=device, graphs=graphs, routes=routes)
 
 
 def _guarded(watch: Watch, future: asyncio.Future[Completion]) -> Watch:

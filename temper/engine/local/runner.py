@@ -23,9 +23,12 @@ from temper.engine.local.chunks import ChunkGraphs, Chunks, ChunkTensors
 from temper.engine.local.graphs import CudaRecorder, DecodeGraphs, DecodeWork, GraphLimits, Record
 from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.sampling import Drawn, Draws, Table, draw
-from temper.engine.local.scheduler import Schedule
+from temper.engine.local.scheduler import ReadRoutes, Schedule
 from temper.engine.local.warming import ExpectedRequests, chunk_sizes, decode_keys
-from temper.models.decoder import numerics_of
+from temper.models.decoder import can_walk, numerics_of
+from temper.models.experts.products import can_group
+from temper.models.experts.routes import RouteTable
+from temper.models.experts.routing import expert_layers, has_experts
 from temper.models.nan import explain_nan
 from temper.models.states import Head, hidden_states
 
@@ -35,19 +38,22 @@ class Runner:
 
     def __init__(
         self, model: Any, cache: PagedCache, *, device: torch.device, graphs: GraphLimits | None,
-        record: Record | None = None,
+        record: Record | None = None, routes: RouteTable | None = None,
     ) -> None:  # fmt: skip
         """graphs: how large recorded decode steps may become; None: nothing is recorded.
 
         record: how steps are recorded; None: as CUDA graphs. With one given, a CPU does all that a GPU would.
+
+        routes: where the experts of every token are kept; None: nobody asks.
         """
         self._model, self._cache, self._device = model, cache, device
         self._is_gpu = device.type == "cuda" or record is not None
         self._is_exact = numerics_of(model) == "exact"
         self._head = Head.of(model)
+        self._routes = routes
         self._graphs: DecodeGraphs | None = None
         self._chunk_graphs: ChunkGraphs | None = None
-        if graphs is not None and self._is_gpu:
+        if graphs is not None and self._is_gpu and not _waits_for_host(model):
             record = record or CudaRecorder()
             work = DecodeWork(self._decode_pass, self._logits, self._splits)
             self._graphs = DecodeGraphs(work, graphs, cache.block_size, device, record)
@@ -82,6 +88,13 @@ class Runner:
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         source, target = torch.tensor(copies, device=self._device).T
         self._cache.copy_blocks(source, target)
+        if self._routes is not None:
+            self._routes.copy_blocks(source, target)
+
+    @property
+    def read_routes(self) -> ReadRoutes | None:
+        """Experts of tokens by where they lie; None: they are not recorded."""
+        return None if self._routes is None else torch.inference_mode()(self._routes.read)
 
     @torch.inference_mode()
     def decode(self, decode_R: Rows_R, rows: Rows, steps: int) -> Table:
@@ -192,7 +205,7 @@ class Runner:
             counts_N = chunks.query_starts.diff()
             rows = (chunks.blocks_NM, chunks.starts_N, counts_N)
             attend = PrefillAttend(self._cache, chunks.slots_T, *rows, exact=self._is_exact)
-        return hidden_states(self._model, chunks.tokens_T, chunks.positions_T, attend)
+        return self._hidden_states(chunks.tokens_T, chunks.positions_T, attend, chunks.slots_T)
 
     def _decode_pass(self, tokens_N: Tensor, positions_N: Tensor, blocks_NM: Tensor, splits: int) -> Tensor:
         block_size = self._cache.block_size
@@ -211,7 +224,11 @@ class Runner:
             )
         else:
             attend = DecodeAttend(self._cache, slots_N, blocks_NM, positions_N + 1, exact=self._is_exact)
-        return hidden_states(self._model, tokens_N, positions_N, attend)
+        return self._hidden_states(tokens_N, positions_N, attend, slots_N)
+
+    def _hidden_states(self, tokens_T: Tensor, positions_T: Tensor, attend: Any, slots_T: Tensor) -> Tensor:
+        routes = None if self._routes is None else self._routes.at(slots_T)
+        return hidden_states(self._model, tokens_T, positions_T, attend, routes)
 
     def _splits(self, num_rows: int, longest: int) -> int:
         """Few long rows are shared out among all multiprocessors; 0 in exact mode, whose kernel does not split."""
@@ -223,6 +240,14 @@ class Runner:
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+def _waits_for_host(model: Any) -> bool:
+    """Whether a pass over experts asks the device how many rows each has: such a step cannot be recorded."""
+    if not has_experts(model) or not can_walk(model) or next(model.parameters()).device.type != "cuda":
+        return False
+    layers = model.get_decoder().layers
+    return not all(can_group(layers[place].mlp.experts.gate_up_proj) for place in expert_layers(model))
 
 
 def _keep_ids(kept_RV: Tensor) -> list[NDArray[np.int32]]:

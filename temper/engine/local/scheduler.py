@@ -9,6 +9,7 @@ Shapes: _R rows.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +19,11 @@ from temper.engine.local.blocks import BlockPool, Blocks
 from temper.engine.local.prefix import PrefixCache
 from temper.engine.local.rows import TOKEN, Rows, Rows_R
 from temper.engine.local.sequence import NO_ROW, Sequence
+from temper.models.experts.routes import Recorded
 from temper.types import Finish
+
+ReadRoutes = Callable[[Blocks, int, int], Recorded]
+"""(blocks of a row, first position, position behind the last) -> experts of these tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +81,38 @@ class Leaders:
         self._by_prompt[follower.request.prompt_ids].followers.remove(follower)
 
 
+class RouteKeeper:
+    """Takes the routes of experts from the device before the blocks of a row are given away."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self.read: ReadRoutes | None = None
+        """None: they are not recorded."""
+
+    def keep(self, row: int) -> None:
+        """Those of what was computed since the last look. A token that is computed again, after preemption or under new
+        weights, keeps its first: by that the token behind it was drawn."""
+        if self.read is None:
+            return
+        rows, sequence = self._rows, self._rows.sequence(row)
+        known = 0 if sequence.routes is None else len(sequence.routes)
+        fresh = self.read(rows.blocks[row], known, max(known, int(rows.num_computed[row])))
+        sequence.routes = fresh if sequence.routes is None else np.concatenate((sequence.routes, fresh))
+
+    def lend(self, row: int, follower: Sequence) -> None:
+        """Those of the leader's prompt are the follower's own, whatever becomes of the blocks."""
+        self.keep(row)
+        if (routes := self._rows.sequence(row).routes) is not None:
+            follower.routes = routes[: follower.num_prompt]
+
+
 class Scheduler:
     def __init__(
         self, *, max_running: int, block_size: int, num_blocks: int, tokens_per_step: int, max_length: int,
         steps_per_sync: int = 1, prefix_cache: bool = True,
     ) -> None:  # fmt: skip
         self.rows = Rows(max_running, block_size, overshoot=steps_per_sync)
+        self.routes = RouteKeeper(self.rows)
         self.pool = BlockPool(num_blocks)
         self.counters = Counters()
         self.waiting: deque[Sequence] = deque()
@@ -209,8 +240,7 @@ class Scheduler:
     def release(self, sequence: Sequence) -> None:
         """Gives back the blocks a waiting sequence holds."""
         self.pool.release(sequence.blocks)
-        sequence.blocks = sequence.blocks[:0]
-        sequence.num_computed = 0
+        sequence.blocks, sequence.num_computed = sequence.blocks[:0], 0
 
     def limit_of(self, sequence: Sequence) -> int:
         """Longest this sequence may become, prompt included."""
@@ -253,6 +283,7 @@ class Scheduler:
     def _leave(self, row: int) -> Sequence:
         """Takes a sequence out of its row. Its full blocks can be found again."""
         self._remember(row)
+        self.routes.keep(row)
         sequence, blocks = self.rows.leave(row)
         self.pool.release(blocks)
         return sequence
@@ -267,10 +298,9 @@ class Scheduler:
     def _schedule_chunk(self, row: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
         start = int(self.rows.num_computed[row])
         count = min(int(self.rows.length[row]) - start, budget)
-        if count <= 0:
-            return 0
-        chunks.append((row, start, count))
-        return count
+        if count > 0:
+            chunks.append((row, start, count))
+        return max(count, 0)
 
     def _admit(self, sequence: Sequence) -> int | None:
         """Moves a waiting sequence into a row with blocks for its known tokens, or None if there is no room."""

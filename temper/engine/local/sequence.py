@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from temper.engine.local.blocks import Blocks
 from temper.engine.local.sampling import Drawn
+from temper.models.experts.routes import Recorded
 from temper.types import Column, Completion, Finish, Ragged, Request
 
 Watch = Callable[[list[int], list[float]], None]
@@ -87,6 +88,8 @@ class Sequence:
     top_logprobs: Growing = field(default_factory=lambda: Growing(np.dtype(np.float32)))
     entropies: Growing = field(default_factory=lambda: Growing(np.dtype(np.float32)))
     keep_ids: Growing = field(default_factory=lambda: Growing(np.dtype(np.int32)))
+    routes: Recorded | None = None
+    """[n, experts of all layers] of its first n tokens, as they were computed first. None: nobody records them."""
     blocks: Blocks = field(default_factory=_no_blocks)
     num_computed: int = 0
     """Tokens whose keys and values are in `blocks`."""
@@ -146,9 +149,16 @@ class Sequence:
                 top_logprobs=self.top_logprobs.lists() if has_top else None,
                 entropies=Column(self.entropies.lists().flat) if params.entropy else None,
                 keep_ids=self.keep_ids.lists() if params.is_truncated else None,
+                routes=None if self.routes is None else _padded(self.routes, len(self.token_ids)),
                 params=params,
             )
         )
+
+
+def _padded(routes: Recorded, length: int) -> Ragged[Any]:
+    """With empty lists at tokens that were not computed: the last, or all of a request that never ran."""
+    assert len(routes) < length, "the last token is drawn, and computed by nobody"
+    return Ragged.of_counts(routes.reshape(-1), np.where(np.arange(length) < len(routes), routes.shape[1], 0))
 
 
 def random_key(seed: int, request_id: str) -> int:

@@ -153,6 +153,7 @@ class Stepper:
             if follower.is_special:
                 follower.record(drawn, place)
                 is_stop |= follower.stop_texts is not None and follower.stop_texts.end([], [token]) is not None
+            self._scheduler.routes.lend(int(done_R[leader]), follower)
             follower.take(token, logprob, version)
             if follower.watch is not None:
                 follower.watch([token], [logprob])

@@ -25,7 +25,7 @@ HEAD = struct.Struct("<IQ")
 MOST_BYTES = 1 << 34
 """Of one frame. Weights do not travel in frames; more than this is a broken head."""
 COLUMNS = ("token_ids", "logprobs", "versions", "entropies")
-RAGGED = ("top_ids", "top_logprobs", "keep_ids")
+RAGGED = ("top_ids", "top_logprobs", "keep_ids", "routes")
 KINDS: dict[str, type[TemperError]] = {
     kind.__name__: kind for kind in (UserError, TaskError, ContextFull, BackendError)
 }

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from temper.errors import UserError
-from temper.models.decoder import FAMILIES, can_walk
+from temper.models.decoder import FAMILIES, is_dense
 from temper.models.nf4.layers import FourBitLinear
 
 
@@ -35,7 +35,7 @@ def hold_in_four_bits(model: Any, device: torch.device) -> nn.Module:
     Each weight is moved, quantised and let go by itself: on the device the model never exists in full. Embeddings,
     norms, biases and the head keep their precision.
     """
-    if not can_walk(model):
+    if not is_dense(model):
         raise _refusal(model.config.get_text_config().model_type)
     layers = model.get_decoder().layers
     for name in [name for name, module in layers.named_modules() if type(module) is nn.Linear]:

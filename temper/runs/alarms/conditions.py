@@ -89,6 +89,13 @@ def entropy_fell(rows: Rows, given: Given) -> Sight:
     )
 
 
+def experts_are_crowded(rows: Rows, given: Given) -> Sight:
+    """The most chosen experts get a larger share than in the oldest checks of the window."""
+    load = rows["route/load_max"]
+    before, now = _median(load[..., : int(given["oldest"])]), _median(_recent(load, given))
+    return Sight((now > given["factor"] * before) & (now > given["floor"]), {"value": now, "before": before})
+
+
 def kl_rose(rows: Rows, given: Given) -> Sight:
     """The distance from the reference, or from the policy that drew, rose; whichever is further is reported."""
     found = []

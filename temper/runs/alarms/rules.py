@@ -109,6 +109,13 @@ RULES: tuple[AlarmRule, ...] = (
         advice="Read docs/mismatch.md; try engine.numerics = \"exact\", or a correction such as token_tis.",
     ),
     AlarmRule(
+        name="expert_collapse", level="warn", window=200, least=20, condition=conditions.experts_are_crowded,
+        needs=("route/load_max",), thresholds={"recent": 5, "oldest": 10, "factor": 1.5, "floor": 2},
+        saw="the most chosen experts do {value:.2g} times the mean work, {before:.2g} times at first",
+        meaning="Routers send ever more tokens to few experts; the others learn nothing and are lost in the end.",
+        advice="Use model.routers = {balance = 0.001}, or {frozen = true}; lower the learning rate.",
+    ),
+    AlarmRule(
         name="no_learning_signal", level="warn", window=10, least=10, condition=conditions.signal_is_gone,
         needs=("data/degenerate", "adv/frac_zero"),
         otherwise={**_ALL_PASS, "data/all_fail": 0.0, "data/dup_response_rate": 0.0},

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from temper.errors import UserError
+from temper.models.decoder import can_walk
+from temper.models.experts.balance import RouterWatch
+from temper.models.experts.routing import has_experts
 from temper.models.long_rows.host import CudaMover, HostInputs
 from temper.models.states import Head
 from temper.objectives import DirectLoss, Loss, MetricSums, Objective, Scored, Tokens, objective_loss
@@ -61,7 +64,11 @@ class StepFacts:
 
 
 def score_drawn(
-    model: nn.Module, microbatch: Microbatch, temperature: float, make_attention: MakeAttention | None = None
+    model: nn.Module,
+    microbatch: Microbatch,
+    temperature: float,
+    make_attention: MakeAttention | None = None,
+    watch: RouterWatch | None = None,
 ) -> Scored:
     """Log-probability and entropy at every drawn token of a microbatch, in its order, on the model's device.
 
@@ -70,7 +77,7 @@ def score_drawn(
     Also those of the microbatch's top tokens, and how far the router moved, when it carries these columns.
     """
     has_routes = microbatch.router_ids is not None
-    states = drawn_states(model, microbatch, routers=has_routes, make_attention=make_attention)
+    states = drawn_states(model, microbatch, routers=has_routes, make_attention=make_attention, watch=watch)
     return _scored(model, states, microbatch, temperature)
 
 
@@ -114,8 +121,10 @@ def forward_backward(
     Parts of all microbatches and ranks simply add up. To `seen`, if given, it adds what traces are made of.
     """
 
+    watch = _watch(model, facts)
+
     def compute() -> tuple[Tensor, MetricSums]:
-        scored = _said(model, microbatch, objective, temperature, facts)
+        scored = _said(model, microbatch, objective, temperature, facts, watch)
         if seen is not None:
             seen.append(seen_of(scored.logprobs, scored.entropy))
         if "entropy" not in objective.needs:
@@ -124,15 +133,42 @@ def forward_backward(
 
     loss, metrics = within(model, compute)
     (loss * facts.loss_scale).backward()  # type: ignore[no-untyped-call]
-    return loss.detach(), metrics
+    return loss.detach(), metrics.merge(router_sums(watch))
+
+
+def _watch(model: Any, facts: StepFacts) -> RouterWatch | None:
+    """None: the model has no routers that are seen."""
+    if not (has_experts(model) and can_walk(model)):
+        return None
+    return RouterWatch(model, facts.num_batch_tokens, facts.loss_scale)
+
+
+def router_sums(watch: RouterWatch | None) -> MetricSums:
+    """What a pass showed of its routers, over drawn tokens and layers."""
+    if watch is None or not watch.loads:
+        return MetricSums()
+    count = next(iter(watch.loads.values())).new_tensor(watch.num_drawn * len(watch.loads), dtype=torch.float64)
+    sums = {"route/entropy": torch.stack([*watch.entropies.values()]).double().sum()}
+    counts = {"route/entropy": count}
+    if watch.moved:
+        sums["route/moved_frac"] = torch.stack([*watch.moved.values()]).double().sum()
+        counts["route/moved_frac"] = count * watch.num_chosen
+    terms = {f"loss/{name}": torch.stack([*by.values()]).double().sum() for name, by in watch.losses.items() if by}
+    loads = {f"route/load/{layer}": load.double() for layer, load in watch.loads.items()}
+    return MetricSums(totals=terms, sums=sums, counts=counts, loads=loads)
 
 
 def _said(
-    model: nn.Module, microbatch: Microbatch, objective: Objective, temperature: float, facts: StepFacts
+    model: nn.Module,
+    microbatch: Microbatch,
+    objective: Objective,
+    temperature: float,
+    facts: StepFacts,
+    watch: RouterWatch | None = None,
 ) -> Scored:
     if isinstance(objective, DirectLoss):
-        return _scored_for(objective.loss, model, microbatch, temperature, facts)
-    return score_drawn(model, microbatch, temperature)
+        return _scored_for(objective.loss, model, microbatch, temperature, facts, watch)
+    return score_drawn(model, microbatch, temperature, watch=watch)
 
 
 def idle_backward(
@@ -185,7 +221,8 @@ def forward_only(
 
     Found out, not assumed: whatever the loss is made of, its gradient at what the model says of the tokens decides.
     """
-    scored = score_drawn(model, microbatch, temperature)
+    watch = _watch(model, facts)
+    scored = score_drawn(model, microbatch, temperature, watch=watch)
     pulled = ("logprobs", "whole_logprobs", "top_logprobs", *(("entropy",) if "entropy" in objective.needs else ()))
     said = {name: value for name in pulled if (value := getattr(scored, name)) is not None}
     with torch.enable_grad():
@@ -197,7 +234,7 @@ def forward_only(
         return None
     if seen is not None:
         seen.append(seen_of(scored.logprobs, scored.entropy))
-    return loss.detach(), metrics
+    return loss.detach(), metrics.merge(router_sums(watch))
 
 
 def _scored_for(
@@ -206,6 +243,7 @@ def _scored_for(
     microbatch: Microbatch,
     temperature: float,
     facts: StepFacts,
+    watch: RouterWatch | None = None,
 ) -> Scored:
     """What a direct loss reads: beside log-probabilities, or in their place, what it says it needs."""
     if "scores" in direct_loss.needs:
@@ -215,7 +253,7 @@ def _scored_for(
         noise = noisy_embeddings(model, microbatch, alpha=direct_loss.argument("noise"), seed=facts.seed)
     with noise:
         # Rows with a common prompt have noise of their own on it.
-        states = drawn_states(model, microbatch, shares=False if "noise" in direct_loss.needs else None)
+        states = drawn_states(model, microbatch, shares=False if "noise" in direct_loss.needs else None, watch=watch)
     scored = _scored(model, states, microbatch, temperature)
     if "uniform" in direct_loss.needs:
         scored = replace(scored, uniform=_uniform(model, states, scored.logprobs, temperature))

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from temper.errors import UserError
 from temper.models.attention_interface import Attend
+from temper.models.decoder import can_walk
+from temper.models.experts.routing import Routes, has_experts
+from temper.models.states import hidden_states
 
 SOFTMAX_ROUTERS = ("flex_olmo", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Families (model_type) that choose the top of a softmax over the experts. Others score by sigmoid, add a bias or
@@ -22,15 +25,21 @@ choose groups first: the top of a softmax would name experts that never worked."
 
 
 def hidden_and_router_logits(
-    model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Attend
+    model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, inner: Routes | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Last hidden states [T, D] of packed tokens, and logits [T, E] of every router, first layer first."""
+    """Last hidden states [T, D] of packed tokens, and logits [T, E] of every router, first layer first.
+
+    inner: who else is told of the routers' choice, and may replace it.
+    """
     text = model.config.get_text_config()
     if hasattr(text, "num_experts_per_tok") and text.model_type not in SOFTMAX_ROUTERS:
         raise UserError(
             f"objective rspo: how {text.model_type} chooses its experts is not known to Temper, which can compare the "
             f"routers of {', '.join(SOFTMAX_ROUTERS)}. Choose one of them, or an objective without router factor"
         )
+    if can_walk(model) and has_experts(model):
+        seen = _SeenLogits(inner)
+        return hidden_states(model, token_ids_T, positions_T, attend, seen), tuple(seen.by_layer.values())
     output = model.get_decoder()(
         input_ids=token_ids_T.unsqueeze(0),
         position_ids=positions_T.unsqueeze(0),
@@ -46,6 +55,18 @@ def hidden_and_router_logits(
             f"objective without router factor, such as gmpo, or a model such as Qwen3-MoE, Mixtral or OLMoE"
         )
     return output.last_hidden_state[0], tuple(logits.flatten(0, -2) for logits in recorded)
+
+
+class _SeenLogits:
+    """A Routes that looks. By layer: one that is computed again says the same."""
+
+    def __init__(self, inner: Routes | None) -> None:
+        self._inner = inner
+        self.by_layer: dict[int, Tensor] = {}
+
+    def route(self, layer: int, logits_TE: Tensor, chosen_TK: Tensor) -> tuple[Tensor, Tensor]:
+        self.by_layer[layer] = logits_TE
+        return (logits_TE, chosen_TK) if self._inner is None else self._inner.route(layer, logits_TE, chosen_TK)
 
 
 def record_routes(model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from temper.models.attention_interface import Attend
+from temper.models.experts.routing import Routes
 from temper.models.states import hidden_states
 from temper.trainer.passes.gathering import take_rows
 from temper.types import Microbatch
@@ -45,15 +46,19 @@ class Sharing:
         """Copies the states of the computed tokens to all packed places."""
         return _HandOut.apply(states_U, self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def hidden_states(self, model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """What hidden_states says of all packed tokens, in fewer steps. `attend` sees whole rows, as ever."""
+    def hidden_states(
+        self, model: Any, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, routes: Routes | None = None
+    ) -> Tensor:
+        """What hidden_states says of all packed tokens, in fewer steps. `attend` sees whole rows, as ever; routes are
+        those of the computed tokens."""
         computed_U = self.computed_U
 
         def attend_once(layer: int, query_U: Tensor, key_U: Tensor, value_U: Tensor, **options: Any) -> Tensor:
             output = attend(layer, *(self.hand_out(states) for states in (query_U, key_U, value_U)), **options)
             return take_rows(output, computed_U)
 
-        return self.hand_out(hidden_states(model, token_ids_T[computed_U], positions_T[computed_U], attend_once))
+        asked = (token_ids_T[computed_U], positions_T[computed_U], attend_once, routes)
+        return self.hand_out(hidden_states(model, *asked))
 
 
 def shared_prompts(microbatch: Microbatch, device: torch.device) -> Sharing | None:

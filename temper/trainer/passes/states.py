@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from temper.errors import UserError
 from temper.models.attention_interface import Attend
 from temper.models.decoder import numerics_of
+from temper.models.experts.balance import RouterWatch
+from temper.models.experts.routes import Replay, replays, route_shape
 from temper.models.families import steady_context
 from temper.models.states import hidden_states
 from temper.trainer.passes.gathering import take_rows
@@ -60,6 +62,18 @@ def set_ordered(model: nn.Module) -> None:
     model.temper_ordered = True  # type: ignore[assignment]
 
 
+def _replay(model: nn.Module, microbatch: Microbatch, computed_U: Tensor | None) -> Replay | None:
+    """Routes of the tokens that are computed; a prompt that rows share takes those of the first of them. None: each
+    takes its router's choice."""
+    if microbatch.routes is None or microbatch.is_routed is None or not replays(model):
+        return None
+    device = next(model.parameters()).device
+    routes_TW, is_routed_T = microbatch.routes.to(device), microbatch.is_routed.to(device)
+    if computed_U is not None:
+        routes_TW, is_routed_T = routes_TW[computed_U], is_routed_T[computed_U]
+    return Replay(route_shape(model), routes_TW, is_routed_T)
+
+
 def drawn_states(
     model: nn.Module,
     microbatch: Microbatch,
@@ -67,12 +81,15 @@ def drawn_states(
     routers: bool = False,
     shares: bool | None = None,
     make_attention: MakeAttention | None = None,
+    watch: RouterWatch | None = None,
 ) -> DrawnStates:
     """The hidden states that score the drawn tokens of a microbatch, on the model's device.
 
-    shares: whether a prompt that rows have in common is computed once; never when routers are asked for. None: yes, but
-    not in float64, which is for proofs: models compute norms in float32 all the same, and of what is summed before a
-    norm the rounding would depend on the rows of a microbatch.
+    watch: what is told of the routers of a walked model with experts.
+
+    shares: whether a prompt that rows have in common is computed once; never when routers are asked for or balanced.
+    None: yes, but not in float64, which is for proofs: models compute norms in float32 all the same, and of what is
+    summed before a norm the rounding would depend on the rows of a microbatch.
     """
     require_room(model, microbatch)
     parameter = next(model.parameters())
@@ -85,10 +102,20 @@ def drawn_states(
     token_ids_T, positions_T = microbatch.token_ids.to(device), microbatch.positions.to(device)
     drawn_A = drawn_A.to(device)
     logits: tuple[Tensor, ...] = ()
+    shares = shares and not routers and not (watch is not None and watch.pulls)
+    sharing = shared_prompts(microbatch, device) if shares else None
+    replay = _replay(model, microbatch, None if sharing is None else sharing.computed_U)
+    if watch is not None:
+        where_A = drawn_A - 1 if sharing is None else sharing.source_T[drawn_A - 1]
+        rows_A = microbatch.sequence_ids.to(device)[drawn_A]
+        watch.begin(where_A, rows_A, len(microbatch.lengths), replay)
+    routes = replay if watch is None else watch
     if routers:
-        hidden_TD, logits = hidden_and_router_logits(model, token_ids_T, positions_T, attend)
-    elif shares and (sharing := shared_prompts(microbatch, device)) is not None:
-        hidden_TD = sharing.hidden_states(model, token_ids_T, positions_T, attend)
+        hidden_TD, logits = hidden_and_router_logits(model, token_ids_T, positions_T, attend, routes)
+    elif sharing is not None:
+        hidden_TD = sharing.hidden_states(model, token_ids_T, positions_T, attend, routes)
     else:
-        hidden_TD = hidden_states(model, token_ids_T, positions_T, attend)
+        hidden_TD = hidden_states(model, token_ids_T, positions_T, attend, routes)
+    if replay is not None:
+        replay.require_taken_once()
     return DrawnStates(take_rows(hidden_TD, drawn_A - 1), token_ids_T[drawn_A], drawn_A, logits)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from temper.models.experts.balance import is_balanced
 from temper.models.families import attention_windows
 from temper.models.load import shape_of
 from temper.models.nf4.layers import four_bit_sizes
@@ -66,7 +67,8 @@ class FlopCounter:
         self._device = parameter.device
         self._size = size_of(model, has_head="scores" not in needs)
         # As drawn_states does, and its callers.
-        self._shares = parameter.dtype != torch.float64 and not {"scores", "noise", "router"} & set(needs)
+        is_apart = bool({"scores", "noise", "router"} & set(needs)) or is_balanced(model)
+        self._shares = parameter.dtype != torch.float64 and not is_apart
         self._total = 0.0
 
     def count(self, microbatch: Microbatch, *, has_backward: bool) -> None:

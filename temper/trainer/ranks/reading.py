@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from temper.folders.stored import StoredTensors
-from temper.models.decoder import Numerics, can_walk, set_numerics
+from temper.models.decoder import Numerics, is_dense, set_numerics
 from temper.models.families import freeze_rotations
 from temper.models.load import load_model, prepare, read_config, read_shape
 from temper.models.save import saved_tensors
@@ -50,7 +50,7 @@ def _outline(folder: Path, dtype: torch.dtype, numerics: Numerics) -> Any:
         return None
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    if not can_walk(model):
+    if not is_dense(model):
         return None
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)

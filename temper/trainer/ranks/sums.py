@@ -21,7 +21,7 @@ BUCKET_BYTES = 64 << 20
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-_FIELDS = ("totals", "sums", "counts", "maxima", "minima", "histograms")
+_FIELDS = ("totals", "sums", "counts", "maxima", "minima", "histograms", "loads")
 
 
 def rank_and_world() -> tuple[int, int]:

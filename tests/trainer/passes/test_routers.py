@@ -79,6 +79,12 @@ def watch(routers: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
     return states, chosen
 
 
+def own_pass(model: Any, inputs: Inputs) -> None:
+    """The family's own forward pass, which calls its routers as modules."""
+    token_ids, positions, attend = inputs
+    model.get_decoder()(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attend=attend)
+
+
 def deviation(old_TLK: Tensor, new_TLK: Tensor) -> Tensor:
     """Mean over layers of the mean over old experts of |log q - log q_old|."""
     return (new_TLK - old_TLK).abs().mean(2).mean(1)
@@ -93,6 +99,7 @@ def test_routes_are_the_experts_the_model_used_and_logprobs_are_those_of_its_rou
     assert len(routers) == ROUTERS[family]
     states, chosen = watch(routers)
     ids, logprobs = record_routes(model, *inputs)
+    own_pass(model, inputs)
     assert ids.shape == logprobs.shape == (sum(LENGTHS), ROUTERS[family], 2)
     assert not logprobs.requires_grad
     for layer, router in enumerate(routers):
@@ -127,6 +134,7 @@ def test_a_changed_router_deviates_on_the_old_experts_as_computed_by_hand(family
     with torch.no_grad():  # of the last layer, so that no other router sees other states
         last.weight.mul_(-1.5)
     states, _ = watch([last])
+    own_pass(model, inputs)
     _, logits = hidden_and_router_logits(model, *inputs)
     scores_TE = (states[0].reshape(-1, 16) @ last.weight.detach().T).double()
     expected = []

@@ -1,0 +1,87 @@
+"""A mixture of experts is trained from a recipe, with and without replay of its routes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from temper.commands.training.train import train
+from temper.config import resolve, to_toml
+from temper.errors import UserError
+from temper.models.experts import routes
+from temper.runs.reader import RunReader
+
+
+def run(recipe: dict[str, Any], folder: Path) -> list[dict[str, float]]:
+    """Metrics of the steps of its last stage."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recipe.toml"
+    path.write_text(to_toml(resolve(recipe, [], where="tiny")))
+    train(path, run=folder / "run")
+    with RunReader(folder / "run") as reader:
+        return [dict(reader.metrics_at(1, step.step)) for step in reader.steps() if step.stage == 1]
+
+
+def with_experts(recipe: dict[str, Any], **model: Any) -> dict[str, Any]:
+    recipe["model"] = {"new": {**recipe["model"]["new"], "experts": 4, "mlp_width": 24}, **model}
+    recipe["stage"][0]["steps"], recipe["stage"][1]["steps"] = 2, 2
+    return recipe
+
+
+@pytest.mark.parametrize("place", ["here", pytest.param("process", marks=pytest.mark.heavy)])
+def test_a_run_replays_every_route_that_its_sampler_took(
+    place: str, tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    as_ever = routes.Replay.require_taken_once
+    monkeypatch.setattr(routes.Replay, "require_taken_once", lambda self: (as_ever(self), taken.append(1)))
+    recipe = with_experts(tiny_recipe, replay_routes=True)
+    recipe["stage"][1]["engine"] = {"place": place}
+    steps = run(recipe, tmp_path)
+    assert len(steps) == 2
+    assert taken, "nothing was replayed"
+    assert all(metrics["mismatch/logp_abs_max"] < 1e-4 for metrics in steps)
+
+
+def test_a_run_in_exact_mode_needs_no_replay(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe = with_experts(tiny_recipe)
+    recipe["engine"] = {"numerics": "exact"}
+    for metrics in run(recipe, tmp_path):
+        assert metrics["mismatch/logp_abs_max"] == 0.0
+        assert metrics["policy/ratio_max"] == 1.0
+
+
+def test_routers_are_balanced_or_frozen_as_the_recipe_says(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe = with_experts(tiny_recipe, routers={"balance": 0.5, "z": 0.1})
+    for metrics in run(recipe, tmp_path / "balanced"):
+        assert metrics["loss/balance"] > 0.4
+        assert metrics["loss/router_z"] > 0
+        assert 1 <= metrics["route/load_max"] <= 2
+    recipe["model"]["routers"] = {"frozen": True}
+    run(recipe, tmp_path / "frozen")
+    moved = {}
+    for name in ("balanced", "frozen"):
+        first, last = (load_gates(tmp_path / name / "run", kind) for kind in ("model", "checkpoints"))
+        moved[name] = max(float((last[gate] - first[gate]).abs().max()) for gate in first)
+    assert moved["frozen"] == 0.0 < moved["balanced"]
+
+
+def load_gates(folder: Path, kind: str) -> dict[str, Any]:
+    """Weights of the routers in the first model, or in the last checkpoint."""
+    files = sorted((folder / kind).rglob("model.safetensors"), key=lambda path: path.stat().st_mtime)
+    return {name: tensor for name, tensor in load_file(files[-1]).items() if "mlp.gate.weight" in name}
+
+
+def test_dense_models_and_other_engines_are_refused(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    tiny_recipe["stage"] = tiny_recipe["stage"][1:]
+    tiny_recipe["model"]["replay_routes"] = True
+    with pytest.raises(UserError, match="routes are seen in the families"):
+        run(tiny_recipe, tmp_path / "dense")
+    recipe = with_experts({**tiny_recipe, "stage": [{}, *tiny_recipe["stage"]]}, replay_routes=True)
+    recipe["stage"] = recipe["stage"][1:]
+    recipe["engine"] = {"kind": "sglang", "address": "http://127.0.0.1:1"}
+    with pytest.raises(UserError, match="needs an engine that tells its routes"):
+        run(recipe, tmp_path / "sglang")
