@@ -75,7 +75,7 @@ def make_tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     folder.mkdir(parents=True, exist_ok=True)
     save_model(model, tokenizer, folder)
     return folder

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from temper.cli import app
+from temper.cli.console import out
 from temper.errors import UserError
 from temper.guide.pages import TOPICS, GuidePage, find_page, missing_line, read_page, read_pages
 from temper.guide.running import command_lines, require_clone
@@ -67,7 +68,7 @@ def test_a_page_prints_again_what_it_says_it_printed(
     page: GuidePage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setattr(out, "_width", 110)  # made already, with the width of whatever terminal this is
     output = run_here(page)
     shown = output + capsys.readouterr().out
     assert missing_line(page, shown) is None, shown

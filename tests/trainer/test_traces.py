@@ -68,8 +68,13 @@ def test_tracing_changes_no_weight_and_no_metric_and_takes_no_pass(
 ) -> None:
     results = []
     for is_on in (True, False):
-        passes = []
-        monkeypatch.setattr(forward, "score_drawn", lambda *given, taken=passes: taken.append(1) or score_drawn(*given))
+        passes: list[int] = []
+
+        def counted(*given: Any, taken: list[int] = passes, **more: Any) -> Any:
+            taken.append(1)
+            return score_drawn(*given, **more)
+
+        monkeypatch.setattr(forward, "score_drawn", counted)
         made = make_trainer(make_model(), 40, traces=is_on)
         result = made.step(Batch(updates=(tuple(make_rows()),)))
         results.append((len(passes), dict(result.metrics), [t.clone() for t in made.publish().tensors.values()]))

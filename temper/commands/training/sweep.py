@@ -115,9 +115,7 @@ def _point(recipe: Path, values: Mapping[str, str], varied: Sequence[str], folde
     )
 
 
-def run_sweep(
-    recipe: Path, points: Sequence[SweepPoint], *, parallel: int = 1, note: Callable[[str], None] = print
-) -> None:
+def run_sweep(recipe: Path, points: Sequence[SweepPoint], *, parallel: int = 1, note: Callable[[str], None]) -> None:
     """Trains what is not finished, so many at a time. A run that fails does not stop the others."""
     if parallel < 1:
         raise UserError(f"--parallel {parallel} must be at least 1")

@@ -43,6 +43,12 @@ MAX_PROCESSES = 256
 CHUNK_BYTES = 1 << 16
 
 
+def say(text: str) -> None:
+    """To Temper, which reads standard output; there is no terminal here."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def main(path: str, target: str) -> None:
     """Serves until standard input ends, which it does with Temper."""
     sys.path[0] = os.getcwd()  # not the folder of this file: its names are no modules of an agent
@@ -51,7 +57,7 @@ def main(path: str, target: str) -> None:
     listener.bind(path)
     listener.listen(1024)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how supervisors ended
-    print("ready", flush=True)
+    say("ready\n")
     os.dup2(2, 1)  # nobody reads further words, and a full pipe would stop whoever says them
     while sys.stdin.fileno() not in select.select([listener.fileno(), sys.stdin.fileno()], [], [])[0]:
         connection, _ = listener.accept()
@@ -80,7 +86,7 @@ def find_function(target: str) -> Callable[[Any], Any]:
         return getattr(module, name)
     except Exception as error:
         traceback.print_exc()
-        print(f"{type(error).__name__}: {error}", flush=True)
+        say(f"{type(error).__name__}: {error}\n")
         raise SystemExit(1) from error
 
 
@@ -131,7 +137,7 @@ def become(order: dict[str, Any], function: Callable[[Any], Any] | None, stdout:
             os.execvp(words[0], words)
         result = function(order["task"])
         result = asyncio.run(result) if inspect.iscoroutine(result) else result
-        print("\n" + json.dumps({"result": result}), flush=True)
+        say("\n" + json.dumps({"result": result}) + "\n")
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -6,6 +6,7 @@ Owns: which directories can be read so, and filling a cut model from them. Refus
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def _outline(folder: Path, dtype: torch.dtype, numerics: Numerics) -> Any:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     if not is_dense(model):
         return None
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    if (generation := folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_dict(json.loads(generation.read_text()))
     set_numerics(model, numerics)
     return prepare(model)
