@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from temper.commands.training import train as training
-from temper.errors import BackendError
+from temper.errors import TemperError
 from temper.runs.reader import RunReader
 from tests.test_resume import write_recipe
 
@@ -55,5 +55,5 @@ def test_agents_are_trained_while_weights_change_under_them(tiny_recipe: dict[st
 def test_agents_that_fail_too_often_stop_the_run_with_their_own_words(
     tiny_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(BackendError, match="the world broke"):
+    with pytest.raises(TemperError, match="the world broke"):
         training.train(agent_recipe(tiny_recipe, tmp_path, 0.7), run=tmp_path / "run")

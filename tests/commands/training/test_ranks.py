@@ -105,10 +105,10 @@ def test_a_checkpoint_goes_on_with_another_number_of_trainers(
 
 MUCH = {
     "critic and epochs": {"objective": {"preset": "ppo"}, "trainer": {"epochs": 2, "tokens_per_microbatch": 48}},
-    "moving reference": {
-        "objective": {"preset": "prorl", "reference": {"name": "soft_update", "mix": 0.25, "every": 1}}
+    "moving reference and states in bfloat16": {
+        "objective": {"preset": "prorl", "reference": {"name": "soft_update", "mix": 0.25, "every": 1}},
+        "optim": {"learning_rate": 1e-3, "states": "bfloat16", "offload": True},
     },
-    "states in bfloat16": {"optim": {"learning_rate": 1e-3, "states": "bfloat16", "offload": True}},
 }
 """What stands beside a policy and is cut, too."""
 
