@@ -1,4 +1,4 @@
-"""One trainer rank of test_ranks.py, started by start_ranks.py. Trains every case in turn."""
+"""One trainer rank of test_sums.py, started by start_ranks.py. Trains every case in turn."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def has_own_step(name: str) -> bool:
 UNEVEN, WHOLE = 54, 10_000
 """Token budgets: of several microbatches, for four ranks; of a single one, which leaves the second of two nothing."""
 NAMES = [*(name for name, preset in POLICY_GRADIENTS.items() if "router" not in preset.needs), *DIRECT_LOSSES]
-"""Experts are not multiplied in float64."""
+"""The models here have no routers to read."""
 CUT_NAMES = [name for name in NAMES if not has_own_step(name)]
 """Objectives that go through a model whose layers are shared out."""
 CASES = [
