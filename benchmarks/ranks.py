@@ -36,8 +36,6 @@ LAYOUTS = {
     "2-parts": {"trainers": 2, "parts": True},
     "4-parts": {"trainers": 4, "parts": True},
 }
-SECONDS = 1800
-"""For one run."""
 
 
 def train(folder: Path, run: Path, options: argparse.Namespace, dtype: str, layout: str) -> None:
@@ -47,9 +45,14 @@ def train(folder: Path, run: Path, options: argparse.Namespace, dtype: str, layo
     path = run.with_suffix(".toml")
     path.write_text(to_toml(resolve(recipe, [], where="benchmark")))
     command = [sys.executable, "-m", "temper", "train", str(path), "--run", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    if done.returncode:
-        raise SystemExit(f"{layout}: temper train ended with code {done.returncode}\n{done.stdout}{done.stderr}")
+    log = run.with_suffix(".log")
+    with log.open("w") as said:
+        try:
+            code = subprocess.run(command, stdout=said, stderr=said, timeout=options.seconds, check=False).returncode
+        except subprocess.TimeoutExpired:
+            code = f"none within {options.seconds} s"
+    if code:
+        raise SystemExit(f"{layout}: temper train ended with code {code}\n{log.read_text()}")
 
 
 def row_of(run: Path) -> list[str]:
@@ -79,8 +82,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--microbatch", type=int, default=4096)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--seconds", type=int, default=1800, help="for one run")
     options = parser.parse_args()
-    vars(options).update(lora=0, base="full", states="float32", offload=False, max_gap=None)
+    vars(options).update(lora=0, base="full", states="float32", offload=False, max_gap=None, replay=False)
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     where = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     title = f"{options.shape}, {dtype}, {options.prompts} x {options.group} x {options.new} tokens, {where}"
@@ -91,7 +95,9 @@ def main() -> None:
         for layout in options.layouts:
             run = Path(name) / f"run-{layout}"
             train(Path(name), run, options, dtype, layout)
-            table.add_row(layout, *row_of(run))
+            row = row_of(run)
+            print(layout, *row, flush=True)
+            table.add_row(layout, *row)
     Console(width=130).print(table)
 
 

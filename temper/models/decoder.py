@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from temper.models.experts.products import collect, places_of, spread
+from temper.models.experts.few_rows import few_rows_experts, has_few_rows
+from temper.models.experts.products import collect, grouped_products, places_of, spread
 from temper.models.experts.routing import EXPERT_FAMILIES, Routes, has_experts, is_sparse, weights_of
 from temper.models.float8.arithmetic import float8_linear
 from temper.models.float8.inputs import Inputs, States, float8_inputs, plain_inputs
@@ -116,18 +117,26 @@ def _experts(layer: Any, ops: Ops, normed_TD: Tensor, routes: Routes | None) -> 
     """What the chosen experts of each token say, weighted, and the shared expert where the family has one."""
     mlp, config = layer.mlp, layer.self_attn.config
     logits_TE = ops.linear(normed_TD, mlp.gate.weight, None)
+    if ops.grouped is grouped_products and has_few_rows(normed_TD, mlp.experts, config.num_experts_per_tok):
+        mixed_TD = few_rows_experts(layer, normed_TD, logits_TE, routes)
+    else:
+        mixed_TD = _many_rows_experts(layer, ops, normed_TD, logits_TE, routes)
+    if (shared := getattr(mlp, "shared_expert", None)) is None:
+        return mixed_TD
+    share_T1 = ops.sigmoid(_project(ops, normed_TD, (mlp.shared_expert_gate,)))
+    return mixed_TD + share_T1 * _feed_forward(shared, ops, plain_inputs(ops), normed_TD)
+
+
+def _many_rows_experts(layer: Any, ops: Ops, normed_TD: Tensor, logits_TE: Tensor, routes: Routes | None) -> Tensor:
+    experts, config = layer.mlp.experts, layer.self_attn.config
     experts_TK = ops.choose(logits_TE, config.num_experts_per_tok)
     if routes is not None:
         logits_TE, experts_TK = routes.route(layer.self_attn.layer_idx, logits_TE, experts_TK)
     weights_TK = weights_of(config, logits_TE, experts_TK)
     places = places_of(experts_TK, logits_TE.shape[1])
-    gated_SF = ops.silu_mul(ops.grouped(spread(normed_TD, places), mlp.experts.gate_up_proj, places.ends_E))
-    said_SD = ops.grouped(gated_SF, mlp.experts.down_proj, places.ends_E)
-    mixed_TD = ops.mix(collect(said_SD, places, experts_TK.shape[1]), weights_TK)
-    if (shared := getattr(mlp, "shared_expert", None)) is None:
-        return mixed_TD
-    share_T1 = ops.sigmoid(_project(ops, normed_TD, (mlp.shared_expert_gate,)))
-    return mixed_TD + share_T1 * _feed_forward(shared, ops, plain_inputs(ops), normed_TD)
+    gated_SF = ops.silu_mul(ops.grouped(spread(normed_TD, places), experts.gate_up_proj, places.ends_E))
+    said_SD = ops.grouped(gated_SF, experts.down_proj, places.ends_E)
+    return ops.mix(collect(said_SD, places, experts_TK.shape[1]), weights_TK)
 
 
 def _attention(module: Any, ops: Ops, normed_TD: States, rotation: tuple[Tensor, Tensor], attend: Any) -> Tensor:

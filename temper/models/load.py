@@ -21,7 +21,7 @@ from temper.folders.hub import find_checkpoint as find_checkpoint
 from temper.folders.integrity import verify
 from temper.folders.pretrained import read_pretrained
 from temper.models.attention_interface import ATTENTION_NAME
-from temper.models.decoder import WALKED_FAMILIES, Numerics, can_walk, is_dense, lay_end_to_end, set_numerics
+from temper.models.decoder import WALKED_FAMILIES, Numerics, can_walk, lay_end_to_end, set_numerics
 from temper.models.families import freeze_rotations, require_supported, steady_context
 from temper.models.lora.wrapping import load_merged
 from temper.models.proof import require_proven
@@ -88,7 +88,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, numerics:
         read_shape(folder)  # first: what is refused by its description needs no weights
         model = _pretrained(folder, dtype)
     if numerics == "exact":
-        _require_exact(model, device, folder)
+        _require_exact(model, folder)
     model = prepare(model).to(device)
     lay_end_to_end(model)
     set_numerics(model, numerics)
@@ -107,15 +107,13 @@ def _pretrained(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def _require_exact(model: Any, device: torch.device, folder: Path) -> None:
+def _require_exact(model: Any, folder: Path) -> None:
     family, advice = model.config.get_text_config().model_type, 'Use engine.numerics="fast": the gap is then bounded'
     if not can_walk(model):
         raise UserError(
             f'engine.numerics="exact" is made for the families {", ".join(WALKED_FAMILIES)}, and {folder} is a '
             f"{family}. {advice}"
         )
-    if device.type == "cuda" and not is_dense(model):
-        raise UserError(f'engine.numerics="exact" computes experts on a CPU only, and {folder} is a {family}. {advice}')
 
 
 def prepare(model: Any) -> nn.Module:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from temper.models.exact import spelled_sigmoid, spelled_silu_mul, tiled_linear
-from temper.models.experts.products import grouped_products, looped_products, ordered_sum, weighted_sum
+from temper.models.experts.products import exact_products, grouped_products, looped_products, ordered_sum, weighted_sum
 from temper.models.experts.routing import ordered_experts, top_experts
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -46,6 +46,7 @@ class Ops:
 
 @cache
 def ops_of(device: torch.device, numerics: str) -> Ops:
+    is_exact = numerics == "exact"
     if device.type == "cuda":
         # Here: triton is there with a GPU only.
         from temper.models.kernels.norms import add_rms_norm as gpu_add_rms_norm
@@ -55,17 +56,16 @@ def ops_of(device: torch.device, numerics: str) -> Ops:
         from temper.models.kernels.swiglu import silu_mul as gpu_silu_mul
 
         return Ops(
-            linear=exact_linear if numerics == "exact" else functional.linear,
+            linear=exact_linear if is_exact else functional.linear,
             rms_norm=gpu_rms_norm,
             add_rms_norm=gpu_add_rms_norm,
             rotate=gpu_rotate,
             silu_mul=gpu_silu_mul,
             sigmoid=torch.sigmoid,
-            choose=top_experts,
-            grouped=grouped_products,
-            mix=weighted_sum,
+            choose=ordered_experts if is_exact else top_experts,
+            grouped=exact_products if is_exact else grouped_products,
+            mix=ordered_sum if is_exact else weighted_sum,
         )
-    is_exact = numerics == "exact"
     return Ops(
         linear=tiled_linear if is_exact else cpu_linear,
         rms_norm=rms_norm,

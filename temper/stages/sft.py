@@ -18,6 +18,7 @@ from temper.protocols import BatchSource
 from temper.rollout.draws import TaskStream
 from temper.stages.kind import StageKind
 from temper.stages.parts import Parts
+from temper.stages.reading.ahead import Ahead
 from temper.stages.reading.data import Reading, StageData
 from temper.stages.reading.examples import MAX_SKIPS, ExampleRenderer, RowTooLong, example_rows
 from temper.stages.reading.fitting import MakeRows
@@ -75,7 +76,7 @@ def _weighted(row: Sample, weight: float) -> Sample:
     return replace(row, weights=Column(weight * array_of(row.loss_mask, np.float64)))
 
 
-def examples_of(parts: Parts) -> BatchSource:
+def examples_of(parts: Parts) -> Examples:
     """Given texts, with the weights of the stage's objective."""
     trainer, data = parts.config.trainer, parts.data
     assert isinstance(parts.objective, DirectLoss), "given texts are read by a direct loss"
@@ -89,6 +90,10 @@ def examples_of(parts: Parts) -> BatchSource:
     )
 
 
+def examples_ahead(parts: Parts) -> BatchSource:
+    return Ahead(examples_of(parts))
+
+
 def text_rows(objective: Objective, data: StageData, longest: int) -> MakeRows:
     """Rows of given texts, for kinds that read them."""
     return partial(example_rows, data.renderer, max_length=longest)
@@ -99,6 +104,6 @@ KIND = StageKind(
     preset="sft",
     losses=tuple(LIKELIHOOD_LOSSES),
     reading=Reading(share_sampled=lambda objective, tasks: 0.0),
-    make_source=examples_of,
+    make_source=examples_ahead,
     make_rows=text_rows,
 )

@@ -97,6 +97,31 @@ def grouped_products(rows_SD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Ten
     return _grouped()(rows_SD, weight_EOD.transpose(1, 2), offs=ends_E)
 
 
+def exact_products(rows_SD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
+    """On a GPU, with bits of a row that depend on nothing beside it."""
+    return _ExactProducts.apply(rows_SD, weight_EOD, ends_E)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ExactProducts(torch.autograd.Function):
+    """Both sides must agree on the policy, not on its slope: gradients are those of the fast way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_SD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
+        from temper.models.kernels.experts import sorted_products
+
+        ctx.save_for_backward(rows_SD, weight_EOD, ends_E)
+        return sorted_products(rows_SD, weight_EOD, ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *leaves, ends_E = (tensor.detach() for tensor in ctx.saved_tensors)
+        wanted = [leaf.requires_grad_() for leaf, wants in zip(leaves, ctx.needs_input_grad, strict=False) if wants]
+        with torch.enable_grad():
+            output = grouped_products(leaves[0], leaves[1], ends_E)
+        found = iter(torch.autograd.grad(output, wanted, grads[0]))
+        return *(next(found) if wants else None for wants in ctx.needs_input_grad[:2]), None
+
+
 def can_group(weight_EOD: Tensor) -> bool:
     """Whether torch multiplies these in one kernel that never waits for the host."""
     if not weight_EOD.is_cuda or weight_EOD.dtype is not torch.bfloat16:

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from temper.errors import UserError
 from temper.models import decoder
 from temper.models.decoder import can_walk, is_dense, lay_end_to_end, set_numerics, walk
 from temper.models.experts import products
 from temper.models.experts.products import collect, grouped_products, looped_products, places_of, spread
 from temper.models.experts.routing import expert_layers, ordered_experts, top_experts, weights_of
-from temper.models.load import load_model, prepare
+from temper.models.load import prepare
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -180,9 +179,3 @@ def test_a_clip_of_queries_goes_the_ordinary_way() -> None:
     assert not is_dense(model)
     model.model.config.clip_qkv = 8.0
     assert not can_walk(model)
-
-
-def test_exact_numerics_of_experts_are_refused_on_a_gpu(tmp_path: Any) -> None:
-    make_model("qwen3_moe").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"computes experts on a CPU only, and .* is a qwen3_moe"):
-        load_model(tmp_path, torch.float32, torch.device("cuda"), "exact")

@@ -37,13 +37,16 @@ OF_THE_MODEL: dict[str, set[str]] = {
     "_blocks_kernel": {"num_words"},
     "_row_kernel": {"num_words", "num_blocks"},
     "_dequantise_kernel": {"num_blocks", "num_values"},
+    "_choose": {"stride"},
+    "_multiply": {"outputs", "width"},
+    "_mix": {"width"},
 }  # fmt: skip
 """By kernel: integers that are the same in every step of a run."""
 POINTERS = {
     "query", "key", "value", "output", "table", "starts", "positions", "sums", "norms", "lengths", "logits", "best",
     "temperature", "statistics", "random_key", "position", "given", "tokens", "results", "normalizer", "entropy",
     "grad", "grad_logprobs", "grad_entropy", "hidden", "weight", "bias", "codes", "scales", "levels", "out",
-    "row_scale", "channel_scale", "target",
+    "row_scale", "channel_scale", "target", "order", "ends", "experts", "weights", "said",
 }  # fmt: skip
 FLOATS = {"scale", "epsilon"}
 
