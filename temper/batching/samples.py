@@ -174,6 +174,7 @@ def _credit(
         values=_drawn(rows, "values"),
         turn_ids=turns[0],
         turn_rewards=turns[1],
+        turn_states=_turn_states(members),
         step_ids=None if steps is None else steps[0],
         step_values=None if steps is None else steps[1],
         member_keys=torch.tensor([_key(rules.seed, version, member) for member in members], dtype=torch.int64),
@@ -242,6 +243,14 @@ def _turns(members: Sequence[Trajectory]) -> tuple[Tensor, Tensor | None]:
     rewards_N, has_tokens = torch.zeros(len(ids_N), dtype=torch.float64), sizes > 0
     rewards_N[(sizes.cumsum(0) - 1)[has_tokens]] = _float64(pay or 0.0 for _, _, pay in turns)[has_tokens]
     return ids_N, rewards_N
+
+
+def _turn_states(members: Sequence[Trajectory]) -> Tensor:
+    """For each drawn token: a number of what the model saw when its turn began."""
+    turns = [turn.completion for member in members for turn in member.turns]
+    seen = [hashlib.blake2b(np.array(turn.prompt_ids, np.int64).tobytes(), digest_size=7).digest() for turn in turns]
+    states = torch.tensor([int.from_bytes(digest) for digest in seen], dtype=torch.int64)
+    return states.repeat_interleave(torch.tensor([turn.num_drawn for turn in turns], dtype=torch.int64))
 
 
 def _key(seed: int, version: int, member: Trajectory) -> int:

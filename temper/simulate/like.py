@@ -82,13 +82,16 @@ def read_run(reader: RunReader, settings: RunSettings) -> MeasuredRun:
             sum(phases[step].get(name, 0.0) for name in names) / max(each(step), 1e-9) for step in steps
         )
 
-    rounds = [_first_round(rolled.get(step, []), settings) for step in steps]
+    rounds = [_round(rolled.get(step, [])) for step in steps]
     lengths = {step: [n for group in rolled.get(step, []) if group.is_trained for n in group.lengths] for step in steps}
     prompt = statistics.median(
         max(0.0, trained.get(step, 0.0) - sum(own)) / max(1, len(own)) for step, own in lengths.items()
     )
-    decoding = _fit_decoding(reader, rounds, prompt, settings)
-    decoding["request"] += _late_seconds(rounds, [phases[step].get("rollout", 0.0) for step in steps], settings)
+    if _start_together(rolled, steps, settings):
+        decoding = _fit_rounds(rounds, prompt)
+        decoding["request"] += _late_seconds(rounds, [phases[step].get("rollout", 0.0) for step in steps])
+    else:
+        decoding = _fit_means(reader, settings)
     everyone = [group for step in steps for group in rolled.get(step, [])]
     speeds = Speeds(
         **decoding,
@@ -146,47 +149,47 @@ def _groups(reader: RunReader, stage: int) -> dict[int, list[_Group]]:
     return by_step
 
 
-def _first_round(groups: Sequence[_Group], settings: RunSettings) -> list[tuple[int, float]]:
-    """(tokens, seconds) of all answers that a synchronous step begins with: these start together."""
-    first = groups[: settings.groups_per_step]
-    return [pair for group in first for pair in zip(group.lengths, group.seconds, strict=True)]
+def _round(groups: Sequence[_Group]) -> list[tuple[int, float]]:
+    """(tokens, seconds) of all answers of a step."""
+    return [pair for group in groups for pair in zip(group.lengths, group.seconds, strict=True)]
 
 
-def _start_together(rounds: Sequence[Sequence[tuple[int, float]]], settings: RunSettings) -> bool:
-    return settings.max_staleness == 0 and all(0 < len(pairs) <= settings.max_running for pairs in rounds)
+def _start_together(rolled: Mapping[int, Sequence[_Group]], steps: Sequence[int], settings: RunSettings) -> bool:
+    """Whether all answers of a step began with it. Where groups are replaced, others follow in rounds of their own."""
+    if settings.max_staleness > 0:
+        return False
+    sizes = [(len(rolled.get(step, [])), len(_round(rolled.get(step, [])))) for step in steps]
+    return all(groups <= settings.groups_per_step and 0 < all_ <= settings.max_running for groups, all_ in sizes)
 
 
-def _late_seconds(
-    rounds: Sequence[Sequence[tuple[int, float]]], waited: Sequence[float], settings: RunSettings
-) -> float:
+def _late_seconds(rounds: Sequence[Sequence[tuple[int, float]]], waited: Sequence[float]) -> float:
     """What a step waits for beyond its last answer, by answer: starting episodes, scoring them, taking groups."""
-    if not _start_together(rounds, settings):
-        return 0.0
     later = [seconds - max(own for _, own in pairs) for pairs, seconds in zip(rounds, waited, strict=True)]
     return max(0.0, statistics.median(later)) / statistics.median(map(len, rounds))
 
 
-def _fit_decoding(
-    reader: RunReader, rounds: Sequence[Sequence[tuple[int, float]]], prompt: float, settings: RunSettings
-) -> dict[str, float]:
+def _fit_rounds(rounds: Sequence[Sequence[tuple[int, float]]], prompt: float) -> dict[str, float]:
     """Seconds of a decode step by how many are in it, and by how many tokens these have in the cache.
 
     Where all answers of a step start together, each one's seconds are those of as many decode steps as it has tokens,
-    and how many were in each of these is known from the lengths of the others. Otherwise only means over steps are
-    known: seconds of a decode step, and how many were in it.
+    and how many were in each of these is known from the lengths of the others.
     """
-    if _start_together(rounds, settings):
-        works = [_work_of_answers(pairs, prompt) for pairs in rounds]
-        seconds = [np.asarray([own for _, own in pairs]) for pairs in rounds]
-        beginning, step, row, cached = _fit_usual(works, seconds)
-        # What an answer waits for before its first step are the beginnings of all: one more answer, one more of them.
-        begin_one = beginning / statistics.median(map(len, rounds))
-        return {"decode_step": step, "decode_row": row, "decode_kv": cached, "request": begin_one}
+    works = [_work_of_answers(pairs, prompt) for pairs in rounds]
+    seconds = [np.asarray([own for _, own in pairs]) for pairs in rounds]
+    beginning, step, row, cached = _fit_usual(works, seconds)
+    # What an answer waits for before its first step are the beginnings of all: one more answer, one more of them.
+    begin_one = beginning / statistics.median(map(len, rounds))
+    return {"decode_step": step, "decode_row": row, "decode_kv": cached, "request": begin_one}
+
+
+def _fit_means(reader: RunReader, settings: RunSettings) -> dict[str, float]:
+    """The same from what is known otherwise, means over steps: seconds of a decode step, and how many were in it."""
     points = _means(reader, settings)
     if not points:
         raise UserError(
             f"{reader.folder}: its sampler did not count what it drew, so its speed is not known. Use a synchronous "
-            "run (rollout.max_staleness = 0) with engine.max_running of groups_per_step * group_size or more"
+            "run (rollout.max_staleness = 0) that replaces no groups, with engine.max_running of groups_per_step * "
+            "group_size or more"
         )
     step, row = fit_non_negative(
         np.asarray([[1.0, running] for running, _ in points]), np.asarray([seconds for _, seconds in points])

@@ -112,6 +112,19 @@ def test_credit_sits_on_drawn_tokens_only(group, turn) -> None:
     assert rows[0].weights == pytest.approx([0, 1 / 16, 0, 1 / 16])
 
 
+def test_turns_are_compared_with_those_that_saw_the_same(group, turn) -> None:
+    """The second turns of the first two members begin behind the same first one; the third said something else."""
+    members = [
+        (1.0, [turn([1], [3]), turn([1, 3, 8], [5])]),
+        (0.0, [turn([1], [3]), turn([1, 3, 8], [6])]),
+        (0.0, [turn([1], [4]), turn([1, 4, 8], [5])]),
+    ]
+    given = rules("dr_grpo", {"advantage": {"name": "state_returns", "gamma": 1.0}})
+    (rows,) = credited([group(members)], given).updates
+    found = [drawn(row, row.advantages) for row in rows]
+    assert found == [pytest.approx(x) for x in ([4 / 3, 2 / 3 + 0.5], [-2 / 3, -1 / 3 - 0.5], [-2 / 3, -1 / 3])]
+
+
 def test_weights_are_those_of_the_weighting(group) -> None:
     groups = [group([(1.0, 3), (0.0, 2)]), group([(1.0, 1), (0.0, 2)], draw=1)]
     expected = {

@@ -106,6 +106,17 @@ def test_a_run_that_ran_ahead_tells_the_mean_of_a_decode_step() -> None:
     assert (speeds.decode_step, speeds.decode_row) == (pytest.approx(STEP), pytest.approx(ROW))
 
 
+def test_a_synchronous_run_that_replaces_groups_tells_means_as_well() -> None:
+    """Replacements are drawn in rounds of their own: waiting for them is not a part of the first one."""
+    records = Records(dropped=1)
+    for name, values in {"sys/occupancy": [0.25, 0.5, 0.125], "sys/decode_tok_s": [400.0, 500.0, 300.0]}.items():
+        records.points[name] = [Point(stage=1, step=step, value=v) for step, v in enumerate(values, start=1)]
+    found = read_run(records, settings(groups_per_step=5)).speeds  # type: ignore[arg-type]
+    assert found.decode_step + 32 * found.decode_row == pytest.approx(32 / 500)
+    assert found.decode_step + 8 * found.decode_row == pytest.approx(8 / 300)
+    assert found.request == 0
+
+
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(UserError, match="Let it run longer"):
         read_run(Records(steps=3), settings())  # type: ignore[arg-type]

@@ -42,6 +42,8 @@ class Credit:
     outcome then included. None: no turn was paid for."""
     turn_ids: Tensor | None = None
     """[N] number of the turn that each token belongs to, from 0 in each trajectory."""
+    turn_states: Tensor | None = None
+    """[N] equal for tokens of turns at whose beginning the model saw the same."""
     reward_parts: Mapping[str, Tensor] = field(default_factory=dict)
     """[B] what each part added to the reward, by name: after bounds, weight and gates; NaN where a member lacks it."""
     part_weights: Mapping[str, float] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class Credit:
         require_parallel(self, "rewards", "group_ids", "lengths", "is_truncated", *given)
         by_token = ("token_rewards", "behavior_logprobs", "proximal_logprobs", "reference_logprobs", "teacher_logprobs")
         total = int(self.lengths.sum())
-        for name in (*by_token, "values", "step_ids", "step_values", "turn_rewards", "turn_ids"):
+        for name in (*by_token, "values", "step_ids", "step_values", "turn_rewards", "turn_ids", "turn_states"):
             column = getattr(self, name)
             assert column is None or len(column) == total, f"{name} needs one entry per drawn token"
 

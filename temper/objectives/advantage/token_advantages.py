@@ -8,6 +8,7 @@ Shapes: _B scored trajectories of the batch, _N their drawn tokens, trajectory a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -103,34 +104,98 @@ def step_values(samples: int = 9, separator: str = "\n", tokens: int = 0) -> Adv
 
 
 @factor(needs=("turns",), min_group=2)
-def turn_returns(gamma: float = 1.0) -> AdvantageFn:
+def turn_returns(gamma: float = 1.0, outcome: float = 0.0) -> AdvantageFn:
     """A of turn k = G_k - mean over the group of G_k, G_k = what turn k and later ones were paid, discounted by turn.
 
     Credit by turn for environments that pay per turn: a good first call is not blamed for a bad last answer. The mean
     is over the members that reached turn k; one alone there gets 0. Without payment per turn: group_mean.
-    The outcome is not added: use it when the reward is what the environment pays, or with a process reward by turn,
-    which pays the outcome to the last turn. Shaping changes the outcome: it is refused.
+    gamma = 0: each turn by its own payment alone. The outcome is not added, or `outcome` times (R - mean of R) is, to
+    every turn: use 0 when the reward is what the environment pays, or with a process reward by turn, which pays the
+    outcome to the last turn. Shaping changes the outcome: it is refused.
     """
     require_share("turn_returns", "gamma", gamma)
+    require(outcome >= 0, f"turn_returns: outcome={outcome} must be 0 or more, e.g. 0.5")
 
     def advantage(credit: Credit) -> Tensor:
         assert credit.turn_ids is not None, "turn_returns needs the turns"
         if credit.turn_rewards is None:
-            mean_B = group_sum(returns_of(credit), credit.group_ids) / group_sum(
-                torch.ones_like(credit.rewards), credit.group_ids
-            )
-            return credit.spread(returns_of(credit) - mean_B)
-        width = int(credit.turn_ids.max()) + 1 if len(credit.turn_ids) else 1
-        # One entry per member and turn, in that order, however many tokens the turn has.
-        pairs, pair_of_N = torch.unique(credit.owners * width + credit.turn_ids, return_inverse=True)
-        members, turns = pairs // width, pairs % width
-        paid = torch.zeros(len(pairs), dtype=torch.float64).index_add(0, pair_of_N, credit.turn_rewards)
-        returns = discounted_sums(paid, gamma, torch.bincount(members, minlength=len(credit.lengths)))
-        cells = torch.unique(credit.group_ids[members] * width + turns, return_inverse=True)[1]
-        means = group_sum(returns, cells) / group_sum(torch.ones_like(returns), cells)
-        return (returns - means)[pair_of_N]
+            return credit.spread(outcome_advantages(credit))
+        turns = turns_of(credit)
+        gained = centred(turns.returns(credit.turn_rewards, gamma), turns.cells(turns.numbers))
+        return gained[turns.of_token] + outcome * credit.spread(outcome_advantages(credit))
 
     return advantage
+
+
+@factor(needs=("turns",), min_group=2)
+def state_returns(gamma: float = 0.95, weight: float = 1.0) -> AdvantageFn:
+    """A of turn k = (R - mean of R) + weight (G_k - mean of G over the group's turns that began in the same state).
+
+    G_k = what turn k and later ones were paid, discounted by turn; without payment per turn the outcome is paid to the
+    last one. Two turns begin in the same state when the model saw the same tokens; one alone in its state is compared
+    with nobody. The first turn is always comparable, later ones where members have not yet parted. GiGPO, arXiv
+    2505.10978, without its division by the deviation, and with equal histories in place of equal observations.
+    """
+    require_share("state_returns", "gamma", gamma)
+    require(weight > 0, f"state_returns: weight={weight} must be positive, e.g. 1.0. Use group_mean without it")
+
+    def advantage(credit: Credit) -> Tensor:
+        assert credit.turn_states is not None, "state_returns needs the state before each turn"
+        turns = turns_of(credit)
+        paid_N = credit.turn_rewards if credit.turn_rewards is not None else rewards_at_tokens(credit)
+        gained = centred(turns.returns(paid_N, gamma), turns.cells(turns.states))
+        return credit.spread(outcome_advantages(credit)) + weight * gained[turns.of_token]
+
+    return advantage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """One entry for each member and turn that drew something, in that order, however many tokens it has."""
+
+    of_token: Tensor
+    """[N] which turn each token belongs to."""
+    numbers: Tensor
+    """From 0 in each trajectory."""
+    states: Tensor
+    groups: Tensor
+    per_member: Tensor
+    """[B] turns of each trajectory."""
+
+    def returns(self, paid_N: Tensor, gamma: float) -> Tensor:
+        paid = torch.zeros(len(self.numbers), dtype=torch.float64).index_add(0, self.of_token, paid_N)
+        return discounted_sums(paid, gamma, self.per_member)
+
+    def cells(self, keys: Tensor) -> Tensor:
+        """Turns of one group with one key get one number, from 0."""
+        return torch.unique(torch.stack((self.groups, keys)), dim=1, return_inverse=True)[1]
+
+
+def turns_of(credit: Credit) -> Turns:
+    assert credit.turn_ids is not None, "the number of each token's turn"
+    width = int(credit.turn_ids.max()) + 1 if len(credit.turn_ids) else 1
+    pairs, of_token = torch.unique(credit.owners * width + credit.turn_ids, return_inverse=True)
+    members = pairs // width
+    states = torch.zeros(len(pairs), dtype=torch.int64)
+    if credit.turn_states is not None:
+        states[of_token] = credit.turn_states
+    return Turns(
+        of_token=of_token,
+        numbers=pairs % width,
+        states=states,
+        groups=credit.group_ids[members],
+        per_member=torch.bincount(members, minlength=len(credit.lengths)),
+    )
+
+
+def outcome_advantages(credit: Credit) -> Tensor:
+    """[B] R - mean of R over the group."""
+    return centred(returns_of(credit), credit.group_ids)
+
+
+def centred(values: Tensor, cells: Tensor) -> Tensor:
+    """Each value less the mean of its cell."""
+    return values - group_sum(values, cells) / group_sum(torch.ones_like(values), cells)
 
 
 @factor(needs=("teacher",))
@@ -209,6 +274,7 @@ def _following(values_N: Tensor) -> Tensor:
 
 TOKEN_ADVANTAGES: dict[str, Callable[..., Advantage]] = {
     "turn_returns": turn_returns,
+    "state_returns": state_returns,
     "returns_to_go": returns_to_go,
     "greedy_baseline": greedy_baseline,
     "gae": gae,

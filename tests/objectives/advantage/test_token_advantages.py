@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from temper.objectives.advantage.token_advantages import (
     greedy_baseline,
     lambda_by_length,
     returns_to_go,
+    state_returns,
     step_values,
     turn_returns,
 )
@@ -38,6 +40,7 @@ def full_credit(credit, order: list[int] | None = None) -> Credit:
     drawn = {name: torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64) for name in names}
     drawn["step_ids"] = torch.tensor([0, 0, 1, 0, 0, 1, 1, 2, 2, 0, 0])
     drawn["turn_ids"], drawn["turn_rewards"] = drawn["step_ids"], 0.1 * torch.arange(11).double()
+    drawn["turn_states"] = drawn["step_ids"] % 2
     order = order or [0, 1, 2, 3]
     tokens = torch.cat([torch.arange(sum(LENGTHS)).split(LENGTHS)[place] for place in order])
     return credit(
@@ -202,7 +205,7 @@ def test_advantages_follow_the_order_of_trajectories(credit, name) -> None:
 def test_an_empty_batch_has_no_token_advantages(credit, name) -> None:
     nothing = column([])
     names = ("values", "step_values", "behavior_logprobs", "teacher_logprobs", "greedy_rewards")
-    ids = dict.fromkeys(("step_ids", "turn_ids"), torch.tensor([], dtype=torch.int64))
+    ids = dict.fromkeys(("step_ids", "turn_ids", "turn_states"), torch.tensor([], dtype=torch.int64))
     given = credit([], [], turn_rewards=nothing, **ids, **dict.fromkeys(names, nothing))
     assert len(TOKEN_ADVANTAGES[name]()(given)) == 0
 
@@ -224,6 +227,7 @@ def test_needs_are_declared() -> None:
         "step_values": {"step_values"},
         "distillation": {"teacher"},
         "turn_returns": {"turns"},
+        "state_returns": {"turns"},
     }
 
 
@@ -265,3 +269,50 @@ def test_a_member_alone_in_a_turn_has_nothing_to_be_compared_with(credit) -> Non
 def test_without_payment_per_turn_credit_is_the_groups_mean(credit) -> None:
     given = credit([1.0, 0.0], lengths=torch.tensor([2, 1]), turn_ids=torch.tensor([0, 1, 0]))
     assert turn_returns()(given).tolist() == [0.5, 0.5, -0.5]
+
+
+def test_the_outcome_is_mixed_into_the_credit_of_turns_when_asked_for(credit) -> None:
+    """Paid (1, 0) and (0, 0) by turn; outcomes 1 and 0, so half of +-0.5 is added to every turn."""
+    given = credit(
+        [1.0, 0.0],
+        lengths=torch.tensor([2, 2]),
+        turn_ids=torch.tensor([0, 1, 0, 1]),
+        turn_rewards=torch.tensor([1.0, 0, 0, 0], dtype=torch.float64),
+    )
+    assert turn_returns()(given).tolist() == [0.5, 0, -0.5, 0]
+    assert turn_returns(outcome=0.5)(given).tolist() == [0.75, 0.25, -0.75, -0.25]
+    assert turn_returns(gamma=0)(given).tolist() == [0.5, 0, -0.5, 0], "each turn by what it was paid"
+
+
+def test_turns_that_began_in_the_same_state_are_compared(credit) -> None:
+    """Three members, two turns of one token each. All begin alike; the first two also begin their second turn alike,
+    the third stands alone there. Outcomes 1, 0, 0; the mean is 1/3. Second turns: 1 and 0, mean 0.5."""
+    given = credit(
+        [1.0, 0.0, 0.0],
+        lengths=torch.tensor([2, 2, 2]),
+        turn_ids=torch.tensor([0, 1, 0, 1, 0, 1]),
+        turn_states=torch.tensor([7, 8, 7, 8, 7, 9]),
+    )
+    found = state_returns(gamma=0.5)(given)
+    first, second = 0.5 * 2 / 3, 0.5 * -1 / 3  # what a first turn is worth beside the others: 0.5 of the outcome
+    expected = [2 / 3 + first, 2 / 3 + 0.5, -1 / 3 + second, -1 / 3 - 0.5, -1 / 3 + second, -1 / 3]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    by_turn = state_returns(gamma=0.5)(replace(given, turn_states=given.turn_ids))
+    assert not torch.allclose(by_turn, found), "states that are mixed up would be noticed"
+
+
+def test_states_of_two_groups_are_not_compared(credit) -> None:
+    given = credit(
+        [1.0, 0.0],
+        [0, 1],
+        lengths=torch.tensor([1, 1]),
+        turn_ids=torch.tensor([0, 0]),
+        turn_states=torch.tensor([7, 7]),
+    )
+    assert state_returns()(given).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("build", [lambda: turn_returns(outcome=-1), lambda: state_returns(weight=0)])
+def test_shares_of_credit_that_make_no_sense_are_refused(build) -> None:
+    with pytest.raises(UserError, match=r"must be"):
+        build()
