@@ -32,10 +32,10 @@ def resolve_objective(config: RunConfig) -> Objective:
             f"objective {objective.name} bounds the change of the whole distribution, which a truncated sampler does "
             f"not show. Use sampling.top_k = 0, top_p = 1 and min_p = 0"
         )
-    if "step_values" in objective.needs and config.rollout.max_turns > 1:
+    if "step_values" in objective.needs and config.env.name == "agent":
         raise UserError(
-            f"objective {objective.name} rolls out from inside an answer, and an environment of several turns cannot "
-            f"be forked. Use rollout.max_turns = 1"
+            f"objective {objective.name} plays episodes anew from their turns, and an agent that leads its own cannot "
+            f"be taken back to one. Use an advantage without step values"
         )
     for check in _CHECKS:
         if (problem := check(config, objective)) is not None:

@@ -100,11 +100,15 @@ class Player(Protocol):
 class TurnLoop:
     """Implements Player: the policy speaks, the environment answers."""
 
+    def __init__(self, given: Sequence[Turn] = ()) -> None:
+        """given: turns of an earlier attempt that this one begins with; a fresh environment hears them again."""
+        self._given = given
+
     def place(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()
 
     async def play(self, setup: EpisodeSetup, task: Task, played: Played, request_id: str) -> Status:
-        return await _play(setup, task, played, request_id)
+        return await _play(setup, task, played, request_id, self._given)
 
     async def close(self) -> None:
         """Environments are closed with their episodes."""
@@ -173,7 +177,7 @@ async def _status(setup: EpisodeSetup, task: Task, played: Played, request_id: s
         return Status.TOOL_ERROR, explain_error(problem)
 
 
-async def _play(setup: EpisodeSetup, task: Task, played: Played, request_id: str) -> Status:
+async def _play(setup: EpisodeSetup, task: Task, played: Played, request_id: str, given: Sequence[Turn]) -> Status:
     env = setup.make_env(task.env)
     name = type(env).__name__
     turns = played.turns
@@ -190,17 +194,22 @@ async def _play(setup: EpisodeSetup, task: Task, played: Played, request_id: str
             request = Request(id=f"{request_id}/{number}", prompt_ids=prompt_ids, params=params)
             try:
                 with waiting_for("the sampler"):
-                    completion = await draw_as_asked(setup, request)
+                    is_given = number < len(given)
+                    completion = given[number].completion if is_given else await draw_as_asked(setup, request)
             except ContextFull:
                 if not turns:
                     raise
                 return Status.TRUNCATED_LENGTH  # the conversation has filled the context: cut, not broken
+            if is_given:
+                _require_same(completion.prompt_ids == prompt_ids, name, number)
             message = Message(role="assistant", content=setup.renderer.decode(completion.token_ids))
             if (cut := cut_status(completion)) is not None:
                 turns.append(Turn(completion=completion, message=message))
                 return cut
             reply = await call(env.step(message), setup.episode_seconds, f"{name}.step()")
             reply = dataclasses.replace(reply, messages=_readable(reply.messages), reward=_payable(reply.reward))
+            if is_given:
+                _require_same(not reply.is_done and reply.messages == given[number].replies, name, number + 1)
             turns.append(
                 Turn(
                     completion=completion,
@@ -220,6 +229,15 @@ async def _play(setup: EpisodeSetup, task: Task, played: Played, request_id: str
         return Status.TRUNCATED_TURNS
     finally:
         await call(env.close(), CLOSE_SECONDS, f"{name}.close()")
+
+
+def _require_same(is_same: bool, env: str, turn: int) -> None:
+    """Before turn `turn` of an attempt that repeats another's first turns."""
+    if not is_same:
+        raise TaskError(
+            f"{env} cannot be forked: told the same again, it was in another state before turn {turn + 1}. Make it a "
+            f"function of the task, the seed and what it is told, or use an advantage without step values"
+        )
 
 
 async def draw_as_asked(setup: EpisodeSetup, request: Request) -> Completion:

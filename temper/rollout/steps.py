@@ -1,7 +1,9 @@
 """What a state in the middle of an answer is worth: the mean reward of fresh continuations from it (VinePPO).
 
-Owns: where reasoning steps begin, and the value of each beginning. Refuses: what is made of the values (objectives/),
-and episodes of more than one turn: their environment would have to be forked. arXiv 2410.01679.
+In episodes of several turns a step is a turn: a fresh environment hears the turns before it again, and the attempt goes
+on from there.
+Owns: where steps begin, and the value of each beginning. Refuses: what is made of the values (objectives/), and agents
+that lead their own episodes. arXiv 2410.01679.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from temper.errors import BackendError, TemperError, UserError
-from temper.rollout.episode import EpisodeSetup, cut_status, require_as_asked
+from temper.rollout.episode import EpisodeSetup, TurnLoop, cut_status, require_as_asked, run_episode
 from temper.types import Completion, Finish, Message, Request, Score, Status, Task, Trajectory, Turn
 
 
@@ -43,17 +46,15 @@ async def estimate_steps(
     """The trajectory with its steps and their values, or unscorable when a state has none. All states at once."""
     if not trajectory.is_trainable:
         return trajectory
-    if len(trajectory.turns) != 1:
-        raise UserError(
-            f"step values need an environment that can be forked, and task {task.id} took {len(trajectory.turns)} "
-            "turns. Use single-turn tasks, or an advantage without step values."
-        )
-    completion = trajectory.turns[0].completion
-    starts = step_starts(completion, split, setup.renderer.decode)
+    if setup.max_turns > 1:
+        starts, fresh = turn_starts(trajectory), _play_fresh
+    else:
+        completion = trajectory.turns[0].completion
+        starts, fresh = step_starts(completion, split, setup.renderer.decode), _score_fresh
     async with asyncio.TaskGroup() as states:
         running = [
             [
-                states.create_task(_score_fresh(setup, task, trajectory, start, f"{request_id}/step {step}/{sample}"))
+                states.create_task(fresh(setup, task, trajectory, start, f"{request_id}/step {step}/{sample}"))
                 for sample in range(split.samples)
             ]
             for step, start in enumerate(starts)
@@ -85,6 +86,28 @@ def step_starts(completion: Completion, split: StepSplit, decode: Callable[[Sequ
         if starts[-1] < start < end:
             starts.append(start)
     return starts
+
+
+def turn_starts(trajectory: Trajectory) -> list[int]:
+    """First drawn token of each turn; one that drew nothing begins no step."""
+    sizes = [turn.completion.num_drawn for turn in trajectory.turns]
+    return [start for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False) if size]
+
+
+async def _play_fresh(
+    setup: EpisodeSetup, task: Task, trajectory: Trajectory, start: int, request_id: str
+) -> tuple[Score, int]:
+    """Plays the episode anew from the turn that begins with this drawn token; also how many tokens were drawn."""
+    sizes = accumulate((turn.completion.num_drawn for turn in trajectory.turns), initial=0)
+    before = trajectory.turns[: list(sizes).index(start)]
+    attempt = await run_episode(
+        dataclasses.replace(setup, player=TurnLoop(before)),
+        task,
+        group_id=trajectory.group_id,
+        index=trajectory.index,
+        request_id=request_id,
+    )
+    return attempt.score, sum(turn.completion.num_drawn for turn in attempt.turns[len(before) :])
 
 
 async def _score_fresh(

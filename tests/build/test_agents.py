@@ -31,6 +31,7 @@ def test_a_function_beside_the_recipe_is_found(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("rollout.max_turns=1", "rollout.max_turns is the number of calls"),
+        ("stage.2.objective.advantage=step_values", "an agent that leads its own cannot be taken back"),
         ("stage.2.kind=rejection", "cannot play in a stage of kind rejection"),
         ("env.options.function=other.py:solve", "other.py is not there"),
         ("env.options.comand=x", 'option "comand" is unknown'),

@@ -6,12 +6,14 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from temper.envs.env import make_env
 from temper.errors import BackendError, TaskError, UserError
-from temper.rollout.episode import EpisodeSetup
+from temper.protocols import EnvOpening, EnvReply
+from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.rollout.steps import StepSplit, estimate_steps, step_starts
 from temper.types import (
     Completion,
@@ -25,7 +27,7 @@ from temper.types import (
     Trajectory,
     Turn,
 )
-from tests.fakes.episodes import FakeScorer
+from tests.fakes.episodes import END, FakeScorer, Letters
 from tests.fakes.sampler import FakeSampler
 
 STOP = 0
@@ -284,11 +286,79 @@ def test_all_continuations_of_all_states_wait_together_and_their_order_changes_n
     assert together == estimate(make_setup(FakeSampler(keyed)), attempt, split)
 
 
-def test_more_than_one_turn_is_refused() -> None:
-    sampler = FakeSampler(answering([1]))
-    with pytest.raises(UserError, match=r"took 2 turns\. Use single-turn tasks"):
-        estimate(make_setup(sampler), trajectory([YES, STOP], num_turns=2), StepSplit())
-    assert sampler.requests == []
+class Counting:
+    """An environment of up to three turns: says how often it was spoken to. `shift` makes it start elsewhere."""
+
+    shift = 0
+
+    async def start(self, task: Task, seed: int) -> EnvOpening:
+        self.heard: list[str] = []
+        return EnvOpening(messages=task.messages)
+
+    async def step(self, message: Message) -> EnvReply:
+        self.heard.append(message.content)
+        answer = Message(role="user", content=str(len(self.heard) + self.shift))
+        return EnvReply(messages=(answer,), is_done=len(self.heard) == 3)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class LastWord(FakeScorer):
+    """1 when the last turn says y."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
+        return Score.of(float(trajectory.turns[-1].message.content.endswith("y"))), {}
+
+
+def several_turns(script: Callable[[Request], list[int]], env: type[Counting] = Counting) -> tuple[Any, EpisodeSetup]:
+    sampler = FakeSampler(script)
+    params = SamplingParams(max_new_tokens=10, stop_ids=(END,), temperature=0.8)
+    return sampler, EpisodeSetup(
+        sampler=sampler, renderer=Letters(), scorer=LastWord(), make_env=lambda _: env(), params=params, max_turns=4,
+        episode_seconds=5.0, seed=0,
+    )  # fmt: skip
+
+
+def test_turns_are_steps_whose_values_are_those_of_episodes_played_anew_from_them() -> None:
+    def script(request: Request) -> list[int]:
+        """The attempt says ab, c, dy. Played anew from turn 1 nobody succeeds, from turn 2 one of two, from 3 both."""
+        if "step" not in request.id:
+            return [*Letters().encode({"0": "ab", "1": "c", "2": "dy"}[request.id.rsplit("/", 1)[1]]), END]
+        place, turn = request.id.rsplit("/", 1)
+        step, sample = place_of(dataclasses.replace(request, id=place))
+        says_yes = (step, sample) in ((1, 1), (2, 0), (2, 1)) and turn == "2"
+        return [*Letters().encode("y" if says_yes else "n"), END]
+
+    sampler, setup = several_turns(script)
+    attempt = asyncio.run(run_episode(setup, TASK, group_id="g", index=0, request_id="r"))
+    assert [turn.message.content for turn in attempt.turns] == ["ab", "c", "dy"]
+    before = len(sampler.requests)
+    found = asyncio.run(estimate_steps(setup, TASK, attempt, StepSplit(samples=2), "r"))
+    assert found.step_starts == (0, 3, 5), "turns drew 3, 2 and 3 tokens"
+    assert found.step_values == (0.0, 0.5, 1.0)
+    fresh = sampler.requests[before:]
+    assert len(fresh) == 2 * (3 + 2 + 1), "turns that were heard again are not drawn again"
+    assert found.extra_tokens == 2 * len(fresh)
+    begun = [request.prompt_ids for request in fresh if request.id.endswith("step 2/0/2")]
+    assert begun == [attempt.turns[2].completion.prompt_ids], "from exactly what the attempt saw"
+
+
+def test_an_environment_that_is_elsewhere_when_told_the_same_cannot_be_forked() -> None:
+    class Moody(Counting):
+        started = 0
+
+        async def start(self, task: Task, seed: int) -> EnvOpening:
+            Moody.started += 1
+            self.shift = Moody.started
+            return await super().start(task, seed)
+
+    _, setup = several_turns(lambda request: [*Letters().encode("a"), END], Moody)
+    attempt = asyncio.run(run_episode(setup, TASK, group_id="g", index=0, request_id="r"))
+    found = asyncio.run(estimate_steps(setup, TASK, attempt, StepSplit(samples=2), "r"))
+    assert found.score.value is None
+    assert "step 1 has no value" in str(found.score.reason)
+    assert "Moody cannot be forked" in str(found.score.reason)
 
 
 def test_what_is_not_trained_is_not_estimated() -> None:

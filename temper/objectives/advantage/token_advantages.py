@@ -83,8 +83,9 @@ def gae_by_length(gamma: float = 1.0, alpha: float = 0.05) -> AdvantageFn:
 def step_values(samples: int = 9, separator: str = "\n", tokens: int = 0) -> AdvantageFn:
     """A of step s = R_s + V_{s+1} - V_s, V_s the mean reward of fresh rollouts from its start, 0 after the last step.
 
-    Steps end after `separator`, or after `tokens` tokens when that is above 0; `samples` rollouts from each start.
-    Every token has the advantage of its step. R_s is what was paid inside the step; the last one has the outcome.
+    Steps end after `separator`, or after `tokens` tokens when that is above 0; `samples` rollouts from each start. With
+    several turns (rollout.max_turns) a step is a turn, and a fresh environment hears the turns before it again. Every
+    token has the advantage of its step. R_s is what was paid inside the step; the last one has the outcome.
     VinePPO, Kazemnejad et al. 2024.
     """
 
