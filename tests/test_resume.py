@@ -205,6 +205,26 @@ def test_an_adapter_over_a_base_in_four_bits_resumes_to_the_bit(
 
 
 @pytest.mark.heavy
+def test_adapters_on_experts_resume_to_the_bit(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = {**tiny_recipe["model"]["new"], "experts": 4, "mlp_width": 16}
+    tiny_recipe["model"] = {"new": new, "lora": {"rank": 2, "targets": ["q_proj", "experts"]}}
+    rl = {**tiny_recipe["stage"][1], "steps": 3, "engine": {"numerics": "exact"}}
+    table = {**tiny_recipe, "checkpoint": {"every": 1, "keep": 4}, "stage": [{"kind": "sft", "steps": 1}, rl]}
+    recipe, run = write_recipe(tmp_path, table), tmp_path / "run"
+    expected = identity(training.train(recipe, run=run))
+    assert not any(name.endswith("/model.safetensors") for name in expected["files"])
+    with RunReader(run) as reader:
+        assert {point.value for point in reader.metric("mismatch/logp_abs_max")} == {0.0}
+    run.rename(tmp_path / "alone")
+    interrupted(recipe, run, Interrupter(1, 2), monkeypatch)
+    actual = identity(training.train(recipe, run=run, resume=True))
+    assert actual["files"] == expected["files"]
+    assert actual["records"] == expected["records"]
+
+
+@pytest.mark.heavy
 def test_a_resume_that_forgets_what_a_reward_has_learned_is_seen(
     tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

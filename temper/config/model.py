@@ -56,7 +56,8 @@ class LoraConfig(Section):
     alpha: float = Field(32.0, gt=0)
     """The product of both factors counts alpha / rank times; with rslora alpha / sqrt(rank) times."""
     targets: list[str] = []
-    """Names of linear layers, e.g. ["q_proj", "v_proj"]. Empty: every linear layer of attention and feed-forward."""
+    """Names of linear layers, e.g. ["q_proj", "v_proj"], and "experts": factors of this rank on every expert of a
+    mixture. Empty: every linear layer of attention and feed-forward, which experts are not."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank), so that a larger rank does not learn more slowly."""
     base: Literal["full", "4bit"] = "full"

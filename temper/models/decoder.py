@@ -22,6 +22,7 @@ from temper.models.float8.arithmetic import float8_linear
 from temper.models.float8.inputs import Inputs, States, float8_inputs, plain_inputs
 from temper.models.float8.layers import Float8Linear
 from temper.models.long_rows import feed_forward
+from temper.models.lora.expert_factors import expert_products
 from temper.models.lora.low_rank import is_adapted, low_rank_linear
 from temper.models.nf4.products import four_bit_linear, is_four_bit
 from temper.models.ops import Ops, ops_of, product
@@ -121,8 +122,8 @@ def _experts(layer: Any, ops: Ops, normed_TD: Tensor, routes: Routes | None) -> 
         logits_TE, experts_TK = routes.route(layer.self_attn.layer_idx, logits_TE, experts_TK)
     weights_TK = weights_of(config, logits_TE, experts_TK)
     places = places_of(experts_TK, logits_TE.shape[1])
-    gated_SF = ops.silu_mul(ops.grouped(spread(normed_TD, places), mlp.experts.gate_up_proj, places.ends_E))
-    said_SD = ops.grouped(gated_SF, mlp.experts.down_proj, places.ends_E)
+    multiply = partial(expert_products, ops.grouped, experts=mlp.experts, ends_E=places.ends_E)
+    said_SD = multiply(ops.silu_mul(multiply(spread(normed_TD, places), name="gate_up_proj")), name="down_proj")
     mixed_TD = ops.mix(collect(said_SD, places, experts_TK.shape[1]), weights_TK)
     if (shared := getattr(mlp, "shared_expert", None)) is None:
         return mixed_TD
