@@ -131,7 +131,7 @@ def decoder_shape(table: Mapping[str, Any]) -> DecoderShape:
     """From what config.json holds."""
     text: Mapping[str, Any] = table.get("text_config") or table
     heads, family = int(text["num_attention_heads"]), str(text["model_type"])
-    experts = text.get("num_experts") or text.get("num_local_experts") or 0
+    experts = text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0
     mlp_width = (text.get("moe_intermediate_size") if experts else None) or text["intermediate_size"]
     return DecoderShape(
         family=family,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import OutOfMemory, UserError
+from temper.models.experts.balance import move_biases
 from temper.models.lora.wrapping import has_adapter
 from temper.objectives import MetricSums, Objective, PolicyObjective, control
 from temper.objectives.advantage.critics import pretraining_steps
@@ -206,6 +207,7 @@ class LocalTrainer:
             if norm is not None:
                 with _timed(seconds, "optimizer"):
                     applied.norms.append((norm, *self._optimizer.step(rate, norm)))
+                    move_biases(self._model, sums.loads)
             if seen:
                 with _timed(seconds, "trace"):
                     applied.trace(update, share, seen)
