@@ -323,7 +323,8 @@ class LocalTrainer:
             if resets_optimizer:
                 self._optimizer.reset()
         traces, flops = gather_to_first(applied.traces) or None, self._counter.take()
-        return TrainResult(loss=loss, metrics=finished, seconds=seconds, traces=traces, model_flops=flops)
+        loads = {int(layer): [round(count) for count in load.tolist()] for layer, load in metrics.loads.items()}
+        return TrainResult(loss=loss, metrics=finished, seconds=seconds, traces=traces, model_flops=flops, loads=loads)
 
 
 def policy_rate(settings: TrainerSettings, step: int, waiting_steps: int) -> float:
