@@ -202,4 +202,5 @@ def _report(plan: Plan, step: int, batch: Batch, result: TrainResult, seconds: d
         groups_dropped=len(batch.dropped),
         max_staleness=int(batch.metrics.get("stale/max", 0)),
         traces=result.traces,
+        loads=result.loads,
     )

@@ -20,6 +20,7 @@ from temper.config import resolve, to_toml
 from temper.rewards.composite import CompositeReward
 from temper.runs.reader import RunReader
 from temper.types import Batch, EvaluationResult, StepReport
+from tests.commands.training.test_train_routes import write_glm
 
 KILLS = 10
 DEADLINE_SECONDS = 240.0
@@ -199,6 +200,30 @@ def test_an_adapter_over_a_base_in_four_bits_resumes_to_the_bit(
         return  # runs ahead of its trainer: finished is what can be asked for
     run.rename(tmp_path / "alone")
     interrupted(recipe, run, Interrupter(1, 3), monkeypatch)
+    actual = identity(training.train(recipe, run=run, resume=True))
+    assert actual["files"] == expected["files"]
+    assert actual["records"] == expected["records"]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("part", ["adapters on experts", "biases of routers"])
+def test_experts_resume_to_the_bit(
+    part: str, tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = {**tiny_recipe["model"]["new"], "experts": 4, "mlp_width": 16}
+    tiny_recipe["model"] = {"new": new, "lora": {"rank": 2, "targets": ["q_proj", "experts"]}}
+    if part == "biases of routers":
+        tiny_recipe["model"] = {"path": str(write_glm(tmp_path / "glm")), "routers": {"bias": 0.01}}
+    rl = {**tiny_recipe["stage"][1], "steps": 3, "engine": {"numerics": "exact"}}
+    table = {**tiny_recipe, "checkpoint": {"every": 1, "keep": 4}, "stage": [{"kind": "sft", "steps": 1}, rl]}
+    recipe, run = write_recipe(tmp_path, table), tmp_path / "run"
+    expected = identity(training.train(recipe, run=run))
+    whole = any(name.endswith("/model.safetensors") for name in expected["files"])
+    assert whole == (part == "biases of routers")
+    with RunReader(run) as reader:
+        assert {point.value for point in reader.metric("mismatch/logp_abs_max")} == {0.0}
+    run.rename(tmp_path / "alone")
+    interrupted(recipe, run, Interrupter(1, 2), monkeypatch)
     actual = identity(training.train(recipe, run=run, resume=True))
     assert actual["files"] == expected["files"]
     assert actual["records"] == expected["records"]

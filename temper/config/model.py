@@ -56,7 +56,8 @@ class LoraConfig(Section):
     alpha: float = Field(32.0, gt=0)
     """The product of both factors counts alpha / rank times; with rslora alpha / sqrt(rank) times."""
     targets: list[str] = []
-    """Names of linear layers, e.g. ["q_proj", "v_proj"]. Empty: every linear layer of attention and feed-forward."""
+    """Names of linear layers, e.g. ["q_proj", "v_proj"], and "experts": factors of this rank on every expert of a
+    mixture. Empty: every linear layer of attention and feed-forward, which experts are not."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank), so that a larger rank does not learn more slowly."""
     base: Literal["full", "4bit"] = "full"
@@ -72,13 +73,16 @@ class RoutersConfig(Section):
     times its mean probability, summed over experts; 1 when they are even."""
     z: float = Field(0.0, ge=0)
     """Coefficient of the z-loss, e.g. 0.001: mean square of the logarithm of the sum of exponentials of the logits."""
+    bias: float = Field(0.0, ge=0)
+    """For families whose routers have a bias for the choice alone, e.g. 0.001: after every update it moves by so much,
+    up for experts with fewer tokens than the mean, down for those with more (balancing without a loss)."""
     frozen: bool = False
     """Routers are not trained."""
 
     @model_validator(mode="after")
     def _moves_or_not(self) -> RoutersConfig:
-        if self.frozen and (self.balance or self.z):
-            raise ValueError("frozen routers learn from no loss: leave balance and z at 0, or frozen = false")
+        if self.frozen and (self.balance or self.z or self.bias):
+            raise ValueError("frozen routers do not move: leave balance, z and bias at 0, or frozen = false")
         return self
 
 

@@ -273,6 +273,23 @@ def systems(folder: Path) -> dict[str, Any]:
         }
 
 
+def experts(folder: Path, stage: int | None, step: int | None) -> dict[str, Any]:
+    """How tokens of one step were spread over experts, the last one unless told otherwise: by layer, tokens of each
+    expert over the mean of its layer."""
+    with reading(folder) as database:
+        steps = queries.loaded_steps(database)
+        if not steps:
+            return {"steps": []}
+        wanted = steps[-1] if stage is None or step is None else (stage, step)
+        found = queries.loads(database, *wanted)
+        if found is None:
+            raise Missing(f"no experts were counted in step {wanted[1]} of stage {wanted[0]}")
+        layers, counts = found
+        mean = np.maximum(counts.mean(axis=1, keepdims=True), 1e-9)
+        shown = {"layers": layers, "loads": (counts / mean).round(3).tolist(), "tokens": counts.tolist()}
+        return {"steps": steps, "stage": wanted[0], "step": wanted[1], **shown}
+
+
 def _unit(name: str) -> str:
     meant = describe(name)
     return "" if meant is None else meant.unit

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from numpy.typing import NDArray
+
 from temper.dashboard.database import Database, OutOfTime, Value
 from temper.dashboard.series import Point, Progress
 from temper.runs.state import QUERY, RunState, read_run_state
+from temper.runs.store.arrays import unpack_loads
 
 SHOWN_TEXT = 300
 """Characters of a response in a list."""
@@ -68,6 +71,20 @@ def seconds(database: Database) -> dict[str, list[Point]]:
     for stage, step, name, value in database.iterate("SELECT stage, step, name, seconds FROM seconds ORDER BY 1, 2"):
         found.setdefault(name, []).append((stage, step, value))
     return found
+
+
+def loaded_steps(database: Database) -> list[tuple[int, int]]:
+    """(stage, step) of all steps whose experts were counted."""
+    return database.rows("SELECT stage, step FROM loads ORDER BY stage, step")
+
+
+def loads(database: Database, stage: int, step: int) -> tuple[list[int], NDArray[Any]] | None:
+    """Numbers of the layers, and tokens [layers, experts]; None: that step has none."""
+    rows = database.rows("SELECT layers, loads FROM loads WHERE stage = ? AND step = ?", stage, step)
+    if not rows:
+        return None
+    layers = json.loads(rows[0][0])
+    return layers, unpack_loads(rows[0][1], len(layers))
 
 
 def progress(database: Database) -> list[Progress]:

@@ -205,6 +205,10 @@ def _add_rollout_routes(app: FastAPI, registry: Registry, answer: Answer) -> Non
         rows = min(max(limit, 1), MOST_ROWS)
         return answer(lambda: list_prompts(registry.find(run_id).folder, wanted, max(offset, 0), rows))
 
+    @app.get("/api/runs/{run_id}/experts")
+    def experts(run_id: str, stage: int | None = None, step: int | None = None) -> Any:
+        return answer(lambda: pages.experts(registry.find(run_id).folder, stage, step))
+
     @app.get("/api/runs/{run_id}/group")
     def group(run_id: str, stage: int, step: int, group_id: str) -> Any:
         return answer(lambda: pages.group(registry.find(run_id).folder, stage, step, group_id))

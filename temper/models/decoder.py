@@ -18,11 +18,20 @@ from torch import Tensor, nn
 
 from temper.models.experts.few_rows import few_rows_experts, has_few_rows
 from temper.models.experts.products import collect, grouped_products, places_of, spread
-from temper.models.experts.routing import EXPERT_FAMILIES, Routes, has_experts, is_sparse, weights_of
+from temper.models.experts.routing import (
+    EXPERT_FAMILIES,
+    Routes,
+    chosen_experts,
+    has_experts,
+    is_sparse,
+    router_logits,
+    weights_of,
+)
 from temper.models.float8.arithmetic import float8_linear
 from temper.models.float8.inputs import Inputs, States, float8_inputs, plain_inputs
 from temper.models.float8.layers import Float8Linear
 from temper.models.long_rows import feed_forward
+from temper.models.lora.expert_factors import expert_products
 from temper.models.lora.low_rank import is_adapted, low_rank_linear
 from temper.models.nf4.products import four_bit_linear, is_four_bit
 from temper.models.ops import Ops, ops_of, product
@@ -116,27 +125,34 @@ def _feed_forward(mlp: Any, ops: Ops, inputs: Inputs, normed_TD: States) -> Tens
 def _experts(layer: Any, ops: Ops, normed_TD: Tensor, routes: Routes | None) -> Tensor:
     """What the chosen experts of each token say, weighted, and the shared expert where the family has one."""
     mlp, config = layer.mlp, layer.self_attn.config
-    logits_TE = ops.linear(normed_TD, mlp.gate.weight, None)
+    logits_TE = router_logits(config, mlp.gate, ops.linear, normed_TD)
     if ops.grouped is grouped_products and has_few_rows(normed_TD, mlp.experts, config.num_experts_per_tok):
         mixed_TD = few_rows_experts(layer, normed_TD, logits_TE, routes)
     else:
         mixed_TD = _many_rows_experts(layer, ops, normed_TD, logits_TE, routes)
-    if (shared := getattr(mlp, "shared_expert", None)) is None:
+    if (shared := _shared_expert(mlp)) is None:
         return mixed_TD
-    share_T1 = ops.sigmoid(_project(ops, normed_TD, (mlp.shared_expert_gate,)))
-    return mixed_TD + share_T1 * _feed_forward(shared, ops, plain_inputs(ops), normed_TD)
+    shared_TD = _feed_forward(shared, ops, plain_inputs(ops), normed_TD)
+    if (gate := getattr(mlp, "shared_expert_gate", None)) is not None:
+        shared_TD = ops.sigmoid(_project(ops, normed_TD, (gate,))) * shared_TD
+    return mixed_TD + shared_TD
 
 
 def _many_rows_experts(layer: Any, ops: Ops, normed_TD: Tensor, logits_TE: Tensor, routes: Routes | None) -> Tensor:
-    experts, config = layer.mlp.experts, layer.self_attn.config
-    experts_TK = ops.choose(logits_TE, config.num_experts_per_tok)
+    mlp, config = layer.mlp, layer.self_attn.config
+    experts_TK = chosen_experts(config, mlp.gate, ops.choose, ops.sigmoid, logits_TE)
     if routes is not None:
         logits_TE, experts_TK = routes.route(layer.self_attn.layer_idx, logits_TE, experts_TK)
-    weights_TK = weights_of(config, logits_TE, experts_TK)
+    weights_TK = weights_of(config, logits_TE, experts_TK, ops.sigmoid)
     places = places_of(experts_TK, logits_TE.shape[1])
-    gated_SF = ops.silu_mul(ops.grouped(spread(normed_TD, places), experts.gate_up_proj, places.ends_E))
-    said_SD = ops.grouped(gated_SF, experts.down_proj, places.ends_E)
+    multiply = partial(expert_products, ops.grouped, experts=mlp.experts, ends_E=places.ends_E)
+    said_SD = multiply(ops.silu_mul(multiply(spread(normed_TD, places), name="gate_up_proj")), name="down_proj")
     return ops.mix(collect(said_SD, places, experts_TK.shape[1]), weights_TK)
+
+
+def _shared_expert(mlp: Any) -> Any:
+    """Qwen2's, which has a gate, or GLM's, which has none; None where all experts are chosen."""
+    return getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
 
 
 def _attention(module: Any, ops: Ops, normed_TD: States, rotation: tuple[Tensor, Tensor], attend: Any) -> Tensor:
@@ -148,12 +164,21 @@ def _attention(module: Any, ops: Ops, normed_TD: States, rotation: tuple[Tensor,
     if (norm := getattr(module, "q_norm", None)) is not None:
         query, key = _normed(ops, norm, query), _normed(ops, module.k_norm, key)
     window = _window(module)
-    if (rotating := getattr(attend, "rotating", None)) is not None:
+    is_whole = rotation[0].shape[-1] == module.head_dim
+    if is_whole and (rotating := getattr(attend, "rotating", None)) is not None:
         output = rotating(module.layer_idx, query, key, value, rotation, scaling=module.scaling, sliding_window=window)
     else:
-        query, key = ops.rotate(query, key, *rotation)
+        query, key = ops.rotate(query, key, *rotation) if is_whole else _rotate_part(ops, query, key, rotation)
         output = attend(module.layer_idx, query, key, value, scaling=module.scaling, sliding_window=window)
     return _project(ops, output.flatten(1), (module.o_proj,))
+
+
+def _rotate_part(ops: Ops, query: Tensor, key: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The first numbers of every head are rotated, and the others stay (GLM)."""
+    width = rotation[0].shape[-1]
+    rotated = ops.rotate(query[..., :width].contiguous(), key[..., :width].contiguous(), *rotation)
+    whole = [torch.cat((part, heads[..., width:]), -1) for part, heads in zip(rotated, (query, key), strict=True)]
+    return whole[0], whole[1]
 
 
 def _normed(ops: Ops, norm: Any, heads: Tensor) -> Tensor:
@@ -251,7 +276,7 @@ def lay_end_to_end(model: Any) -> None:
 
 def _computed_together(layer: Any) -> Iterator[tuple[Any, ...]]:
     yield layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
-    mlp = getattr(layer.mlp, "shared_expert", None) if is_sparse(layer.mlp) else layer.mlp
+    mlp = _shared_expert(layer.mlp) if is_sparse(layer.mlp) else layer.mlp
     if mlp is not None:
         yield mlp.gate_proj, mlp.up_proj
 

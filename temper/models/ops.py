@@ -37,7 +37,7 @@ class Ops:
     """[T, 2F]: gate and up side by side -> [T, F]."""
     sigmoid: Callable[[Tensor], Tensor]
     choose: Callable[[Tensor, int], Tensor]
-    """(router logits [T, E], how many) -> most likely experts [T, K]. Without gradient."""
+    """(scores of experts [T, E], how many) -> the best [T, K]."""
     grouped: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(rows [S, D] sorted by expert, weights [E, O, D], place behind the last row of each expert) -> [S, O]."""
     mix: Callable[[Tensor, Tensor], Tensor]

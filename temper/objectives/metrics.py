@@ -42,7 +42,7 @@ class MetricSums:
     histograms: Sums = field(default_factory=dict)
     """Counts by bin of a logarithm (log_histogram); finished to the 99th percentile of what it is the logarithm of."""
     loads: Sums = field(default_factory=dict)
-    """Tokens by expert, a layer each; finished to the largest over the mean, averaged over layers."""
+    """Tokens by expert, by the number of the layer; finished to the largest over the mean, averaged over layers."""
 
     def merge(self, other: MetricSums) -> MetricSums:
         return MetricSums(

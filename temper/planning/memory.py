@@ -278,6 +278,8 @@ def _slopes(work: Workload) -> float:
     """Temporary tensors while the gradient of one layer is made, beyond what its own nodes free."""
     shape, size = work.shape, work.itemsize
     matrix = 2 * shape.mlp_width * shape.width
+    if work.adapter is not None and "experts" in work.adapter.targets:
+        matrix *= max(1, shape.num_experts)
     merged = matrix * size
     if (
         work.adapter is not None and not work.has_four_bit_base

@@ -103,17 +103,19 @@ class DecoderShape:
         return self.layers + self.num_layers * small + self.width + heads * self.embedding
 
     def adapter_parameters(self, rank: int, targets: tuple[str, ...] = ()) -> int:
-        """Of factors of this rank on the linear layers of these names; none: on all of them."""
-        sides = {
+        """Of factors of this rank on the linear layers of these names, and on "experts"; none: on all linear layers."""
+        attention = {
             "q_proj": self.width + self.query_width,
             "k_proj": self.width + self.kv_width,
             "v_proj": self.width + self.kv_width,
             "o_proj": self.width + self.query_width,
-            "gate_proj": self.width + self.mlp_width,
-            "up_proj": self.width + self.mlp_width,
-            "down_proj": self.width + self.mlp_width,
         }
-        return self.num_layers * rank * sum(both for name, both in sides.items() if not targets or name in targets)
+        side = self.width + self.mlp_width
+        sides = attention | ({} if self.num_experts else dict.fromkeys(("gate_proj", "up_proj", "down_proj"), side))
+        wanted = targets or tuple(sides)
+        # Gate and up of an expert are one matrix.
+        sides["experts"] = self.num_experts * (side + self.width + 2 * self.mlp_width)
+        return self.num_layers * rank * sum(both for name, both in sides.items() if name in wanted)
 
 
 def read_decoder_shape(folder: Path) -> DecoderShape:
@@ -129,7 +131,7 @@ def decoder_shape(table: Mapping[str, Any]) -> DecoderShape:
     """From what config.json holds."""
     text: Mapping[str, Any] = table.get("text_config") or table
     heads, family = int(text["num_attention_heads"]), str(text["model_type"])
-    experts = text.get("num_experts") or text.get("num_local_experts") or 0
+    experts = text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0
     mlp_width = (text.get("moe_intermediate_size") if experts else None) or text["intermediate_size"]
     return DecoderShape(
         family=family,

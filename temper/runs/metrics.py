@@ -169,6 +169,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("route/load_max", "factor", TOKENS, "mean over layers",
                "Tokens of the most chosen expert over the mean of all experts: 1 is even"),
         Metric("route/entropy", "nats", TOKENS, "mean over tokens and layers", "Entropy of the routers' probabilities"),
+        Metric("route/shift", "nats", TOKENS, "mean over tokens, layers and experts",
+               "How far routers moved from what they thought of the experts that they chose when the batch started: "
+               "|log q - log q_old|. With objectives that weigh tokens by it (rspo)"),
         Metric("mismatch/*", "share", TOKENS, SHARE, "Tokens that the correction of this name acted on"),
     ),
     "Generation": (

@@ -263,6 +263,7 @@ class RunReader:
             # A judge's counts are of the process; what it said is in verdicts.
             "metrics": "SELECT stage, step, name, value FROM metrics WHERE name NOT LIKE 'sys/%' "
             "AND name NOT LIKE 'judge/%' ORDER BY 1, 2, 3",
+            "loads": "SELECT * FROM loads ORDER BY stage, step",
             "ledger": "SELECT * FROM ledger ORDER BY stage, step, place",
             "prompts": "SELECT * FROM prompts ORDER BY stage, task_id, step",
             "evaluations": "SELECT * FROM evaluations ORDER BY stage, step, name",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import OutOfMemory, UserError
+from temper.models.experts.balance import move_biases
 from temper.models.lora.wrapping import has_adapter
 from temper.objectives import MetricSums, Objective, PolicyObjective, control
 from temper.objectives.advantage.critics import pretraining_steps
@@ -206,6 +207,7 @@ class LocalTrainer:
             if norm is not None:
                 with _timed(seconds, "optimizer"):
                     applied.norms.append((norm, *self._optimizer.step(rate, norm)))
+                    move_biases(self._model, sums.loads)
             if seen:
                 with _timed(seconds, "trace"):
                     applied.trace(update, share, seen)
@@ -321,7 +323,8 @@ class LocalTrainer:
             if resets_optimizer:
                 self._optimizer.reset()
         traces, flops = gather_to_first(applied.traces) or None, self._counter.take()
-        return TrainResult(loss=loss, metrics=finished, seconds=seconds, traces=traces, model_flops=flops)
+        loads = {int(layer): [round(count) for count in load.tolist()] for layer, load in metrics.loads.items()}
+        return TrainResult(loss=loss, metrics=finished, seconds=seconds, traces=traces, model_flops=flops, loads=loads)
 
 
 def policy_rate(settings: TrainerSettings, step: int, waiting_steps: int) -> float:

@@ -45,8 +45,8 @@ class MovingReference:
         # Merged ones of an adapter; of a cut model this rank's parts, for the reference is cut alike.
         targets = OwnParts(saved_tensors(policy)) if is_cut(policy) else publish(policy, step).tensors
         with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                own, target = own_part(parameter), targets[name]
+            for name, tensor in saved_tensors(self._model).items():  # biases of routers, too
+                own, target = own_part(tensor), targets[name]
                 if target.data_ptr() != own.data_ptr():  # shared: one that the adapter leaves alone
                     own.lerp_(target.to(own), refresh.mix)
         self._stalled = 0

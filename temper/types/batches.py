@@ -238,6 +238,8 @@ class TrainResult:
     """None: switched off, or the objective took a step of its own."""
     model_flops: float = 0.0
     """FLOPs that the policy had to compute for it, over all ranks (runs/flops.py)."""
+    loads: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """By layer with a router, how many drawn tokens chose each expert. Empty: no routers are seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +263,8 @@ class StepReport:
     max_staleness: int
     traces: Traces | None = None
     """By (group id, index, number of the row); None: the trainer kept none."""
+    loads: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Tokens of each expert by layer (TrainResult.loads)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -181,7 +181,7 @@ READ_ELSEWHERE = {
     "ModelConfig.teacher", "ModelConfig.teachers", "ModelConfig.offload",  # by objectives with another model
     # Where there is an adapter.
     "LoraConfig.rank", "LoraConfig.alpha", "LoraConfig.targets", "LoraConfig.rslora", "LoraConfig.base",
-    "RoutersConfig.balance", "RoutersConfig.z", "RoutersConfig.frozen",  # where there are experts
+    "RoutersConfig.balance", "RoutersConfig.z", "RoutersConfig.bias", "RoutersConfig.frozen",  # where there are experts
     "EngineConfig.address",  # by SGLang
     # Before the first stage: commands/training/ranks.py.
     "ClusterConfig.place", "ClusterConfig.address", "ClusterConfig.trainers", "ClusterConfig.rank_seconds",

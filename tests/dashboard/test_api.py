@@ -450,6 +450,7 @@ def test_a_run_of_the_earlier_layout_still_opens(trained: Path, tmp_path: Path, 
             )
             connection.execute(f"UPDATE token_rows SET {name} = raw({name})")
         connection.execute("ALTER TABLE token_rows DROP COLUMN codec")
+        connection.execute("DROP TABLE loads")
         connection.execute("DROP TABLE prompts")
         connection.execute("DROP TABLE transcripts")
         connection.execute("DROP TABLE audits")

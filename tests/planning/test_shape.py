@@ -58,6 +58,10 @@ def test_experts_work_by_turns() -> None:
     shape = decoder_shape({**SIZES, "model_type": "mixtral", **MORE["mixtral"]})
     assert shape.active_mlp == 2 * 3 * 64 * 96
     assert shape.mlp == 4 * 3 * 64 * 96 + 4 * 64
+    query, attention = 64 + shape.query_width, 4 * 64 + 2 * shape.query_width + 2 * shape.kv_width
+    assert shape.adapter_parameters(8) == shape.num_layers * 8 * attention, "experts are named or left alone"
+    experts = 4 * ((64 + 2 * 96) + (96 + 64))
+    assert shape.adapter_parameters(8, ("q_proj", "experts")) == shape.num_layers * 8 * (query + experts)
 
 
 def test_thirty_billion_with_three_active_by_hand() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -47,6 +48,9 @@ CONFIGS = {
     "qwen2_moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=40),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=6),
     "olmoe": OlmoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=3),
+    "glm4_moe": Glm4MoeConfig(
+        **SHAPE, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, n_group=3, topk_group=2
+    ),
 }
 ROOMY = {"block_size": 16, "num_blocks": 200, "max_running": 16, "tokens_per_step": 4096}
 TIGHT = {"block_size": 4, "num_blocks": 30, "max_running": 3, "tokens_per_step": 16}

@@ -22,19 +22,26 @@ function plainText(text) {
     .replaceAll("&amp;", "&");
 }
 
+/** Of a map: its column, its row, and the value there. */
+function cellsOf(trace) {
+  return trace.z.flatMap((row, at) => row.map((value, place) => [plainText(trace.name), place, trace.y[at], value]));
+}
+
 /** Every point of a chart: series, x, y, where it is known the interval, and what the point is. */
 export function csv(traces, xTitle, yTitle) {
   const shown = traces.filter((trace) => trace.meta !== "edge");
   const hasBand = shown.some((trace) => trace.meta?.low);
   const head = ["series", xTitle || "x", yTitle || "y", ...(hasBand ? ["low", "high"] : []), "point"];
   const rows = shown.flatMap((trace) =>
-    [...(trace.x || [])].flatMap((x, at) => {
-      const y = trace.y[at];
-      if (y === null || y === undefined) return [];
-      const sides = hasBand ? [trace.meta?.low?.[at], trace.meta?.high?.[at]] : [];
-      const place = typeof x === "string" ? plainText(x) : x;
-      return [[plainText(trace.name), place, y, ...sides, plainText(trace.text?.[at])]];
-    }),
+    trace.z
+      ? cellsOf(trace)
+      : [...(trace.x || [])].flatMap((x, at) => {
+          const y = trace.y[at];
+          if (y === null || y === undefined) return [];
+          const sides = hasBand ? [trace.meta?.low?.[at], trace.meta?.high?.[at]] : [];
+          const place = typeof x === "string" ? plainText(x) : x;
+          return [[plainText(trace.name), place, y, ...sides, plainText(trace.text?.[at])]];
+        }),
   );
   return [head, ...rows].map((row) => row.map(cell).join(",")).join("\n") + "\n";
 }

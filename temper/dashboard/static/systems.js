@@ -2,6 +2,7 @@
 import { remembered } from "./api.js";
 import { Chart } from "./charts.js";
 import { curves } from "./curves.js";
+import { ExpertLoads } from "./experts.js";
 import { bytes, duration, el, fill, isNumber, label, number, percent, tile } from "./dom.js";
 import { boundaries, joinSegments, layOut, segments } from "./stages.js";
 import { COLORS } from "./traces.js";
@@ -146,7 +147,8 @@ export async function mount(root, { run, isCurrent }) {
     "Share of tokens by the age, in versions, of the weights that drew them.",
     { y: "share of tokens", hasLog: false },
   );
-  const grid = el("div", { class: "grid" }, charts.map(({ chart }) => chart.node), stale.node, ages.node);
+  const loads = new ExpertLoads();
+  const grid = el("div", { class: "grid" }, charts.map(({ chart }) => chart.node), stale.node, ages.node, loads.node);
   fill(root, tiles, el("div", { class: "stack", style: { "margin-bottom": "16px" } }, seconds.node), grid);
 
   async function load() {
@@ -176,6 +178,7 @@ export async function mount(root, { run, isCurrent }) {
     const stacked = { ...boundaries(lay), showlegend: true, yaxis: { rangemode: "tozero" } };
     ages.set(shares(series, state.run, lay), stacked, SAMPLING);
     drawRest(state, grid, found, names, drawn, lay);
+    await loads.load(state.run, isCurrent);
   }
   await load();
   return {

@@ -1,23 +1,26 @@
-"""How evenly tokens are spread over experts: what is measured of it, and losses that keep it even.
+"""How evenly tokens are spread over experts: what is measured of it, and losses or biases that keep it even.
 
 Both losses are means over drawn tokens of the whole batch, so that no packing changes them. Their gradient is put
 straight onto the router's logits where they are computed: a layer that is computed again brings it along.
-Owns: the losses, the counts. Refuses: what is replayed (routes.py), which always counts by the routers' own choice.
+Owns: the losses, the counts, the rule of biases; all count the routers' own choice. Refuses: what is replayed
+(routes.py).
 Shapes: _T computed tokens, _A drawn tokens, _R rows, _E experts, _K experts of a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from temper.errors import UserError
 from temper.models.decoder import can_walk
 from temper.models.experts.routes import Replay
-from temper.models.experts.routing import EXPERT_FAMILIES, expert_layers, has_experts
+from temper.models.experts.routing import EXPERT_FAMILIES, expert_layers, has_bias, has_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,37 @@ class BalanceSettings:
 def set_balance(model: Any, settings: BalanceSettings) -> None:
     """For every gradient of this model from now on. UserError for a model whose routers are not seen."""
     _require_routers(model)
+    if has_bias(model) and settings != BalanceSettings():
+        raise UserError(
+            f"model.routers: balance and z are losses over a softmax of all experts, and a "
+            f"{model.config.get_text_config().model_type} scores them one by one. Use routers = {{bias = 0.001}}"
+        )
     model.temper_balance = settings
+
+
+def set_bias_rate(model: Any, rate: float) -> None:
+    """How far every update of this model moves the biases of its routers; 0: not at all. UserError for a model whose
+    routers have none."""
+    if rate:
+        _require_routers(model)
+        if not has_bias(model):
+            known = ", ".join(name for name, family in EXPERT_FAMILIES.items() if family.has_bias)
+            raise UserError(
+                f"model.routers.bias: routers of a {model.config.get_text_config().model_type} have no bias, and its "
+                f"checkpoints no place for one; those of {known} have. Use routers = {{balance = 0.001}}"
+            )
+    model.temper_bias_rate = rate
+
+
+@torch.no_grad()
+def move_biases(model: Any, loads: Mapping[str, Tensor]) -> None:
+    """After an update. An expert that had more tokens than the mean is chosen a little less from now on, one that had
+    less a little more (arXiv 2408.15664). loads: by number of the layer, tokens of each expert over all of the update,
+    of all ranks."""
+    rate = getattr(model, "temper_bias_rate", 0.0)
+    for layer, load_E in loads.items() if rate else ():
+        bias_E = model.get_decoder().layers[int(layer)].mlp.gate.e_score_correction_bias
+        bias_E += rate * torch.sign(load_E.mean() - load_E).to(bias_E)
 
 
 def freeze_routers(model: Any) -> None:
@@ -63,7 +96,7 @@ class RouterWatch:
 
     def __init__(self, model: Any, num_batch_tokens: int, scale: float = 1.0) -> None:
         """scale: what the loss of the pass is multiplied by before its backward pass."""
-        self._settings, self._scale = balance_of(model), scale
+        self._settings, self._scale, self._has_bias = balance_of(model), scale, has_bias(model)
         self._share = 1 / max(1, num_batch_tokens) / max(1, len(expert_layers(model)))
         """Of one drawn token at one layer."""
         self._replay: Replay | None = None
@@ -106,6 +139,8 @@ class RouterWatch:
     def _measure(self, layer: int, logits_AE: Tensor, chosen_AK: Tensor) -> Tensor | None:
         """Writes down what there is to know; returns the gradient of the losses by the logits, None without losses."""
         wide = torch.promote_types(logits_AE.dtype, torch.float32)
+        if self._has_bias:  # a softmax of logarithms: each score over the sum of all
+            logits_AE = functional.logsigmoid(logits_AE.to(wide))
         logprobs_AE = torch.log_softmax(logits_AE, -1, dtype=wide)
         probabilities_AE = logprobs_AE.exp()
         taken_AE = torch.zeros_like(probabilities_AE).scatter_(1, chosen_AK, 1.0)

@@ -1,8 +1,9 @@
-"""Linear layers under a low-rank adapter: the weight that counts is W + scale B A, rounded to W's precision.
+"""What counts under a low-rank adapter, W + scale B A, rounded to W's precision, and linear layers that have one.
 
 Engine and exports hold that weight; here the trainer multiplies by the very same one, so that a policy in bfloat16 is
-the same policy on both sides. Owns: this arithmetic and its gradient. Refuses: making adapters (wrapping.py).
-Shapes: _T packed tokens, _D width in, _O width out of all layers side by side, _R rank.
+the same policy on both sides. Owns: this arithmetic, linear layers' gradient, peft's layout of experts' factors.
+Refuses: making adapters (wrapping.py), products of experts (expert_factors.py).
+Shapes: _T packed tokens, _D width in, _O width out of all layers side by side, _R rank, _E experts.
 """
 
 from __future__ import annotations
@@ -21,13 +22,39 @@ ADAPTER = "default"
 
 
 def is_adapted(module: Any) -> bool:
-    """Whether this layer is peft's LoRA around a linear layer."""
+    """Whether this layer is peft's LoRA around a linear layer, or around one parameter of experts."""
     return hasattr(module, "base_layer") and hasattr(module, "lora_A")
+
+
+def weight_name(module: Any) -> str:
+    """What the adapted weight is called in the layer inside."""
+    return getattr(module, "parameter_name", "weight")
+
+
+def base_weight(module: Any) -> Tensor:
+    """The weight under the adapter. Adapters of several parameters of one layer lie one around the other."""
+    return getattr(module.get_base_layer(), weight_name(module))  # type: ignore[no-any-return]
 
 
 def merged_weight(module: Any) -> Tensor:
     """W + scale B A as a tensor of its own, in W's precision. W is not touched."""
+    if weight_name(module) != "weight":
+        return merged_experts(base_weight(module).detach(), module.scaling[ADAPTER], *split_factors(module))
     return _Part.of(module).merged(module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight)
+
+
+def split_factors(module: Any) -> tuple[Tensor, Tensor]:
+    """Factors [E, R, D] and [E, O, R] of an adapter on experts; views. peft stores the first expert by expert, the
+    second rank by rank."""
+    num_experts, num_out, width = base_weight(module).shape
+    down, up = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+    return down.view(num_experts, -1, width), up.view(num_out, -1, num_experts).permute(2, 0, 1)
+
+
+def merged_experts(weight_EOD: Tensor, scale: float, down_ERD: Tensor, up_EOR: Tensor) -> Tensor:
+    """W + scale B A of every expert, in W's precision."""
+    wide = torch.baddbmm(weight_EOD.to(down_ERD.dtype), up_EOR, down_ERD, alpha=scale)
+    return wide.to(weight_EOD.dtype)
 
 
 def low_rank_linear(linear: Linear, hidden_TD: Tensor, modules: Sequence[Any]) -> Tensor:

@@ -21,9 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from temper.errors import BackendError, UserError, did_you_mean, install_line
+from temper.errors import BackendError, UserError, install_line
 from temper.folders.integrity import verify
-from temper.models.lora.low_rank import ADAPTER, is_adapted, merged_weight
+from temper.models.lora.low_rank import ADAPTER, base_weight, is_adapted, merged_weight
+from temper.models.lora.targets import EXPERT_WEIGHTS, EXPERTS, adapted_weights, plain_name, weights_to_adapt
 from temper.models.nf4.holding import hold_in_four_bits, hold_in_full, whole_linear
 from temper.models.nf4.layers import FourBitLinear, holds_four_bits
 from temper.models.save import save_description, saved_tensors
@@ -43,7 +44,8 @@ class AdapterSettings:
     alpha: float = 32.0
     """The product of both factors counts alpha / rank times; with rslora alpha / sqrt(rank) times."""
     targets: tuple[str, ...] = ()
-    """Names of linear layers, e.g. ("q_proj", "v_proj"). Empty: every linear layer of attention and feed-forward."""
+    """Names of linear layers, e.g. ("q_proj", "v_proj"), and "experts" for factors of this rank on every expert. Empty:
+    every linear layer of attention and feed-forward, which experts are not."""
     rslora: bool = False
     seed: int = 0
     """Seed of the first factor; the second starts at zero, so that training starts at the model itself."""
@@ -115,13 +117,14 @@ def add_adapter(model: Any, settings: AdapterSettings, folder: Path, *, whole: t
     """
     assert not has_adapter(model), "a model has one adapter"
     peft = _peft()
-    wanted = _targets(model, settings.targets)
+    wanted = weights_to_adapt(model, settings.targets)
     config = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=0.0,
         bias="none",
-        target_modules=sorted({name.rpartition(".")[2] for name in wanted}),
+        target_modules=sorted({name.split(".")[-2] for name in wanted if name.endswith(".weight")}),
+        target_parameters=list(EXPERT_WEIGHTS) if EXPERTS in settings.targets else None,
         use_rslora=settings.rslora,
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(folder.resolve()),
@@ -129,11 +132,11 @@ def add_adapter(model: Any, settings: AdapterSettings, folder: Path, *, whole: t
     dtype = next(model.parameters()).dtype
     with torch.random.fork_rng(devices=[]):  # peft draws numbers, which are replaced below
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    adapted = {name: module for name, module in model.named_modules() if is_adapted(module)}
+    adapted = adapted_weights(model)
     if adapted.keys() != wanted:
         raise BackendError(f"peft adapted other layers than asked for: {sorted(adapted.keys() ^ wanted)[:3]}")
     for name, module in adapted.items():
-        _initialize(module, f"{settings.seed}/{name}")
+        _initialize(module, f"{settings.seed}/{name.removesuffix('.weight')}")
     for name in whole:
         model.get_submodule(name).requires_grad_(True)
     base: Base = "4bit" if holds_four_bits(model) else "full"
@@ -141,26 +144,12 @@ def add_adapter(model: Any, settings: AdapterSettings, folder: Path, *, whole: t
     return model.eval()
 
 
-def _targets(model: Any, names: tuple[str, ...]) -> set[str]:
-    """Full names of the layers to adapt: linear layers of the decoder, so neither embeddings nor head."""
-    inside = set(model.get_decoder().modules())
-    kinds = (nn.Linear, FourBitLinear)
-    linears = {name for name, module in model.named_modules() if type(module) in kinds and module in inside}
-    known = {name.rpartition(".")[2] for name in linears}
-    for name in names:
-        if name not in known:
-            raise UserError(
-                f'model.lora: targets has "{name}", and the linear layers of {type(model).__name__} are '
-                f"{', '.join(sorted(known))}.{did_you_mean(name, known)}"
-            )
-    return {name for name in linears if not names or name.rpartition(".")[2] in names}
-
-
 def _initialize(module: Any, key: str) -> None:
     """Draws by the layer's name: the same numbers on every device, and whatever else is adapted."""
-    down, up = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
-    dtype = torch.promote_types(module.base_layer.weight.dtype, torch.float32)
-    device = module.base_layer.weight.device
+    down, up, weight = module.lora_A[ADAPTER], module.lora_B[ADAPTER], base_weight(module)
+    if down.weight.shape[1] != weight.shape[-1]:
+        raise BackendError("this version of peft lays factors of experts out the other way round. Install a newer one")
+    dtype, device = torch.promote_types(weight.dtype, torch.float32), weight.device
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big"))
     drawn = nn.init.kaiming_uniform_(torch.empty(down.weight.shape), a=math.sqrt(5), generator=generator)
     down.weight = nn.Parameter(drawn.to(device=device, dtype=dtype))
@@ -168,8 +157,10 @@ def _initialize(module: Any, key: str) -> None:
 
 
 def _written(config: Any, whole: tuple[str, ...]) -> dict[str, Any]:
-    """The configuration as peft reads it, the same bytes each time: peft keeps names in a set."""
+    """The configuration as peft reads it, the same bytes each time: peft keeps names in sets, and where a family was
+    stored otherwise once makes an empty one of none."""
     made = config.to_dict() | {"modules_to_save": list(whole) or None, "inference_mode": True}
+    made["target_parameters"] = made["target_parameters"] or None
     return json.loads(json.dumps({k: sorted(v) if isinstance(v, set) else v for k, v in made.items()}))  # type: ignore[no-any-return]
 
 
@@ -179,12 +170,10 @@ class MergedTensors(Mapping[str, Tensor]):
 
     def __init__(self, model: nn.Module) -> None:
         assert not holds_four_bits(model), "a model in 4 bits is made whole first (fold)"
-        self._layers = {f"{name}.weight": m for name, m in model.named_modules() if is_adapted(m)}
+        self._layers = adapted_weights(model)
         factors = {id(p) for m in self._layers.values() for p in (*m.lora_A.parameters(), *m.lora_B.parameters())}
         self._own = {
-            name.replace(".base_layer.", "."): tensor
-            for name, tensor in saved_tensors(model).items()
-            if id(tensor) not in factors
+            plain_name(name): tensor for name, tensor in saved_tensors(model).items() if id(tensor) not in factors
         }
 
     @property
@@ -233,8 +222,9 @@ def _stripped(model: Any, own: set[int]) -> nn.Module:
 
 def _unwrap(model: Any) -> None:
     """Puts the layers inside into the place of their adapters."""
-    for name, module in [(n, m) for n, m in model.named_modules() if is_adapted(m)]:
-        model.set_submodule(name, module.base_layer)
+    outermost = [(n, m) for n, m in model.named_modules() if is_adapted(m) and not n.endswith(".base_layer")]
+    for name, module in outermost:
+        model.set_submodule(name, module.get_base_layer())
     del model.peft_config
     model.temper_adapter = None
 
@@ -246,7 +236,7 @@ def fold(model: Any) -> nn.Module:
         if isinstance(module.base_layer, FourBitLinear):
             module.base_layer = whole_linear(merged_weight(module), module.base_layer.bias)
         else:
-            module.base_layer.weight.data = merged_weight(module)
+            base_weight(module).data = merged_weight(module)
     _unwrap(model)
     return hold_in_full(model)
 
@@ -274,7 +264,7 @@ def read_adapter(folder: Path, model: Any) -> dict[str, Tensor]:
     config, origin = _read(folder)
     adapter: Adapter = model.temper_adapter
     origin.require(adapter.origin.sha256, adapter.origin.path, folder)
-    for key in ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save"):
+    for key in ("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters", "modules_to_save"):
         if config.get(key) != adapter.config[key]:
             raise UserError(
                 f"the adapter {folder} has {key}={config.get(key)}, and this run's has {adapter.config[key]}. Set "
@@ -305,7 +295,7 @@ def load_adapted(
     settings = AdapterSettings(
         rank=config["r"],
         alpha=config["lora_alpha"],
-        targets=tuple(config["target_modules"]),
+        targets=(*config["target_modules"], *([EXPERTS] if config.get("target_parameters") else [])),
         rslora=config["use_rslora"],
     )
     plain = load_base(found, dtype, device, load=load, base=record.base)

@@ -42,6 +42,8 @@ def policy_sums(tokens: Tokens) -> MetricSums:
     }
     if tokens.entropy is not None:
         means["policy/entropy"] = tokens.entropy
+    if tokens.router_shift is not None:
+        means["route/shift"] = tokens.router_shift
     if tokens.reference_logprobs is not None:
         distance_T = bounded(tokens.over_vocabulary - tokens.reference_logprobs)
         means["policy/kl_ref_k1"] = distance_T

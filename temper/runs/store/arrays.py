@@ -7,6 +7,7 @@ second ones ...), because high bytes of ids and exponents of floats hardly chang
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,16 @@ def pack_array(values: NDArray[Any], name: str) -> bytes:
     # Runs only: what longer matches would save of log-probabilities is nothing, and takes twice the time.
     deflate = zlib.compressobj(level=1, strategy=zlib.Z_RLE)
     return deflate.compress(planes) + deflate.flush()
+
+
+def pack_loads(loads: Sequence[Sequence[int]]) -> bytes:
+    """Tokens of each expert, layer after layer."""
+    return zlib.compress(np.array(loads, dtype="<i4").tobytes())
+
+
+def unpack_loads(blob: bytes, num_layers: int) -> NDArray[Any]:
+    """[layers, experts]."""
+    return np.frombuffer(zlib.decompress(blob), dtype="<i4").reshape(num_layers, -1)
 
 
 def unpack_array(blob: bytes, name: str, codec: str) -> NDArray[Any]:

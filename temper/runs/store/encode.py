@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
-from temper.runs.store.arrays import ARRAY_TYPES, PLANES, pack_array
+from temper.runs.store.arrays import ARRAY_TYPES, PLANES, pack_array, pack_loads
 from temper.runs.store.nulls import number
 from temper.storable import to_json
 from temper.types import Batch, EvaluationResult, Group, Message, Sample, Score, StepReport, Trace, Trajectory, array_of
@@ -64,6 +64,13 @@ def prompt_rows(report: StepReport, batch: Batch) -> list[Row]:
 def _split_name(name: str) -> tuple[int | None, str]:
     task_id, _, draw = name.rpartition("#")
     return (int(draw), task_id) if task_id and draw.isdecimal() else (None, name)
+
+
+def load_rows(report: StepReport) -> list[Row]:
+    """One row, or none where no routers were seen."""
+    if not report.loads:
+        return []
+    return [(report.stage, report.step, to_json(list(report.loads)), pack_loads(list(report.loads.values())))]
 
 
 def group_row(report: StepReport, group: Group, outcome: str) -> Row:

@@ -300,6 +300,7 @@ def _insert_step(connection: sqlite3.Connection, report: StepReport, batch: Batc
     _insert(connection, "steps", [encode.step_row(report, batch)])
     _insert(connection, "metrics", encode.named_rows(report, {**report.metrics, **report.system}))
     _insert(connection, "seconds", encode.named_rows(report, report.seconds))
+    _insert(connection, "loads", encode.load_rows(report))
     _insert(connection, "ledger", encode.ledger_rows(report, batch))
     _insert(connection, "prompts", encode.prompt_rows(report, batch))
     trained = {(sample.group_id, sample.index) for update in batch.updates for sample in update}

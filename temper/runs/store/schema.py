@@ -1,8 +1,8 @@
 """The tables of run.db. Owns: their columns, their version, and which of them a rewind cuts back.
 
 Arrays are little-endian and unpadded: token_ids and versions int32, log-probabilities, entropies, advantages and
-weights float32, loss_mask uint8; arrays.py packs them. NULL means "not known", never zero. A rollout whose text is NULL
-has lost its transcript to the limit on them: what it scored stays, what it said is gone.
+weights float32, loss_mask uint8, loads int32; arrays.py packs them. NULL means "not known", never zero. A rollout whose
+text is NULL has lost its transcript to the limit on them: what it scored stays, what it said is gone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sqlite3
 
 from temper.errors import UserError
 
-VERSION = "6"
+VERSION = "7"
 
 SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -31,6 +31,9 @@ CREATE INDEX metrics_by_step ON metrics (stage, step);
 
 CREATE TABLE seconds (
     stage INTEGER, step INTEGER, name TEXT, seconds REAL, PRIMARY KEY (stage, step, name)) WITHOUT ROWID;
+
+CREATE TABLE loads (
+    stage INTEGER, step INTEGER, layers TEXT NOT NULL, loads BLOB NOT NULL, PRIMARY KEY (stage, step)) WITHOUT ROWID;
 
 CREATE TABLE groups (
     stage INTEGER, step INTEGER, group_id TEXT, draw INTEGER NOT NULL, task_id TEXT NOT NULL,
@@ -85,13 +88,14 @@ CREATE TABLE alarms (
     text TEXT NOT NULL, meaning TEXT NOT NULL, advice TEXT NOT NULL,
     PRIMARY KEY (stage, step, rule));
 """
+# loads: tokens of each expert of a mixture, layer after layer; layers: their numbers as JSON.
 # prompts: the history of a prompt after every step that consumed a group of it; the newest row is how it stands.
 # transcripts: the steps whose rollouts still have their texts and tokens, and what these take.
 # The unique draw makes the ledger exactly-once: a prompt that is consumed twice fails the step instead of the science.
 
 STEP_TABLES = (
     "steps", "metrics", "seconds", "groups", "trajectories", "token_rows", "transcripts", "evaluations", "ledger",
-    "prompts", "verdicts", "audits", "alarms",
+    "prompts", "verdicts", "audits", "alarms", "loads",
 )  # fmt: skip
 """What a rewind cuts back to a step. Events stay: they tell what happened to the process, killed attempts included."""
 
@@ -109,11 +113,14 @@ CREATE TEMP VIEW prompts AS SELECT NULL AS stage, NULL AS task_id, NULL AS step,
     NULL AS attempts, NULL AS passed, NULL AS rate WHERE 0;
 """
 
+_NO_LOADS = "CREATE TEMP VIEW loads AS SELECT NULL AS stage, NULL AS step, NULL AS layers, NULL AS loads WHERE 0;"
+
 OLD_LAYOUTS = {
-    "5": _NO_PROMPTS,
-    "4": f"{_NO_PROMPTS} {_RAW_ARRAYS}",
-    "3": f"{_NO_PROMPTS} {_NO_VERDICTS} {_RAW_ARRAYS}",
-    "2": f"""{_NO_PROMPTS} {_NO_VERDICTS}
+    "6": _NO_LOADS,
+    "5": f"{_NO_LOADS} {_NO_PROMPTS}",
+    "4": f"{_NO_LOADS} {_NO_PROMPTS} {_RAW_ARRAYS}",
+    "3": f"{_NO_LOADS} {_NO_PROMPTS} {_NO_VERDICTS} {_RAW_ARRAYS}",
+    "2": f"""{_NO_LOADS} {_NO_PROMPTS} {_NO_VERDICTS}
 CREATE TEMP VIEW token_rows AS SELECT *, NULL AS entropies, 'raw' AS codec FROM main.token_rows;
 CREATE TEMP VIEW evaluations AS SELECT *, NULL AS details FROM main.evaluations;
 CREATE TEMP VIEW audits AS SELECT NULL AS stage, NULL AS step, NULL AS evaluation, NULL AS place, NULL AS kind,

@@ -154,7 +154,7 @@ def router_sums(watch: RouterWatch | None) -> MetricSums:
         sums["route/moved_frac"] = torch.stack([*watch.moved.values()]).double().sum()
         counts["route/moved_frac"] = count * watch.num_chosen
     terms = {f"loss/{name}": torch.stack([*by.values()]).double().sum() for name, by in watch.losses.items() if by}
-    loads = {f"route/load/{layer}": load.double() for layer, load in watch.loads.items()}
+    loads = {str(layer): load.double() for layer, load in watch.loads.items()}
     return MetricSums(totals=terms, sums=sums, counts=counts, loads=loads)
 
 

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 from temper.commands.training.train import train
 from temper.config import resolve, to_toml
 from temper.errors import UserError
 from temper.models.experts import routes
+from temper.models.save import save_model
+from temper.models.tiny import character_tokenizer
 from temper.runs.reader import RunReader
 
 
@@ -71,8 +75,51 @@ def test_routers_are_balanced_or_frozen_as_the_recipe_says(tiny_recipe: dict[str
 
 def load_gates(folder: Path, kind: str) -> dict[str, Any]:
     """Weights of the routers in the first model, or in the last checkpoint."""
-    files = sorted((folder / kind).rglob("model.safetensors"), key=lambda path: path.stat().st_mtime)
-    return {name: tensor for name, tensor in load_file(files[-1]).items() if "mlp.gate.weight" in name}
+    return last_tensors(folder / kind, "mlp.gate.weight")
+
+
+def last_tensors(folder: Path, part: str) -> dict[str, Any]:
+    """Of the last model below this folder, those with this part in their names."""
+    files = sorted(folder.rglob("model.safetensors"), key=lambda path: path.stat().st_mtime)
+    return {name: tensor for name, tensor in load_file(files[-1]).items() if part in name}
+
+
+def write_glm(folder: Path) -> Path:
+    """A small GLM-4-MoE: a dense layer, and one with four experts whose router has a bias."""
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz")
+    config = Glm4MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=32, moe_intermediate_size=16, n_routed_experts=4,
+        num_experts_per_tok=2, num_mtp_layers=0, eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    folder.mkdir(parents=True)
+    save_model(model, tokenizer, folder)
+    return folder
+
+
+@pytest.mark.parametrize("place", ["here", pytest.param("process", marks=pytest.mark.heavy)])
+def test_biases_that_balance_move_in_the_sampler_as_they_do_in_the_trainer(
+    place: str, tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe = with_experts(tiny_recipe)
+    path = str(write_glm(tmp_path / "glm"))
+    recipe["model"] = {"path": path, "routers": {"bias": 0.05}, "replay_routes": True}
+    recipe["engine"] = {"numerics": "exact", "place": place}
+    recipe["stage"][1]["steps"] = 3
+    for metrics in run(recipe, tmp_path / "biased"):
+        assert metrics["mismatch/logp_abs_max"] == 0.0, "the sampler drew with the biases of the trainer"
+        assert metrics["route/moved_frac"] == 0.0
+        assert metrics["policy/ratio_max"] == 1.0
+    files = sorted(
+        (tmp_path / "biased" / "run" / "checkpoints").rglob("model.safetensors"), key=lambda p: p.stat().st_mtime
+    )
+    biases = [tensor for name, tensor in load_file(files[-1]).items() if "e_score_correction_bias" in name]
+    assert len(biases) == 1
+    assert biases[0].dtype == torch.float32
+    assert biases[0].abs().max() > 0.04
 
 
 def test_dense_models_and_other_engines_are_refused(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from temper.errors import UserError
 from temper.objectives import Tokens, TopTokens
+from temper.objectives.policy.measures import policy_sums
 from temper.objectives.policy.ratios import (
     RATIOS,
     router_deviation,
@@ -108,6 +109,12 @@ def test_the_early_form_of_router_deviation_would_miss_the_example() -> None:
     # exp(-|difference|) averaged over layers, as in the paper's first version.
     early = (-(NEW - OLD).abs().mean(2)).exp().mean(1)
     assert early.item() != pytest.approx(0.752121, abs=1e-3)
+
+
+def test_the_shift_of_routers_is_a_metric_where_it_is_known(f1) -> None:
+    moved = f1(router_shift=torch.tensor([0.0, 0.1, 0.3, 5.0, 0.0, 0.0, 0.0, 0.2], dtype=torch.float64))
+    assert policy_sums(moved).finish()["route/shift"] == pytest.approx(0.7)
+    assert "route/shift" not in policy_sums(f1()).finish()
 
 
 def test_router_shift_scales_the_ratio_down_to_its_floor_and_leaves_its_gradient_direction(f1) -> None:

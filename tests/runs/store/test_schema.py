@@ -18,7 +18,12 @@ from temper.types import Batch, EvaluationResult, PromptHistory, StepReport
 
 StepMaker = Callable[..., tuple[StepReport, Batch]]
 
-TO_LAYOUT_5 = """
+TO_LAYOUT_6 = """
+DROP TABLE loads;
+UPDATE meta SET value = '6' WHERE name = 'schema';
+"""
+TO_LAYOUT_5 = f"""
+{TO_LAYOUT_6}
 DROP TABLE prompts;
 UPDATE meta SET value = '5' WHERE name = 'schema';
 """
@@ -126,14 +131,15 @@ def test_a_run_of_layout_3_reads_as_if_nobody_had_judged_or_been_paid_by_turn(
 
 
 @pytest.mark.parametrize(
-    ("layout", "script"), [("2", TO_LAYOUT_2), ("3", TO_LAYOUT_3), ("4", TO_LAYOUT_4), ("5", TO_LAYOUT_5)]
+    ("layout", "script"),
+    [("2", TO_LAYOUT_2), ("3", TO_LAYOUT_3), ("4", TO_LAYOUT_4), ("5", TO_LAYOUT_5), ("6", TO_LAYOUT_6)],
 )
 def test_an_older_run_cannot_be_gone_on_with_and_the_message_says_what_can_be_done(
     layout: str, script: str, store: RunStore
 ) -> None:
     store.close()
     change(store.folder, script)
-    expected = rf"has layout {layout} .* writes layout 6\. Finish the run with the version"
+    expected = rf"has layout {layout} .* writes layout 7\. Finish the run with the version"
     with pytest.raises(UserError, match=expected) as caught:
         open_run(store.folder, config="", resume=True)
     assert "with another --run" in str(caught.value)
@@ -142,14 +148,14 @@ def test_an_older_run_cannot_be_gone_on_with_and_the_message_says_what_can_be_do
 def test_a_run_that_says_another_layout_than_it_has_is_not_read_as_empty(store: RunStore) -> None:
     store.close()
     change(store.folder, TO_LAYOUT_2)
-    change(store.folder, "UPDATE meta SET value = '6' WHERE name = 'schema'")  # the planted fault: it says 6 and is not
+    change(store.folder, "UPDATE meta SET value = '7' WHERE name = 'schema'")  # the planted fault: it says 7 and is not
     with RunReader(store.folder) as reader, pytest.raises(sqlite3.OperationalError, match="no such table: audits"):
         reader.audits()
 
 
 def test_a_layout_of_the_future_is_neither_read_nor_written(store: RunStore) -> None:
     store.close()
-    change(store.folder, "UPDATE meta SET value = '7' WHERE name = 'schema'")
+    change(store.folder, "UPDATE meta SET value = '8' WHERE name = 'schema'")
     for attempt in (RunReader, lambda folder: open_run(folder, config="", resume=True)):
-        with pytest.raises(UserError, match="has layout 7; this version of Temper reads layout 6"):
+        with pytest.raises(UserError, match="has layout 8; this version of Temper reads layout 7"):
             attempt(store.folder)
