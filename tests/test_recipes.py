@@ -13,7 +13,7 @@ from temper.config import load_recipe
 from temper.envs.env import find_env
 from temper.rewards.registry import REWARDS, make_reward
 
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").rglob("*.toml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -22,7 +22,7 @@ def test_a_recipe_is_accepted(path: Path) -> None:
     check_stages(stages)
     for config in stages:
         for source in (*config.train, *config.heldout):
-            if source.path:
+            if source.path or source.options.get("path"):
                 continue  # the user's own file
             task = source_of(source).task(0)
             find_env(config.env.name or task.env, config.env.options)

@@ -58,10 +58,10 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)  # type: ignore[no-any-return]
 
 
-def first_model(config: RunConfig, run_folder: Path) -> Path:
-    """The directory a run starts from; a new model is made inside the run."""
+def first_model(config: RunConfig, run_folder: Path, *, has_weights: bool = True) -> Path:
+    """The directory a run starts from; a new model is made inside the run. has_weights: whether they are needed."""
     if config.model.new is None:
-        return find_checkpoint(config.model.path)
+        return find_checkpoint(config.model.path, has_weights=has_weights)
     folder, unfinished = run_folder / "model", run_folder / ".tmp-model"
     if not folder.is_dir():  # made aside: a run killed here must not go on from half a model
         shutil.rmtree(unfinished, ignore_errors=True)

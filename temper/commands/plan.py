@@ -24,31 +24,52 @@ from temper.build import (
 from temper.commands.training.preflight import Later, OpenedStage
 from temper.config import load_recipe
 from temper.errors import UserError
+from temper.models.tiny import counting_tokenizer
 from temper.objectives import Objective
 from temper.planning.gpus import GPUS, Gpu, find_gpu, this_gpu
 from temper.planning.table import cluster_lines, needs_line, render_plan, settings_line
 from temper.stages.kinds import kind_of
 from temper.stages.reading.data import StageData, open_data
 
+ROUGH_CHARACTERS = 4
+"""Of one token, in prompts of a model whose tokenizer is not here: what English text has, roughly."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStage:
+    stage: OpenedStage
+    plan: StagePlan
+    is_rough: bool
+    """Whether prompts were measured without the model's tokenizer."""
+
 
 def plan_recipe(
     recipe: Path, *, overrides: Sequence[str] = (), gpu: str = "", gpus: int = 1
 ) -> tuple[list[Group], list[str]]:
     """A table for each stage, and what to say of those that do not fit; no weights are read."""
+    planned = plan_stages(recipe, overrides=overrides, gpu=gpu, gpus=gpus)
+    misfits = [
+        f"stage {each.stage.number} ({each.stage.config.stage}): {explain_misfit(each.plan)}"
+        for each in planned
+        if not each.plan.fits
+    ]
+    return [_render(each) for each in planned], misfits
+
+
+def plan_stages(recipe: Path, *, overrides: Sequence[str] = (), gpu: str = "", gpus: int = 1) -> list[PlannedStage]:
+    """The plan of every stage, in order."""
     where = pick_gpu(gpu)
     stages = load_recipe(recipe, overrides)
     check_stages(stages)
     with tempfile.TemporaryDirectory() as folder:
-        later = Later(stages, first_model(stages[0], Path(folder)))
+        later = Later(stages, first_model(stages[0], Path(folder), has_weights=False))
         opened = [_Readied.of(stage) for stage in map(later.open, stages)]
         plans = _plan_all(opened, where, gpus)
-    tables = [_render(readied.stage, plan) for readied, plan in zip(opened, plans, strict=True)]
-    misfits = [
-        f"stage {readied.stage.number} ({readied.stage.config.stage}): {explain_misfit(plan)}"
-        for readied, plan in zip(opened, plans, strict=True)
-        if not plan.fits
+    return [
+        PlannedStage(stage=each.stage, plan=plan, is_rough=not has_tokenizer(each.stage.model))
+        for each, plan in zip(opened, plans, strict=True)
     ]
-    return tables, misfits
 
 
 @dataclass(frozen=True)
@@ -62,7 +83,9 @@ class _Readied:
     @classmethod
     def of(cls, stage: OpenedStage) -> _Readied:
         objective = check_stage(stage.config)
-        return cls(stage, objective, open_data(stage.readable, objective, kind_of(stage.config).reading, stage.model))
+        reading = kind_of(stage.config).reading
+        tokenizer = None if has_tokenizer(stage.model) else counting_tokenizer(ROUGH_CHARACTERS)
+        return cls(stage, objective, open_data(stage.readable, objective, reading, stage.model, tokenizer))
 
     def plan(self, gpu: Gpu, asked: PlanRequest) -> StagePlan:
         return plan_stage(self.stage.readable, self.objective, self.data, self.stage.model, gpu, asked)
@@ -97,11 +120,20 @@ def pick_gpu(name: str) -> Gpu:
     return found
 
 
-def _render(stage: OpenedStage, plan: StagePlan) -> Group:
+def has_tokenizer(model: Path) -> bool:
+    return any((model / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _render(planned: PlannedStage) -> Group:
+    stage, plan = planned.stage, planned.plan
     many = f"{plan.layout.gpus} x " if plan.layout.gpus > 1 else ""
     where = f"{many}{plan.gpu.name} ({plan.gpu.usable_bytes / 2**30:.1f} GiB)"
     lines = [settings_line(plan.work, plan.chosen), needs_line(plan.memory, plan.gpu)]
     lines += cluster_lines(plan.layout, plan.work, plan.time, plan.reason)
+    if planned.is_rough:
+        lines.append(
+            f"{stage.model} has no tokenizer: {ROUGH_CHARACTERS} characters of a prompt are counted as a token"
+        )
     return render_plan(
         f"stage {stage.number}: {stage.config.stage}, on {where}", plan.work, plan.memories, plan.time, lines
     )

@@ -119,7 +119,7 @@ def simulate_recipe(
     stages = load_recipe(recipe, overrides)
     check_stages(stages)
     with tempfile.TemporaryDirectory() as folder:
-        later = Later(stages, first_model(stages[0], Path(folder)))
+        later = Later(stages, first_model(stages[0], Path(folder), has_weights=False))
         opened = [stage for stage in map(later.open, stages) if _is_simulated(stage.config)]
         if not opened:
             raise UserError(f"{recipe} has no stage that trains on what it draws by its reward: nothing to simulate")

@@ -19,7 +19,9 @@ from temper.errors import UserError, did_you_mean, nearest_file
 from temper.folders.integrity import verify
 from temper.terminal import SafeConsole
 
-MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+DESCRIPTION_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+"""What says what a checkpoint is, and its tokenizer: megabytes, where weights may be a terabyte."""
+MODEL_FILES = (*DESCRIPTION_FILES, "*.safetensors")
 """What a checkpoint is made of. Python files of a repository are left where they are."""
 ROW_FILES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 OWN_FOLDERS = ("models", "runs", "data", "checkpoints", "recipes")
@@ -34,11 +36,14 @@ REQUEST_SECONDS = 10.0
 """How long the hub may take to say what a repository holds."""
 
 
-def find_checkpoint(path: str, key: str = "model.path") -> Path:
-    """The directory of a checkpoint, fetched if its name is one of the hub's. UserError says what is missing."""
+def find_checkpoint(path: str, key: str = "model.path", *, has_weights: bool = True) -> Path:
+    """The directory of a checkpoint, fetched if its name is one of the hub's. UserError says what is missing.
+
+    has_weights: False for who reads only what the model is made of: no weights are fetched then.
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir() and is_model_name(path):
-        folder = fetch_model(path, key)
+        folder = fetch_model(path, key, has_weights=has_weights)
     if not folder.is_dir():
         raise UserError(
             f'{key} "{path}" is not a directory.{nearest_file(folder)} Give a Hugging Face checkpoint directory, its '
@@ -62,7 +67,7 @@ def _is_meant_here(text: str) -> bool:
     return bool(is_near) or text.endswith(ROW_FILES)
 
 
-def fetch_model(name: str, key: str = "model.path") -> Path:
+def fetch_model(name: str, key: str = "model.path", *, has_weights: bool = True) -> Path:
     """The folder of a model of the hub, in the hub's own cache.
 
     What was fetched once is used again, unasked: a run that is resumed must not find that its model has changed.
@@ -71,11 +76,12 @@ def fetch_model(name: str, key: str = "model.path") -> Path:
     advice = f"hf download {name} --local-dir {target} and then give {target}"
     hub = _import_hub(f'{key} "{name}"', advice)
     cached = _cached(hub, name)
-    if cached is not None and _is_whole(cached):
+    if cached is not None and (_is_whole(cached) if has_weights else (cached / "config.json").is_file()):
         return cached
-    _say(f"fetching {name} from the hub")
+    _say(f"fetching {name}{'' if has_weights else ', without its weights,'} from the hub")
+    wanted = list(MODEL_FILES if has_weights else DESCRIPTION_FILES)
     try:
-        folder = Path(hub.snapshot_download(name, allow_patterns=list(MODEL_FILES), etag_timeout=REQUEST_SECONDS))
+        folder = Path(hub.snapshot_download(name, allow_patterns=wanted, etag_timeout=REQUEST_SECONDS))
     except Exception as error:  # each version of the package has exceptions of its own
         _refuse(f'{key} "{name}"', error, advice)
     _say(f"{name} is in {folder}")

@@ -39,6 +39,16 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     return wrapped
 
 
+def counting_tokenizer(characters: int) -> PreTrainedTokenizerFast:
+    """So many characters are a token, whatever they say: for lengths alone."""
+    vocabulary = {END: 0, "<|text|>": 1}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|text|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"(?m).{{1,{characters}}}"), "isolated")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+    wrapped.chat_template = TEMPLATE
+    return wrapped
+
+
 def make_tiny_model(
     folder: Path,
     *,

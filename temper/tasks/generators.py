@@ -30,17 +30,26 @@ def spell_backward(index: int, seed: int, *, min_letters: int = 6, max_letters: 
     return Task(id=f"spell_backward:{seed}:{index}", messages=(Message(role="user", content=word),), answer=word[::-1])
 
 
-def chain_sum(index: int, seed: int, *, terms: int = 2, digits: int = 2) -> Task:
-    """Numbers of exactly `digits` digits, added and subtracted: "37+12-45="."""
-    if terms < 1 or digits < 1:
-        raise UserError(f"terms={terms} and digits={digits} must be at least 1.")
+def chain_sum(index: int, seed: int, *, terms: int = 2, digits: int = 2, working: int = 0) -> Task:
+    """Numbers of exactly `digits` digits, added and subtracted: "37+12-45=".
+
+    working: how often every step is written before the result, a line each ("37+12=49", "49-45=4", "4"), for answers
+    to imitate.
+    """
+    if terms < 1 or digits < 1 or working < 0:
+        raise UserError(f"terms={terms} and digits={digits} must be at least 1, working={working} at least 0.")
     draw = random.Random(f"chain_sum/{seed}/{index}")
     low = 10 ** (digits - 1) if digits > 1 else 0
     numbers = [draw.randint(low, 10**digits - 1) for _ in range(terms)]
     signs = [1, *(draw.choice((1, -1)) for _ in range(terms - 1))]
     text = "".join(f"{'+' if sign > 0 else '-'}{number}" for sign, number in zip(signs, numbers, strict=True))[1:]
-    total = sum(sign * number for sign, number in zip(signs, numbers, strict=True))
-    return Task(id=f"chain_sum:{seed}:{index}", messages=(Message(role="user", content=f"{text}="),), answer=str(total))
+    total, steps = numbers[0], list[str]()
+    for sign, number in zip(signs[1:], numbers[1:], strict=True):
+        step = f"{total}{'+' if sign > 0 else '-'}{number}"
+        total += sign * number
+        steps.append(f"{step}={total}")
+    answer = "\n".join([*steps * working, str(total)])
+    return Task(id=f"chain_sum:{seed}:{index}", messages=(Message(role="user", content=f"{text}="),), answer=answer)
 
 
 def rearrange(index: int, seed: int, *, min_letters: int = 5, max_letters: int = 8) -> Task:

@@ -160,3 +160,23 @@ def test_what_fits_on_none_of_these_gpus_says_on_how_many_it_would(
     assert "model.lora = {rank = 32}; or 8 GPUs" in said
     assert plan(monkeypatch, path, *arguments, "--gpus", "8") == 0
     assert "parts = true" in capsys.readouterr().out
+
+
+def test_a_model_without_a_tokenizer_is_planned_by_the_length_of_its_prompts(
+    tiny_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """config.json alone. A system message of 4,000 characters is a thousand tokens more in every row."""
+    (tmp_path / "7b").mkdir()
+    numbers = dict(zip(KEYS, SIZES["7b"], strict=True))
+    (tmp_path / "7b" / "config.json").write_text(json.dumps({**numbers, "max_position_embeddings": 4096}))
+    (_, rl) = tiny_recipe["stage"]
+    table = {**tiny_recipe, "model": {"path": str(tmp_path / "7b")}, "stage": [rl]}
+    path = tmp_path / "described.toml"
+    path.write_text(to_toml(resolve(table, [], where="described")))
+    rows = []
+    for system in ("", "x" * 4000):
+        assert plan(monkeypatch, path, "--gpu", "b200", "--set", f"prompt.system={system}") == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "has no tokenizer: 4 characters of a prompt are counted as a token" in shown
+        rows.append(int(re.search(r"rows of up to ([\d,]+) tokens", shown)[1].replace(",", "")))  # type: ignore[index]
+    assert 1000 <= rows[1] - rows[0] <= 1010

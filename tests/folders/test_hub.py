@@ -101,6 +101,16 @@ def test_a_model_of_the_hub_is_fetched_without_its_code_and_can_be_read(
     assert "fetching Qwen/Tiny-0.5B from the hub" in capsys.readouterr().err
 
 
+def test_who_needs_no_weights_fetches_none_and_training_fetches_the_rest_later(hub: FakeHub) -> None:
+    folder = find_checkpoint("Qwen/Tiny-0.5B", has_weights=False)
+    assert {"config.json", "tokenizer.json"} <= set(hub.fetched)
+    assert not (folder / "model.safetensors").exists()
+    hub.fetched.clear()
+    assert find_checkpoint("Qwen/Tiny-0.5B", has_weights=False) == folder
+    assert hub.fetched == []
+    assert (find_checkpoint("Qwen/Tiny-0.5B") / "model.safetensors").is_file()
+
+
 def test_what_was_fetched_is_used_again_also_when_the_hub_has_changed_or_is_gone(hub: FakeHub) -> None:
     folder = find_checkpoint("Qwen/Tiny-0.5B")
     hub.fetched.clear()

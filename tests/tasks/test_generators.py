@@ -41,6 +41,17 @@ def test_chain_sum_is_right() -> None:
         assert task.answer == str(sum(int(part) for part in parts))
 
 
+def test_the_working_of_a_chain_sum_is_right_line_by_line_and_changes_no_question() -> None:
+    for index in range(100):
+        plain, worked = (GENERATORS["chain_sum"](index, 7, terms=4, digits=1, working=times) for times in (0, 2))
+        assert worked.messages == plain.messages
+        *steps, last = str(worked.answer).split("\n")
+        assert last == plain.answer
+        assert steps[:3] == steps[3:], "three steps, twice"
+        assert all(eval(left) == int(right) for left, right in (step.split("=") for step in steps))
+        assert steps[2].endswith(f"={last}")
+
+
 def test_generators_are_pure_and_equal_in_another_process() -> None:
     expression = "[repr(make(i, 5)) for _, make in sorted(GENERATORS.items()) for i in range(20)]"
     program = f"from temper.tasks.generators import GENERATORS; print({expression})"

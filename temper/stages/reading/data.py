@@ -80,10 +80,15 @@ class StageData:
         return self.share_sampled > 0
 
 
-def open_data(config: RunConfig, objective: Objective, reading: Reading, model_folder: Path) -> StageData:
-    """Reads and checks all data of a stage. Raises UserError for anything that would fail later."""
+def open_data(
+    config: RunConfig, objective: Objective, reading: Reading, model_folder: Path, tokenizer: Any = None
+) -> StageData:
+    """Reads and checks all data of a stage. Raises UserError for anything that would fail later.
+
+    tokenizer: in place of the model's own.
+    """
     shape = read_shape(model_folder)  # first: it refuses families that cannot be trained
-    tokenizer = load_tokenizer(model_folder)
+    tokenizer = load_tokenizer(model_folder) if tokenizer is None else tokenizer
     renderer = Renderer(
         tokenizer,
         system=config.prompt.system,
