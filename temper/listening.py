@@ -41,7 +41,7 @@ def listen(host: str, port: int) -> socket.socket:
         bound.bind(address)
         bound.listen(BACKLOG)
     except OSError as error:
-        raise UserError(f"cannot listen on {host}:{port}: {error}. Choose another --host or --port") from error
+        raise UserError(f"cannot listen on {host}:{port}: {error}. Choose another address or port") from error
     return bound
 
 

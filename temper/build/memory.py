@@ -121,7 +121,7 @@ def _layouts(config: RunConfig, data: StageData, work: Workload, asked: PlanRequ
     if asked.gpus not in written:
         needed = f"trainers = {config.cluster.trainers}, which need {min(written)} GPUs"
         if len(written) > 1:
-            needed += f", and samplers = {config.cluster.samplers}: {max(written)} GPUs, or {min(written)} in turn"
+            needed += f", and samplers = {config.cluster.num_samplers}: {max(written)} GPUs, or {min(written)} in turn"
         raise UserError(
             f"--gpus {asked.gpus}: the recipe's [cluster] table says {needed}. Plan it for so many, or leave trainers "
             "and samplers out of the table: then they are proposed"
@@ -130,7 +130,7 @@ def _layouts(config: RunConfig, data: StageData, work: Workload, asked: PlanRequ
 
 
 def _has_table(config: RunConfig) -> bool:
-    return config.cluster.trainers > 1 or config.cluster.samplers > 1
+    return config.cluster.trainers > 1 or config.cluster.num_samplers > 1
 
 
 def written_layouts(config: RunConfig, data: StageData) -> dict[int, Layout]:
@@ -138,9 +138,9 @@ def written_layouts(config: RunConfig, data: StageData) -> dict[int, Layout]:
     where there are any, and are on the trainers' otherwise."""
     cluster = config.cluster
     alone = Layout(trainers=cluster.trainers, parts=cluster.parts)
-    if config.engine.place == "here":
+    if config.engine.place == "here" or cluster.sampler_addresses:  # those have other GPUs
         return {alone.gpus: alone}
-    apart = replace(alone, samplers=cluster.samplers, is_apart=True)
+    apart = replace(alone, samplers=cluster.num_samplers, is_apart=True)
     if not data.is_rolling:  # drawn for evaluations alone, in the trainer's process
         return {alone.gpus: alone, apart.gpus: alone}
     return {alone.gpus: replace(apart, is_apart=False), apart.gpus: apart}
@@ -215,7 +215,7 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         trainers=config.cluster.trainers,
         parts=config.cluster.parts,
         engine=_engine_weights(config, data),
-        num_samplers=config.cluster.samplers if data.is_rolling else 1,
+        num_samplers=config.cluster.num_samplers if data.is_rolling else 1,
         ahead=config.rollout.max_staleness if data.is_rolling else 0,
         has_processes=config.engine.kind == "local" and not _has_opponents(objective),
         samples=not is_scorer,
@@ -234,7 +234,8 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
 
 def _engine_weights(config: RunConfig, data: StageData) -> Literal["shared", "copied", "apart", "elsewhere"]:
     """As build/sampler.py decides. Sampler processes have GPUs of their own where trainers leave any."""
-    if config.engine.kind == "sglang":
+    is_far = bool(config.cluster.sampler_addresses) and (data.is_rolling or config.cluster.parts)
+    if config.engine.kind == "sglang" or is_far:
         return "elsewhere"
     if config.engine.place == "process" and data.is_rolling:
         return "copied" if torch.cuda.device_count() <= config.cluster.trainers else "apart"

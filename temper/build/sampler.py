@@ -6,6 +6,8 @@ Owns: choosing the engine and its size. Refuses: combinations that an engine can
 from __future__ import annotations
 
 import copy
+import os
+import secrets
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,9 @@ from temper.build.agents import may_stop_at_text
 from temper.build.memory import enough_kv_tokens
 from temper.build.models import adapter_settings
 from temper.build.policy import size_engine
+from temper.cluster.addresses import Visitor, reach_sampler
 from temper.cluster.devices import sampler_devices
+from temper.cluster.handshake import KEY_VARIABLE
 from temper.cluster.ray import RayPlace
 from temper.cluster.samplers import start_sampler
 from temper.cluster.threads import Threads, share_threads
@@ -31,6 +35,7 @@ from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.mixture import Opponent
 from temper.engine.none import NoSampler
 from temper.engine.process.client import ProcessSampler
+from temper.engine.process.description import describe_model
 from temper.engine.process.order import SamplerOrder
 from temper.engine.process.weights import SharedWeights, anonymous_file
 from temper.engine.sampler_model import sampler_model
@@ -136,10 +141,16 @@ def _in_processes(
             'trainer\'s process. Use engine.place = "here"'
         )
     lora, parameter, before = config.model.lora, next(model.parameters()), torch.get_num_threads()
-    num, takes_turns = config.cluster.samplers, config.rollout.max_staleness == 0
+    num, takes_turns, addresses = (
+        config.cluster.num_samplers,
+        config.rollout.max_staleness == 0,
+        config.cluster.sampler_addresses,
+    )
     threads = share_threads(before, config.engine.threads, takes_turns=takes_turns, num_samplers=num)
     if parameter.device.type != "cpu":
         threads = Threads(sampler=before, trainer=before)
+    if addresses:  # other machines: 0 is what torch chooses there
+        threads = Threads(sampler=0 if config.engine.threads == "auto" else config.engine.threads, trainer=before)
     order = SamplerOrder(
         folder=str(folder.resolve()),
         dtype=str(parameter.dtype).removeprefix("torch."),
@@ -150,12 +161,13 @@ def _in_processes(
         four_bit_adapter=adapter_settings(config) if lora is not None and lora.base == "4bit" else None,
         has_stop_texts=may_stop_at_text(config),
         num_threads=threads.sampler,
+        description=describe_model(model, folder) if addresses else None,
     )
     # On a GPU, and over a network, they get the trainer's own tensors, which change while it trains.
-    feeds_late = takes_turns or not (parameter.is_cuda or hosting.ray)
+    feeds_late = takes_turns or not (parameter.is_cuda or hosting.ray or addresses)
     gpus = torch.cuda.device_count() if parameter.is_cuda else 0
     devices = sampler_devices(order.device, num, gpus, rank_and_world()[1])
-    if hosting.ray is not None:
+    if hosting.ray is not None or addresses:
         devices = [parameter.device.type] * num  # each sees the GPU that it was given, and no other
     orders = tuple(replace(order, device=device).to_json() for device in devices)
     fleet = hosting.kept.take(
@@ -172,8 +184,14 @@ def _start_fleet(
     """One process for each order."""
     weights, before = SharedWeights(anonymous_file()), torch.get_num_threads()
     environment = {"OMP_NUM_THREADS": str(num_threads)}
+    addresses = cluster.sampler_addresses
+    visitor = Visitor(
+        key=os.environ.get(KEY_VARIABLE, ""), run=secrets.token_hex(8), silent_seconds=cluster.silent_seconds
+    )
 
     def start(place: int) -> ProcessSampler:
+        if addresses:
+            return reach_sampler(addresses[place], orders[place], visitor)
         name = "the sampler process" if len(orders) == 1 else f"sampler process {place + 1} of {len(orders)}"
         if hosting.ray is not None:
             return hosting.ray.start_sampler(place, name, orders[place], environment, cluster.silent_seconds)

@@ -28,6 +28,7 @@ import temper.cli.judging.choose
 import temper.cli.judging.verify
 import temper.cli.sample
 import temper.cli.serve
+import temper.cli.sampler
 import temper.cli.export
 import temper.cli.reference.guide
 import temper.cli.reference.presets

@@ -26,6 +26,7 @@ READERS = (
     "doctor",
     "plan",
     "simulate",
+    "sampler",
 )
 """Verbs that load no model: they may run in any process."""
 app = typer.Typer(

@@ -1,7 +1,8 @@
-"""The main of a sampler process: `python -m temper.cluster.sampler_main PARENT SOCKET WEIGHTS`.
+"""The main of a sampler process: `python -m temper.cluster.sampler_main PARENT SOCKET WEIGHTS [MODEL]`.
 
 Owns: how such a process begins and ends. PARENT is the process that it dies with, SOCKET and WEIGHTS are descriptors
-that it inherits. Refuses: everything else; what it opens and draws is said over the socket (engine/process/).
+that it inherits, MODEL is this machine's copy of the model that it is told to open. Refuses: everything else; what it
+opens and draws is said over the socket (engine/process/).
 """
 
 from __future__ import annotations
@@ -10,24 +11,26 @@ import asyncio
 import signal
 import socket
 import sys
+from functools import partial
 
 from temper.engine.process.server import ServedSampler, serve
 from temper.engine.process.weights import SharedWeights
 from temper.rewards.workers.program import die_with_parent
 
 
-def open_sampler(order: str) -> ServedSampler:
+def open_sampler(order: str, own_folder: str = "") -> ServedSampler:
     """Imported only now: a process whose parent is gone already need not load torch."""
     from temper.engine.process.order import SamplerOrder, open_engine
 
-    return open_engine(SamplerOrder.from_json(order))
+    return open_engine(SamplerOrder.from_json(order).found_here(own_folder))
 
 
 def main() -> None:
     parent, connection, weights = map(int, sys.argv[1:4])
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the parent closes this one in order
-    asyncio.run(serve(socket.socket(fileno=connection), SharedWeights(weights), open_sampler))
+    opener = partial(open_sampler, own_folder=sys.argv[4]) if len(sys.argv) > 4 else open_sampler
+    asyncio.run(serve(socket.socket(fileno=connection), SharedWeights(weights), opener))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from temper.config.section import Section
 
@@ -29,9 +29,10 @@ class ClusterConfig(Section):
     rank_seconds: float = Field(600.0, gt=0)
     """What trainers do together (a step, a save) may take so long; one that is silent for longer ends the run, and
     --resume goes on."""
-    samplers: int = Field(1, ge=1)
-    """Sampler processes that draw side by side, with engine.place = "process". Each has its own copy of the weights and
-    its own cache; a group stays with one of them."""
+    samplers: int | list[str] = 1
+    """Sampler processes that draw side by side, with engine.place = "process": how many are started, or the addresses
+    of some that wait for a run (`temper sampler`), e.g. ["gpu7:29600", "gpu8:29600"]. Each has its own copy of the
+    weights and its own cache; a group stays with one of them."""
     max_restarts: int = Field(3, ge=0)
     """How often a sampler process that ended is replaced, each of them; others draw its requests meanwhile. And how
     often all trainers begin anew from the last checkpoint when one of them is lost. After that the run ends, and
@@ -39,6 +40,30 @@ class ClusterConfig(Section):
     silent_seconds: float = Field(120.0, gt=0)
     """A sampler process that answers nothing, takes no weights or cannot be reached for so long is ended and
     replaced."""
+
+    @field_validator("samplers", mode="before")
+    @classmethod
+    def _number_or_addresses(cls, value: object) -> object:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            return value
+        if not isinstance(value, list) or not value:
+            raise ValueError('use a whole number of at least 1, or a list of addresses: ["gpu7:29600"]')
+        for address in value:
+            host, _, port = str(address).rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(f'"{address}" is no address: use "host:port", e.g. "gpu7:29600"')
+        if len({*value}) < len(value):
+            raise ValueError("an address stands here twice: a sampler draws for a run once")
+        return value
+
+    @property
+    def num_samplers(self) -> int:
+        return self.samplers if isinstance(self.samplers, int) else len(self.samplers)
+
+    @property
+    def sampler_addresses(self) -> tuple[str, ...]:
+        """Of samplers that somebody else starts; empty: they are started with the run."""
+        return () if isinstance(self.samplers, int) else tuple(self.samplers)
 
     def sampler_keys(self) -> list[str]:
         """Keys about sampler processes that were changed."""

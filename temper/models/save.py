@@ -5,7 +5,7 @@ Owns: that. Refuses: reading (load.py), adapters' own files (lora/wrapping.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,10 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | buffers
 
 
-def save_model(model: Any, tokenizer: Any, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Writes an ordinary Hugging Face directory: weights, configuration, tokenizer, chat template. tensors: the
-    weights, where the model does not hold them whole."""
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes an ordinary Hugging Face directory: weights, configuration, tokenizer, chat template."""
     with _without_own_attention(model):
-        model.save_pretrained(folder, **({} if tensors is None else {"state_dict": dict(tensors)}))
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

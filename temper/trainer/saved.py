@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import UserError
+from temper.models.save import save_description
 from temper.trainer.adamw.files import read_tensors, write_tensors
 from temper.trainer.optim import MasterAdamW, require_same_tensors
+from temper.trainer.ranks.parts import WholeTensors, is_cut, under_own_name
 from temper.trainer.ranks.sums import rank_and_world
+from temper.trainer.ranks.writing import NotWritten, do_together, write_states, write_weights
 from temper.trainer.weights import ModelFiles, kept_tensors, save_weights, stored_tensors, take_over, whole_weights
 
 STATE_FOLDER = "trainer"
@@ -46,21 +49,42 @@ class SavedTrainer:
     beside: Sequence[Beside] = ()
 
     def write(self, folder: Path, tokenizer: Any, counters: Mapping[str, Any]) -> None:
-        """Of several ranks the first writes. The others need to be here where they hold parts."""
+        """Of several ranks the first writes, and all of them where they hold parts."""
+        own = folder / STATE_FOLDER
+        if is_cut(self.model):
+            try:
+                self._write_parts(folder, tokenizer)
+            except NotWritten:
+                return  # rank 0 says so
+        else:
+            save_weights(self.model, tokenizer, folder, self.files)
+            own.mkdir()
+            write_tensors(self.optimizer.tensors(), own, "optimizer")
         if rank_and_world()[0]:
-            beside = [tensors for part in self.beside for tensors in part.wholes()]
-            for tensors in (whole_weights(self.model), self.optimizer.tensors(), *beside):
+            for tensors in (tensors for part in self.beside for tensors in part.wholes()):
                 for name in tensors:
                     tensors[name]  # all ranks give their parts
             return
-        save_weights(self.model, tokenizer, folder, self.files)
-        own = folder / STATE_FOLDER
-        own.mkdir()
-        write_tensors(self.optimizer.tensors(), own, "optimizer")
         state = {**counters, "optimizer_steps": self.optimizer.num_steps, "dtype": str(self._dtype)}
         (own / "state.json").write_text(json.dumps(state, sort_keys=True))
         for part in self.beside:
             part.save(own)
+
+    def _write_parts(self, folder: Path, tokenizer: Any) -> None:
+        """Weights and optimiser states, by all ranks."""
+        own = folder / STATE_FOLDER
+
+        def begin() -> None:
+            if rank_and_world()[0] == 0:
+                with under_own_name(self.model):
+                    save_description(self.model, tokenizer, folder)
+                own.mkdir()
+
+        do_together(begin)
+        write_weights(whole_weights(self.model), folder)
+        states = self.optimizer.tensors()
+        assert isinstance(states, WholeTensors), "the optimiser of a cut model is cut"
+        write_states(states, own, "optimizer")
 
     def read(self, folder: Path) -> dict[str, Any]:
         """Takes over weights, moments and what lies beside them; returns the counters."""

@@ -34,7 +34,6 @@ from temper.trainer.ranks.parts import (
     is_cut,
     own_part,
     part_of,
-    under_own_name,
     whole_of,
 )
 from temper.types import Publication
@@ -98,17 +97,13 @@ def take_over(current: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> No
             own_part(tensor).copy_(part_of(stored[name], tensor))
 
 
-def whole_weights(model: nn.Module) -> Mapping[str, Tensor]:
+def whole_weights(model: nn.Module) -> WholeTensors:
     """On the CPU. Those of a cut model are made whole when they are asked for, by all ranks in this order."""
     tensors = saved_tensors(model)
     return WholeTensors(tensors, tensors)
 
 
 def save_weights(model: nn.Module, tokenizer: Any, folder: Path, files: ModelFiles) -> None:
-    if is_cut(model):
-        with under_own_name(model):
-            save_model(model, tokenizer, folder, whole_weights(model))
-        return
     (save_adapter if has_adapter(model) else files.save)(model, tokenizer, folder)
 
 

@@ -18,6 +18,9 @@ from temper.types import Completion, Finish, Publication, Request
 class NoWeights:
     """Takes the place of SharedWeights: tells the version alone."""
 
+    def put(self, start: int, data: Any, size: int) -> None:
+        """Pieces that are sent are not kept."""
+
     def read(self, told: Mapping[str, Any]) -> Publication:
         return Publication(version=told["version"], tensors={})
 
@@ -59,6 +62,12 @@ class FakeSampler:
         """There is nothing to close."""
 
 
+def open_fake(order: str) -> FakeSampler:
+    if order == "slow":
+        time.sleep(600)
+    return FakeSampler()
+
+
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
-    asyncio.run(serve(socket.socket(fileno=int(sys.argv[2])), NoWeights(), lambda order: FakeSampler()))  # type: ignore[arg-type]
+    asyncio.run(serve(socket.socket(fileno=int(sys.argv[2])), NoWeights(), open_fake))  # type: ignore[arg-type]

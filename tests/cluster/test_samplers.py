@@ -17,6 +17,7 @@ import torch
 
 from temper.cluster.child import Child
 from temper.cluster.samplers import start_sampler
+from temper.engine.process import client as client_module
 from temper.engine.process.client import ProcessSampler, SamplerLost
 from temper.engine.process.weights import SharedWeights, anonymous_file
 from temper.errors import BackendError
@@ -35,10 +36,10 @@ def weights(version: int) -> Publication:
     return Publication(version=version, tensors={"a": torch.zeros(2)})
 
 
-def with_sampler(use: Callable[[ProcessSampler, Child], Awaitable[Any]]) -> Any:
+def with_sampler(use: Callable[[ProcessSampler, Child], Awaitable[Any]], order: str = "") -> Any:
     async def run() -> Any:
         shared = SharedWeights(anonymous_file())
-        sampler = start_sampler("", shared, main=MAIN)
+        sampler = start_sampler(order, shared, main=MAIN)
         child = sampler._process
         assert isinstance(child, Child)
         try:
@@ -172,3 +173,21 @@ def test_a_program_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(BackendError, match=r"could not be started: .*No such file"):
         start_sampler("", SharedWeights(anonymous_file()), main=MAIN)
+
+
+def test_a_sampler_that_is_stopped_while_it_opens_its_model_is_ended_after_the_silent_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "LEAST_SILENT_SECONDS", 0.0)
+
+    async def use(sampler: ProcessSampler, child: Child) -> None:
+        opening = asyncio.create_task(sampler.opened(1.5))
+        await asyncio.sleep(2.5)
+        assert not opening.done(), "it opens, and says so"
+        os.kill(child.pid, signal.SIGSTOP)
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(SamplerLost, match=r"it did not say a word for 1\.5 s, and was ended"):
+                await opening
+        assert ends(child.pid)
+
+    with_sampler(use, order="slow")

@@ -19,6 +19,7 @@ import torch
 
 from temper.build import pick_device
 from temper.build.trainer import open_here
+from temper.cluster.handshake import KEY_VARIABLE
 from temper.cluster.ranks import Place, Ranks, as_children, find_place, join_ranks, start_ranks
 from temper.cluster.ray import RayPlace
 from temper.commands.launchers import require_one_process
@@ -66,6 +67,11 @@ def started(stages: Sequence[RunConfig], kept: KeptFleet) -> Iterator[Others]:
     world = _require_number(place, cluster.trainers)
     if world == 1 and cluster.parts:
         raise UserError("cluster.parts shares weights out over trainers, and there is one: set cluster.trainers")
+    if any(config.cluster.sampler_addresses for config in stages) and not os.environ.get(KEY_VARIABLE):
+        raise UserError(
+            f"cluster.samplers has addresses, and samplers there let in who has their key: set {KEY_VARIABLE} to what "
+            f"it was when `temper sampler` was started, or to what that printed"
+        )
     with _ray(stages, place, world) as ray:
         if world == 1:
             yield Others(kept, ray=ray)
@@ -82,7 +88,10 @@ def _ray(stages: Sequence[RunConfig], place: Place, world: int) -> Iterator[RayP
         return
     if place.world > 1:
         raise UserError(f'cluster.place = "ray", and a launcher started {place.world} processes. Use one of the two')
-    samplers = max(config.cluster.samplers if config.engine.place == "process" else 0 for config in stages)
+    started_here = [
+        config for config in stages if config.engine.place == "process" and not config.cluster.sampler_addresses
+    ]
+    samplers = max((config.cluster.num_samplers for config in started_here), default=0)
     gpus = int(any(pick_device(config.model.device).type == "cuda" for config in stages))
     ray = RayPlace(cluster.address, ranks=world - 1, samplers=samplers, gpus=gpus)
     try:

@@ -16,7 +16,7 @@ from temper.engine.fleet.health import Health, Standing
 from temper.engine.fleet.routing import Router
 from temper.engine.in_flight import InFlight
 from temper.engine.process.client import LOAD_SECONDS, OPEN_SECONDS, ProcessSampler, SamplerLost
-from temper.errors import BackendError
+from temper.errors import BackendError, TemperError
 from temper.types import Completion, Finish, Publication, Request
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ class Fleet:
                 done[number] = (how_far[0], how_far[1])
                 tell(sum(part for part, _ in done), sum(total for _, total in done))
 
+            await place.sampler.opened(self._silent_seconds)
             await place.sampler.warm_up(expected, told)
 
         await asyncio.gather(*(warm(number, place) for number, place in enumerate(self._places)))
@@ -248,8 +249,8 @@ class Fleet:
             self._num_restarts += 1
             try:
                 place.sampler = self._start(self._places.index(place))
-                await place.sampler.opened()
-            except BackendError as error:  # it could not be started, or ended at once
+                await place.sampler.opened(self._silent_seconds)
+            except TemperError as error:  # it could not be started, ended at once, or is none of ours any more
                 place.health = place.health.restarted().ended(str(error), max_restarts=self._max_restarts)
                 self._note(str(error))
                 continue

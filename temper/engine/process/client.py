@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,7 +17,7 @@ from temper.engine.in_flight import InFlight
 from temper.engine.process.sent_weights import SentWeights
 from temper.engine.process.weights import SharedWeights
 from temper.engine.process.wire import Frame, completion_of, error_of, read_frame, request_frame, to_bytes
-from temper.errors import BackendError
+from temper.errors import BackendError, UserError
 from temper.types import Completion, Publication, Request
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ SETTLING_PASSES = 3
 depends on the data and not on timing, as in an engine of this process."""
 OPEN_SECONDS = 900.0
 """To load a model."""
+LOOK_SECONDS = 1.0
+"""Between two looks whether it still says something."""
+START_SECONDS = 120.0
+"""For a process to begin: it says nothing before."""
+LEAST_SILENT_SECONDS = 10.0
+"""While a model is opened. Libraries that are loaded hold Python's lock, on a crowded machine for seconds."""
 LOAD_SECONDS = 600.0
 """To take over one publication, where nobody says otherwise."""
 END_SECONDS = 10.0
@@ -106,6 +113,27 @@ class Questions:
         self._asked.clear()
 
 
+class SignsOfLife:
+    """Of a process that opens its model, from the moment when it was asked to."""
+
+    def __init__(self) -> None:
+        self._last, self._has_begun = time.monotonic(), False
+
+    def heard(self) -> None:
+        self._last, self._has_begun = time.monotonic(), True
+
+    async def wait_for(self, opening: asyncio.Future[Frame], silent_seconds: float) -> str:
+        """What it did not do in time; empty: it has answered."""
+        end = time.monotonic() + OPEN_SECONDS
+        while not opening.done():
+            silent = max(silent_seconds, LEAST_SILENT_SECONDS if self._has_begun else START_SECONDS)
+            if time.monotonic() > min(end, self._last + silent):
+                late = time.monotonic() > end
+                return f"open its model within {OPEN_SECONDS:g} s" if late else f"say a word for {silent:g} s"
+            await asyncio.wait([opening], timeout=LOOK_SECONDS)
+        return ""
+
+
 class ProcessSampler:
     """Implements protocols.Sampler. One event loop asks it."""
 
@@ -132,6 +160,7 @@ class ProcessSampler:
         self._sender: asyncio.Task[None] | None = None
         self._publishing = asyncio.Lock()
         self._version, self._is_fed, self._is_closed = 0, False, False
+        self._signs = SignsOfLife()
         self._failure = ""
         """Why nothing can be asked any more; '' when all is well."""
         self._in_flight = InFlight()
@@ -143,15 +172,19 @@ class ProcessSampler:
     def version(self) -> int:
         return self._version
 
-    async def opened(self) -> None:
-        """Returns when it is connected and has loaded its model."""
+    async def opened(self, silent_seconds: float = OPEN_SECONDS) -> None:
+        """Returns when it is connected and has loaded its model. One that shows no sign of life for silent_seconds
+        while it does is ended, and raises SamplerLost."""
         if self._opening is None:
             first, self._opening = self._questions.ask()
             assert first == ORDER, "nothing is asked before the order"
             reader, self._writer = await asyncio.open_connection(sock=await self._connected())
+            self._signs = SignsOfLife()
             self._listener = asyncio.create_task(self._listen(reader), name="answers of a sampler process")
         self._require_whole()
-        await self._within(self._opening, OPEN_SECONDS, "open its model")
+        if missed := await self._signs.wait_for(self._opening, silent_seconds):
+            self._give_up(missed)
+        await self._opening
 
     async def _connected(self) -> socket.socket:
         if isinstance(self._connection, socket.socket):
@@ -160,9 +193,14 @@ class ProcessSampler:
             connection = await asyncio.to_thread(self._connection.wait, self._is_over)
             await asyncio.to_thread(connection.sendall, self._order)
         except OSError as error:
+            ended = self._process.wait(0.0)
             self._process.kill()
-            self._break(self._process.wait(0.0) or f"it did not call back: {error}")
+            self._break(ended or f"it did not come: {error}")
             raise self._failed() from error
+        except UserError as error:  # it refuses us
+            self._process.kill()
+            self._break(str(error))
+            raise
         self._connection = connection
         return connection
 
@@ -248,7 +286,7 @@ class ProcessSampler:
 
     async def _publish(self, publication: Publication, seconds: float) -> None:
         async with self._publishing:
-            await self.opened()
+            await self.opened(seconds)
             told = await self._weights.hand_over(publication, lambda piece: self._send_piece(piece, seconds))
             call, answer = self._new_call()
             self._send(Frame("load", call, told))
@@ -265,15 +303,20 @@ class ProcessSampler:
         """The answer. A process that owes one for longer is of no use any more, and is ended."""
         done, _ = await asyncio.wait([answer], timeout=seconds)
         if not done:
-            self._process.kill()
-            self._break(f"it did not {what} within {seconds:g} s, and was ended")
+            self._give_up(f"{what} within {seconds:g} s")
         return await answer
+
+    def _give_up(self, what: str) -> None:
+        self._process.kill()
+        self._break(f"it did not {what}, and was ended")
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Waits for: answers. Unblocked by: the other process's death, or close()."""
         try:
             while (frame := await read_frame(reader)) is not None:
-                self._questions.take(frame)
+                self._signs.heard()
+                if frame.verb != "beat":
+                    self._questions.take(frame)
         except BackendError as error:
             self._process.kill()
             self._break(str(error))

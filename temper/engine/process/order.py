@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from temper.engine.local.engine import EngineSettings, LocalEngine
+from temper.engine.process.description import describe_model, require_same_model
 from temper.engine.sampler_model import SamplerWeights, sampler_model
+from temper.errors import UserError
 from temper.models.decoder import Numerics
 from temper.models.load import load_model, load_tokenizer
 from temper.models.lora.wrapping import AdapterSettings, add_adapter, load_base
@@ -39,6 +43,9 @@ class SamplerOrder:
     """Whether requests may have stop texts, for which the engine needs the tokenizer."""
     num_threads: int = 0
     """Of torch on a CPU; 0: as torch chooses."""
+    description: dict[str, Any] | None = None
+    """Of the model that is trained, where the sampler may find another under the name of its folder. None: it sees
+    the same files."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -51,9 +58,27 @@ class SamplerOrder:
             adapter = AdapterSettings(**{**adapter, "targets": tuple(adapter["targets"])})
         return SamplerOrder(**{**told, "settings": EngineSettings(**told["settings"])}, four_bit_adapter=adapter)
 
+    def found_here(self, own_folder: str) -> SamplerOrder:
+        """The order on the machine where it is carried out. own_folder: that machine's copy of the model; empty: the
+        folder that the order names."""
+        if own_folder and self.four_bit_adapter is not None:
+            raise UserError(
+                "a base in 4 bits is not sent to samplers, so they must read the trainer's own files. Start this one "
+                'without MODEL, where it sees them, or use model.lora.base = "full"'
+            )
+        folder = own_folder or self.folder
+        if not Path(folder).is_dir():
+            raise UserError(
+                f"{folder} is not there on {socket.gethostname()}. Start the sampler with its own copy of the model: "
+                f"temper sampler MODEL"
+            )
+        return replace(self, folder=folder)
+
 
 def open_engine(order: SamplerOrder) -> LocalEngine:
     """Loads the model as the trainer does, and makes the engine's own of it."""
+    if order.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"the model is trained on a GPU, and {socket.gethostname()} has none that torch can use")
     if order.num_threads:
         torch.set_num_threads(order.num_threads)
     folder, device, dtype = Path(order.folder), torch.device(order.device), getattr(torch, order.dtype)
@@ -62,6 +87,8 @@ def open_engine(order: SamplerOrder) -> LocalEngine:
         model = load(folder, dtype, device)
     else:
         model = add_adapter(load_base(folder, dtype, device, load=load, base="4bit"), order.four_bit_adapter, folder)
+    if order.description is not None:
+        require_same_model(order.description, describe_model(model, folder), folder)
     model = sampler_model(model.requires_grad_(False), weights=order.weights, runs_ahead=False)
     decode = partial(decode_ids, load_tokenizer(folder)) if order.has_stop_texts else None
     return LocalEngine(model, order.settings, decode=decode)

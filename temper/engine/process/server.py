@@ -7,9 +7,12 @@ a sampler that joins, or that a publication did not reach, is stale.
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from temper.engine.process.weights import SharedWeights
@@ -29,6 +32,8 @@ from temper.types import Publication, Request
 if TYPE_CHECKING:
     from temper.engine.local.warming import ExpectedRequests
 
+BEAT_SECONDS = 1.0
+"""Between two signs of life while a model is opened."""
 FLUSH_SECONDS = 10.0
 """For the last words of a process that ends."""
 
@@ -53,7 +58,8 @@ async def serve(connection: socket.socket, weights: SharedWeights, opener: Open)
     if order is None:
         return
     try:
-        sampler = opener(str(order.fields["order"]))
+        with _beating(connection):
+            sampler = opener(str(order.fields["order"]))
     except Exception as error:  # told to who asked, who raises it again
         traceback.print_exc()
         await _last_words(writer, error_frame(order.call, error))
@@ -66,6 +72,34 @@ async def serve(connection: socket.socket, weights: SharedWeights, opener: Open)
     finally:
         await server.close()
         writer.close()
+
+
+@contextmanager
+def _beating(connection: socket.socket) -> Iterator[None]:
+    """Signs of life from a thread, while this one opens a model and nobody else writes."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.is_set():
+            unsent = to_bytes(Frame("beat"))
+            while unsent:  # a whole frame or none: the next one must be understood
+                try:
+                    unsent = unsent[connection.send(unsent) :]
+                except BlockingIOError:
+                    select.select([], [connection], [], BEAT_SECONDS)
+                except OSError:
+                    return  # nobody is there; the event loop sees it, too
+            is_over.wait(BEAT_SECONDS)
+
+    thread = threading.Thread(target=beat, name="signs of life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(FLUSH_SECONDS)
+        if thread.is_alive():  # half a frame is out, and nothing may be said behind it
+            raise BackendError(f"nobody has taken what this sampler says for {FLUSH_SECONDS:g} s")
 
 
 async def _last_words(writer: asyncio.StreamWriter, frame: Frame) -> None:

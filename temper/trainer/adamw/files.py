@@ -20,8 +20,8 @@ FILE_BYTES = 4 << 30
 
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path, stem: str) -> None:
     """STEM.safetensors, and as many of STEM-2.safetensors, ... as are needed. Each tensor is asked for once."""
-    for number, batch in enumerate(_batches(tensors)):
-        save_file(batch, _path(folder, stem, number))
+    for path, batch in batches_of(tensors, folder, stem):
+        save_file({name: tensor.contiguous() for name, tensor in batch.items()}, path)
 
 
 def read_tensors(folder: Path, stem: str) -> Mapping[str, Tensor]:
@@ -49,18 +49,19 @@ class _StoredTensors(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def _batches(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """At least one, which may be empty."""
+def batches_of(tensors: Mapping[str, Tensor], folder: Path, stem: str) -> Iterator[tuple[Path, dict[str, Tensor]]]:
+    """What goes into which file. At least one, which may be empty."""
     batch: dict[str, Tensor] = {}
-    size = 0
+    size = number = 0
     for name in tensors:
-        tensor = tensors[name].contiguous()
-        if batch and size + tensor.nbytes > FILE_BYTES:
-            yield batch
-            batch, size = {}, 0
+        tensor = tensors[name]
+        own = tensor.numel() * tensor.element_size()
+        if batch and size + own > FILE_BYTES:
+            yield _path(folder, stem, number), batch
+            batch, size, number = {}, 0, number + 1
         batch[name] = tensor
-        size += tensor.nbytes
-    yield batch
+        size += own
+    yield _path(folder, stem, number), batch
 
 
 def _path(folder: Path, stem: str, number: int) -> Path:

@@ -136,6 +136,22 @@ class WholeTensors(OwnParts):
     def __getitem__(self, name: str) -> Tensor:
         return whole_of(super().__getitem__(name), self._likes[name]).cpu()
 
+    def own(self, name: str) -> Tensor:
+        """This rank's part, without the help of others."""
+        return super().__getitem__(name)
+
+    def is_cut(self, name: str) -> bool:
+        return _is_cut_tensor(self._likes[name])
+
+    def outlines(self) -> dict[str, Tensor]:
+        """Tensors of the shapes and types of the whole ones, without numbers."""
+        found = {}
+        for name in self:
+            own = self.own(name)
+            shape = self._likes[name].shape if self.is_cut(name) else own.shape
+            found[name] = torch.empty(shape, dtype=own.dtype, device="meta")
+        return found
+
 
 class PartsOf(OwnParts):
     """This rank's rows of whole tensors."""

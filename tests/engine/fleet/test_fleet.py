@@ -40,7 +40,7 @@ class FakeSampler:
         self.may_load.set()
         self.may_open.set()
 
-    async def opened(self) -> None:
+    async def opened(self, silent_seconds: float) -> None:
         await self.may_open.wait()
         self._require_alive()
 

@@ -1,0 +1,164 @@
+"""Files of a cut model that all ranks write at once: each its own rows, at the bytes where they lie in the file.
+
+Owns: how a safetensors file is laid out before its numbers are known, and that all ranks are done or rank 0 says why
+not. Refuses: gathering: rows of a tensor are one stretch of bytes, so what comes out is what one process would write,
+and no rank needs memory for more than one of its own parts. That its rows arrived the next rank proves: it reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+
+from temper.trainer.adamw.files import batches_of
+from temper.trainer.ranks.parts import WholeTensors
+
+WEIGHTS, WEIGHTS_BYTES = "model{suffix}.safetensors", "50GB"
+KINDS = {
+    torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
+    torch.float16: "F16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""In the order in which the library safetensors writes them: the widest first."""
+
+
+class NotWritten(Exception):
+    """Some rank could not write. Rank 0 raises what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Of one file."""
+
+    head: bytes
+    starts: Mapping[str, int]
+    """First byte of each tensor."""
+    size: int
+
+
+def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Layout:
+    """As safetensors.torch.save_file writes them, to the byte. Only shapes and types are looked at."""
+    order = {dtype: place for place, dtype in enumerate(KINDS)}
+    told: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    starts, end = {}, 0
+    for name in sorted(tensors, key=lambda name: (order[tensors[name].dtype], name)):
+        tensor = tensors[name]
+        start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        told[name] = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        starts[name] = start
+    text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return Layout(head, {name: len(head) + start for name, start in starts.items()}, len(head) + end)
+
+
+def write_weights(tensors: WholeTensors, folder: Path) -> None:
+    """As transformers' save_pretrained names and splits them, with its index where there are several files."""
+    outlines = tensors.outlines()
+    plan = split_torch_state_dict_into_shards(outlines, filename_pattern=WEIGHTS, max_shard_size=WEIGHTS_BYTES)
+    for file, names in plan.filename_to_tensors.items():
+        _write_file(tensors, {name: outlines[name] for name in names}, folder / file, {"format": "pt"})
+    if plan.is_sharded and dist.get_rank() == 0:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def write_states(tensors: WholeTensors, folder: Path, stem: str) -> None:
+    """What adamw/files.py writes of whole tensors."""
+    for path, batch in batches_of(tensors.outlines(), folder, stem):
+        _write_file(tensors, batch, path)
+
+
+def do_together(work: Callable[[], None]) -> None:
+    """All ranks do it, each its own. NotWritten on all where one of them cannot; on rank 0 the error itself, as if it
+    were its own: a disk that is full is told in one way, whoever finds it so."""
+    problem: tuple[int, str] | None = None
+    try:
+        work()
+    except OSError as error:
+        problem = error.errno or 0, f"{error.strerror or error} (trainer rank {dist.get_rank()})"
+    said: list[tuple[int, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, problem)
+    if (first := next((each for each in said if each is not None), None)) is not None:
+        raise OSError(*first) if dist.get_rank() == 0 else NotWritten(first[1])
+
+
+def _write_file(
+    tensors: WholeTensors, outlines: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    layout, rank, world = lay_out(outlines, metadata), dist.get_rank(), dist.get_world_size()
+    digest = hashlib.sha256()
+
+    def stretches(rank: int) -> Iterator[tuple[str, int, int]]:
+        for name, outline in outlines.items():
+            first, last = held_bytes(outline, rank, world if tensors.is_cut(name) else 1)
+            yield name, layout.starts[name] + first, last - first
+
+    def begin() -> None:
+        if rank == 0:
+            with path.open("wb") as file:
+                file.write(layout.head)
+                file.truncate(layout.size)
+
+    def write_own() -> None:
+        with path.open("r+b", buffering=0) as file:
+            for name, start, size in stretches(rank):
+                if size:
+                    digest.update(data := _bytes_of(tensors.own(name)))
+                    assert len(data) == size, f"{name} is not cut as was thought"
+                    _write_at(file.fileno(), data, start)
+            os.fsync(file.fileno())
+
+    def read_neighbours() -> None:
+        before, found = (rank - 1) % world, hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            for _, start, size in stretches(before):
+                for piece in _read_at(file.fileno(), start, size):
+                    found.update(piece)
+        if found.hexdigest() != digests[before]:
+            raise OSError(0, f"{path} does not hold what rank {before} wrote: its file system loses writes of others")
+
+    do_together(begin)
+    do_together(write_own)
+    digests = [""] * world
+    dist.all_gather_object(digests, digest.hexdigest())
+    do_together(read_neighbours)
+
+
+def held_bytes(outline: Tensor, rank: int, world: int) -> tuple[int, int]:
+    """First and last byte, in a whole tensor, of what a rank holds of it. world: 1 of one that is not cut; rank 0 has
+    it."""
+    if rank >= world:
+        return 0, 0
+    length = outline.shape[0] if outline.dim() else 1
+    rows, size = -(-length // world), outline.nbytes // max(length, 1)
+    return min(rank * rows, length) * size, min((rank + 1) * rows, length) * size
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _write_at(descriptor: int, data: memoryview, start: int) -> None:
+    done = 0
+    while done < len(data):  # the kernel takes at most 2 GiB at a time
+        done += os.pwrite(descriptor, data[done:], start + done)
+
+
+def _read_at(descriptor: int, start: int, size: int, piece: int = 16 << 20) -> Iterator[bytes]:
+    while size > 0:
+        data = os.pread(descriptor, min(size, piece), start)
+        if not data:
+            return  # shorter than what was written: other digests
+        yield data
+        start, size = start + len(data), size - len(data)
