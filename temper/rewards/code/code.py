@@ -8,6 +8,7 @@ expected outputs stay here, assertions run in a second sandbox that holds no cod
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from temper.protocols import Reward
 from temper.rewards.code.tests import BadTests, FunctionTest, StreamTest, read_tests
 from temper.sandbox import Limits, Outcome, Program, Sandbox, SandboxFailed, require_sandbox
 from temper.sandbox.repository import apply_changes, has_repository, read_repository
-from temper.types import Score, Task, Trajectory
+from temper.types import Score, ScoreKind, Task, Trajectory
 
 PROCESS, WIRE = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("guest.py", "wire.py"))
 WIRE_FILE = "temper/rewards/code/wire.py"
@@ -73,6 +74,9 @@ class CodeReward(Reward):
         )
         self._sandbox = Sandbox(size=workers)
         self._first_questions: dict[tuple[FunctionTest, ...], Questions] = {}
+        self._being_judged: dict[bytes, asyncio.Lock] = {}
+        self._judged: dict[bytes, Score] = {}
+        """Verdicts by tests and solution: the newest."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         try:
@@ -82,6 +86,20 @@ class CodeReward(Reward):
             return Score.error(str(error))
         if isinstance(solution, str):
             return Score.of(0.0, solution)
+        # Members of a group often write the same: it is judged once, and those that come meanwhile wait for it.
+        key = hashlib.blake2b(repr((tests, solution)).encode(errors="surrogatepass")).digest()
+        try:
+            async with self._being_judged.setdefault(key, asyncio.Lock()):
+                score = self._judged.get(key) or await self._judge(tests, solution)
+                if score.kind is ScoreKind.VALUE:
+                    self._judged[key] = score
+        finally:
+            self._being_judged.pop(key, None)
+        if len(self._judged) > MAX_REMEMBERED:
+            del self._judged[next(iter(self._judged))]
+        return score
+
+    async def _judge(self, tests: Sequence[StreamTest | FunctionTest], solution: Solution) -> Score:
         streams = [test for test in tests if isinstance(test, StreamTest)]
         functions = tuple(test for test in tests if isinstance(test, FunctionTest))
         try:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from temper.errors import UserError
-from temper.rewards.code.code import CodeReward
+from temper.rewards.code.code import CodeReward, Solution
 from temper.sandbox import require_sandbox
 from temper.sandbox.repository import apply_changes, write_changes
 from temper.types import Score, ScoreKind, Task, Trajectory
@@ -69,6 +69,29 @@ def test_the_share_of_hidden_tests_is_paid(reward: CodeReward) -> None:
     ).value == pytest.approx(1 / 3)
     untouched = Trajectory.saying("t", "def add(a, b): return a + b")
     assert asyncio.run(reward.score(TASK, untouched)).value == 0.0, "words are no files"
+
+
+@needs_sandbox
+def test_what_several_members_of_a_group_write_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = CodeReward(timeout_seconds=1.0)
+    judged = []
+
+    async def judge_once(tests: object, solution: Solution) -> Score:
+        judged.append(solution)
+        await asyncio.sleep(0.01)
+        return Score.of(1.0) if "+" in str(solution.files) else Score.error("busy")
+
+    async def score(*changes: dict[str, str]) -> list[Score]:
+        said = [dataclasses.replace(Trajectory.saying("t", ""), result=json.dumps(one)) for one in changes]
+        return await asyncio.gather(*(reward.score(TASK, one) for one in said))
+
+    monkeypatch.setattr(reward, "_judge", judge_once)
+    right, other = {"calc.py": RIGHT}, {"calc.py": RIGHT + "#"}
+    assert asyncio.run(score(right, right, other, right)) == [Score.of(1.0)] * 4
+    assert len(judged) == 2
+    asyncio.run(score({}, {}))
+    assert len(judged) == 4, "an error is no verdict: it is tried again"
+    asyncio.run(reward.close())
 
 
 ATTACKS: dict[str, dict[str, str | None]] = {
