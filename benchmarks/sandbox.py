@@ -1,4 +1,5 @@
-"""Small Python programs per second through the sandbox, against starting a bare interpreter for each. One table.
+"""Small Python programs per second through the sandbox, against starting a bare interpreter for each; shell commands
+over 20 files; and how long env "shell" takes to begin an episode. One table.
 
 python benchmarks/sandbox.py                 # two at a time
 python benchmarks/sandbox.py --size 8
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
 import subprocess
@@ -18,10 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from rich.console import Console
 from rich.table import Table
 
-from temper.sandbox import Program, Sandbox
+from temper.envs.library.shell import ShellEnv
+from temper.sandbox import Command, Program, Sandbox
+from temper.types import Message, Task
 
 SOURCE = "numbers = [int(word) for word in input().split()]\nprint(sum(number * number for number in numbers))\n"
 STDIN, EXPECTED = "3 4 5\n", "50\n"
+FILES = {f"module_{number}.py": "x = 1\n" * 200 for number in range(20)}
 
 
 def bare_seconds(size: int, programs: int) -> list[float]:
@@ -48,6 +53,28 @@ async def sandbox_seconds(sandbox: Sandbox, programs: int) -> list[float]:
     return await asyncio.gather(*(run() for _ in range(programs)))
 
 
+async def command_seconds(sandbox: Sandbox, commands: int) -> list[float]:
+    files = {path: text.encode() for path, text in FILES.items()}
+
+    async def run() -> float:
+        outcome = await sandbox.run(Command("sed -i s/1/2/ module_0.py && wc -l *.py | tail -1", files))
+        assert (outcome.status, len(outcome.files or {})) == ("ok", len(FILES)), outcome
+        return outcome.seconds
+
+    return await asyncio.gather(*(run() for _ in range(commands)))
+
+
+async def reset_seconds(episodes: int) -> list[float]:
+    """From nothing to an episode that takes calls: what a reset is."""
+    task = Task(id="t", messages=(Message(role="user", content="go"),), extra={"files": json.dumps(FILES)})
+    seconds = []
+    for seed in range(episodes):
+        started = time.perf_counter()
+        await ShellEnv().start(task, seed)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=2, help="programs at a time")
@@ -71,6 +98,17 @@ def main() -> None:
         add("sandbox", inside, time.perf_counter() - started)
     finally:
         sandbox.close()
+    shell = Sandbox(size=options.size, has_shell=True)
+    try:
+        asyncio.run(command_seconds(shell, 2 * options.size))
+        started = time.perf_counter()
+        inside = asyncio.run(command_seconds(shell, options.programs))
+        add("shell commands", inside, time.perf_counter() - started)
+    finally:
+        shell.close()
+    started = time.perf_counter()
+    resets = asyncio.run(reset_seconds(options.programs))
+    add('resets of env "shell"', resets, time.perf_counter() - started)
     started = time.perf_counter()
     bare = bare_seconds(options.size, options.programs)
     add("bare interpreter, unprotected", bare, time.perf_counter() - started)

@@ -21,6 +21,7 @@ from temper.envs.library.countdown import CountdownReward, countdown
 from temper.envs.library.files import files
 from temper.envs.library.game import game
 from temper.envs.library.problems import PROBLEMS
+from temper.envs.library.repair import repair, repair_demo
 from temper.envs.library.search import search
 from temper.envs.library.shop import shop
 from temper.models.lora.materialize import whole
@@ -51,6 +52,8 @@ GENERATORS: Mapping[str, Generator] = {
     "gymnasium": gymnasium,
     "reasoning_gym": reasoning_gym,
     "reasoning_gym_mix": reasoning_gym_mix,
+    "repair": repair,
+    "repair_demo": repair_demo,
     "search": search,
     "shop": shop,
     "textarena": textarena,

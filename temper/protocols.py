@@ -182,6 +182,8 @@ class EnvReply:
     """What happened on the way: tool calls, errors, denials, side effects."""
     status: Status | None = None
     """How the episode ended, when is_done and not as it should, e.g. BAD_FORMAT. None: COMPLETED."""
+    result: str | None = None
+    """What rewards judge if the episode ends here, cut off or not, instead of the last message. None: as before."""
 
 
 class Env(Protocol):

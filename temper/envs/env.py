@@ -19,6 +19,7 @@ from temper.envs.library.files import FilesEnv
 from temper.envs.library.game import Game
 from temper.envs.library.python_tool import Python
 from temper.envs.library.search import SearchEnv
+from temper.envs.library.shell import ShellEnv
 from temper.envs.library.shop import ShopEnv
 from temper.envs.single_turn import SingleTurn
 from temper.errors import UserError, did_you_mean
@@ -39,6 +40,7 @@ ENVS: dict[str, EnvFactory] = {
     "openenv": OpenEnv,
     "python": Python,
     "search": SearchEnv,
+    "shell": ShellEnv,
     "shop": ShopEnv,
     "single_turn": SingleTurn,
     "textarena": TextArenaEnv,

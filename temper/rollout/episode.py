@@ -219,6 +219,7 @@ async def _play(setup: EpisodeSetup, task: Task, played: Played, request_id: str
                     events=reply.events,
                 )
             )
+            played.result = reply.result if reply.result is not None else played.result
             if reply.is_done:
                 return reply.status or Status.COMPLETED
             history = (*history, message)

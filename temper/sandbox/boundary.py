@@ -23,7 +23,11 @@ NOBODY = "65534"
 MOVED = "/mnt"
 SYSTEM_LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 DEVICES = ("null", "zero", "random", "urandom")
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": guest.FOLDER, "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
+PROGRAMS = ("/bin", "/usr/bin", "/etc/alternatives")
+"""What a shell is of use with. Set-user-id programs are among them, and get no rights: see no new privileges."""
+OWN_PROGRAMS = "/opt/bin"
+"""Where `python` is the interpreter that the sandbox shows."""
+ENVIRONMENT = {"PATH": f"{OWN_PROGRAMS}:/usr/bin:/bin", "HOME": guest.FOLDER, "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Boundary:
     """Folders within those that hold installed packages."""
     drop_root: tuple[str, ...]
     """Command that gives up root first: root on the host would own what the wall shows, and has no process limit."""
+    has_shell: bool = False
+    """Whether the programs of the system are there, a shell among them."""
 
     def command(self, *, seccomp: int, info: int, control: int, file_bytes: int) -> list[str]:
         """The whole command line. The numbers are descriptors that the child inherits."""
@@ -49,20 +55,17 @@ class Boundary:
             *("--cap-drop", "ALL", "--new-session", "--die-with-parent", "--as-pid-1"),
             *("--seccomp", str(seccomp), "--info-fd", str(info)),
             *self._system(),
+            *(self._programs() if self.has_shell else ()),
             *("--size", str(file_bytes), "--tmpfs", "/tmp", "--dir", guest.FOLDER),
             *("--size", str(file_bytes), "--tmpfs", "/dev/shm"),
             *("--remount-ro", "/", "--chdir", guest.FOLDER, "--clearenv"),
             *(part for name, value in ENVIRONMENT.items() for part in ("--setenv", name, value)),
+            *(("--setenv", "PYTHONDONTWRITEBYTECODE", "1") if self.has_shell else ()),  # no caches among kept files
             *("--", self.python, "-I", "-S", "-B", "-X", "utf8", "-c", _guest_text(), str(control)),
         ]
 
     def _system(self) -> list[str]:
-        arguments: list[str] = []
-        for folder in SYSTEM_LIBRARIES:
-            if os.path.islink(folder):
-                arguments += ["--symlink", os.readlink(folder), folder]
-            elif os.path.isdir(folder):
-                arguments += ["--ro-bind", folder, folder]
+        arguments = _shown(SYSTEM_LIBRARIES)
         arguments += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--proc", "/proc"]
         for source, place in self.exposed:
             arguments += ["--ro-bind", source, place]
@@ -74,13 +77,30 @@ class Boundary:
             arguments += ["--symlink", f"/proc/self/fd{number}", f"/dev/{name}"]
         return arguments
 
+    def _programs(self) -> list[str]:
+        arguments = _shown(PROGRAMS)
+        for name in ("python", "python3"):
+            arguments += ["--symlink", self.python, f"{OWN_PROGRAMS}/{name}"]
+        return arguments
+
+
+def _shown(folders: tuple[str, ...]) -> list[str]:
+    """The folders that there are, read-only."""
+    arguments: list[str] = []
+    for folder in folders:
+        if os.path.islink(folder):
+            arguments += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            arguments += ["--ro-bind", folder, folder]
+    return arguments
+
 
 @functools.cache
 def _guest_text() -> str:
     return Path(guest.__file__).read_text()
 
 
-def find_boundary() -> Boundary:
+def find_boundary(*, has_shell: bool = False) -> Boundary:
     """Looks at this machine; raises UserError where a part is missing. Builds nothing."""
     if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
         raise UserError(
@@ -107,6 +127,7 @@ def find_boundary() -> Boundary:
         tuple((str(path).replace(str(prefix), MOVED, 1) if is_moved else str(path), str(path)) for path in exposed),
         tuple(str(folder) for folder in hidden if folder.is_dir()),
         _drop_root(str(prefix) if is_moved else None) if os.geteuid() == 0 else (),
+        has_shell,
     )
 
 

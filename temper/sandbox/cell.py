@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from temper.sandbox.boundary import Boundary
 from temper.sandbox.cgroup import ControlGroup, Homes
 from temper.sandbox.filter import filter_program
-from temper.sandbox.program import Limits, Outcome, Program, SandboxFailed, Status
+from temper.sandbox.program import MAX_FILES, Command, Limits, Outcome, Program, SandboxFailed, Status
 from temper.sandbox.watch import measure
 
 START_SECONDS = 30.0
@@ -31,6 +31,8 @@ WATCH_SECONDS = 0.05
 DEATH_SECONDS = 10.0
 GRACE_SECONDS = 1.0
 CHUNK_BYTES = 1 << 16
+HEADER_BYTES = 32
+"""Longest line with the lengths of a file's name and content."""
 INTERPRETER_BYTES = 64 << 20
 """Address space of the interpreter and its libraries, on top of what the program may use."""
 
@@ -91,7 +93,7 @@ class Cell:
         except (OSError, ValueError, KeyError) as error:
             raise SandboxFailed(f"the sandbox could not be built: {error or type(error).__name__}") from error
 
-    def execute(self, program: Program, limits: Limits) -> None:
+    def execute(self, program: Program | Command, limits: Limits) -> None:
         """Sends the program, watches until it ended or must end, and kills everything in the sandbox."""
         try:
             if self._group:
@@ -99,6 +101,8 @@ class Cell:
             self._watching = _Watching(limits, self._group)
             self._send(program, limits)
             self._watch(self._watching)
+            if isinstance(program, Command) and self._watching.verdict is None:
+                self._watching.files = self._receive_files(self._watching.rest, program.keep_bytes)
         except OSError as error:
             raise SandboxFailed(f"the sandbox broke: {type(error).__name__}: {error}") from error
         finally:
@@ -164,13 +168,10 @@ class Cell:
     def process_ids(self) -> list[int]:
         return [self._process.pid, *([self._supervisor] if self._supervisor else [])]
 
-    def _send(self, program: Program, limits: Limits) -> None:
-        # surrogatepass: text that is not valid Unicode is the program's error, to be found by its interpreter.
+    def _send(self, program: Program | Command, limits: Limits) -> None:
         job = {
-            "source": program.source.encode(errors="surrogatepass"),
-            "stdin": program.stdin.encode(errors="surrogatepass"),
-            "files": {name: text.encode(errors="surrogatepass") for name, text in program.files.items()},
-            "arguments": tuple(program.arguments),
+            **program.as_job(),
+            "max_files": MAX_FILES,
             "cpu_seconds": limits.cpu_seconds,
             "file_bytes": limits.file_bytes,
             # With a control group the address space is a second line: some programs map far more than they touch.
@@ -194,6 +195,17 @@ class Cell:
                 elif not watching.take(streams[descriptor], os.read(descriptor, CHUNK_BYTES)):
                     poller.unregister(descriptor)
             watching.check(self._supervisor)
+
+    def _receive_files(self, data: bytes, keep_bytes: int) -> dict[str, bytes] | None:
+        """What the supervisor sends of the folder behind its report, of which `data` came with that. None: too much."""
+        received, most = bytearray(data), keep_bytes + MAX_FILES * HEADER_BYTES
+        deadline = time.monotonic() + DEATH_SECONDS
+        while (left := deadline - time.monotonic()) > 0 and len(received) <= most:
+            self._control.settimeout(left)
+            if not (part := self._control.recv(CHUNK_BYTES)):
+                return _read_files(bytes(received))
+            received += part
+        raise SandboxFailed(f"the sandbox did not hand its files over in {DEATH_SECONDS:g} s")
 
     def _drain(self, watching: _Watching) -> None:
         """What was written before the end and not yet read. All writers are dead, so this ends."""
@@ -227,6 +239,9 @@ class _Watching:
     is_starved: bool = False
     verdict: Status | None = None
     report: bytes = b""
+    rest: bytes = b""
+    """What came with the report, from behind it."""
+    files: dict[str, bytes] | None = None
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
 
@@ -245,7 +260,7 @@ class _Watching:
 
     def hear(self, data: bytes) -> None:
         self.ended = time.monotonic()
-        self.report = data or b"lost"
+        self.report, _, self.rest = (data or b"lost").partition(b"\n")
 
     def check(self, supervisor: int) -> None:
         """Wall time always; what the processes use, every WATCH_SECONDS."""
@@ -283,6 +298,7 @@ class _Watching:
             seconds=(self.ended or time.monotonic()) - self.started,
             cpu_seconds=self.cpu_seconds,
             is_starved=self.is_starved and self.verdict == "timeout",
+            files=self.files,
         )
 
     def _judge(self) -> tuple[Status, int]:
@@ -299,6 +315,19 @@ class _Watching:
         if code == 1 and self.stderr.rstrip().rpartition(b"\n")[2].startswith(b"MemoryError"):
             return "memory", code  # the address space ended before the memory did
         return ("ok" if code == 0 else "error" if code > 0 else "killed"), code
+
+
+def _read_files(data: bytes) -> dict[str, bytes] | None:
+    """guest.send_files() taken apart; None where its end is missing."""
+    files, place = dict[str, bytes](), 0
+    while (end := data.find(b"\n", place)) >= 0:
+        header, place = data[place:end], end + 1
+        if header == b"end":
+            return files
+        name_bytes, size = map(int, header.split())
+        name, place = os.fsdecode(data[place : place + name_bytes]), place + name_bytes
+        files[name], place = data[place : place + size], place + size
+    return None
 
 
 def _readable(content: bytes) -> int:

@@ -47,10 +47,10 @@ def receive(control: int) -> dict[str, Any]:
 
 def write_files(job: dict[str, Any]) -> int:
     """Returns a descriptor to read stdin from: a file, so that nobody has to feed a pipe while the program runs."""
-    for name, content in {**job["files"], "main.py": job["source"]}.items():
+    for name, content in job["files"].items():
         path = os.path.join(FOLDER, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
+        with open(path, "wb", opener=open_executable) as file:
             file.write(content)
     with open("/tmp/stdin", "wb") as file:
         file.write(job["stdin"])
@@ -59,7 +59,12 @@ def write_files(job: dict[str, Any]) -> int:
     return descriptor
 
 
-def supervise(control: int, program: int) -> None:
+def open_executable(path: str, flags: int) -> int:
+    """Modes are not kept from one sandbox to the next, and a script may be meant to be run."""
+    return os.open(path, flags, 0o755)
+
+
+def supervise(control: int, program: int, job: dict[str, Any]) -> None:
     """Reaps every orphan; reports how the program ended and how much it used; ends the namespace."""
     while True:
         pid, status, usage = os.wait4(-1, 0)
@@ -67,7 +72,65 @@ def supervise(control: int, program: int) -> None:
             code = os.waitstatus_to_exitcode(status)
             cpu = usage.ru_utime + usage.ru_stime
             report(control, f"exit {code} {cpu:.3f} {usage.ru_maxrss * 1024}")
+            if job["keep_bytes"]:
+                end_others()
+                send_files(control, job["keep_bytes"], job["max_files"])
             os._exit(0)
+
+
+def end_others() -> None:
+    """Nothing may write while files are read: what the program left running ends first."""
+    try:
+        while True:
+            os.kill(-1, _signal.SIGKILL)  # all but this one, which is process 1
+            os.waitpid(-1, 0)
+    except (ChildProcessError, ProcessLookupError):
+        pass  # nobody is left
+
+
+def send_files(control: int, keep_bytes: int, max_files: int) -> None:
+    """Each regular file as a line with the lengths of name and content, then both; the line "end" after the last.
+
+    What the program made is not trusted: no link is followed, no special file opened, and the sum is bounded before
+    anything is read. With too much of it, or paths too long to be opened, "end" never comes.
+    """
+    try:
+        found = find_files(keep_bytes, max_files)
+    except OSError:
+        return
+    for name, size in found:
+        path = os.path.join(os.fsencode(FOLDER), name)
+        os.chmod(path, 0o755)
+        send(control, b"%d %d\n" % (len(name), size) + name)
+        with open(path, "rb") as file:
+            send(control, file.read())
+    send(control, b"end\n")
+
+
+def find_files(keep_bytes: int, max_files: int) -> list[tuple[bytes, int]]:
+    """(path, size) of all regular files. Raises OSError when they are too much."""
+    folders, found, room = [b""], [], keep_bytes
+    for folder in folders:  # grows as it goes
+        place = os.path.join(os.fsencode(FOLDER), folder)
+        os.chmod(place, 0o755)
+        with os.scandir(place) as entries:
+            for entry in entries:
+                name = os.path.join(folder, entry.name)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(name)
+                elif entry.is_file(follow_symlinks=False):
+                    size = entry.stat(follow_symlinks=False).st_size
+                    found.append((name, size))
+                    room -= len(name) + size
+                if room < 0 or len(found) > max_files or len(folders) > max_files:
+                    raise OSError("too much to keep")
+    return found
+
+
+def send(control: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(control, view) :]
 
 
 def limit(job: dict[str, Any]) -> None:
@@ -131,7 +194,7 @@ def start(control: int) -> tuple[bytes, dict[str, Any]]:
         program = os.fork()
         if program:
             os.close(stdin)
-            supervise(control, program)
+            supervise(control, program, job)
         namespace = become_program(job, stdin)
         close_descriptors()
     except Exception as error:  # no word of the program yet: whatever fails up to here is the sandbox's failure

@@ -15,7 +15,7 @@ from concurrent.futures import Future, InvalidStateError
 from temper.sandbox.boundary import find_boundary
 from temper.sandbox.cell import Cell
 from temper.sandbox.cgroup import find_homes
-from temper.sandbox.program import Limits, Outcome, Program, SandboxFailed
+from temper.sandbox.program import Command, Limits, Outcome, Program, SandboxFailed
 from temper.sandbox.requirement import require_sandbox
 
 POLL_SECONDS = 1.0
@@ -31,11 +31,12 @@ class Sandbox:
     the other half builds and buries. Each keeps its own because Linux ties "die with parent" to the starting thread.
     """
 
-    def __init__(self, size: int = 2, limits: Limits | None = None) -> None:
+    def __init__(self, size: int = 2, limits: Limits | None = None, *, has_shell: bool = False) -> None:
+        """has_shell: the system's programs are there, and a Command can be run."""
         require_sandbox()
         self.size = size
         self.limits = limits or Limits()
-        self._boundary = find_boundary()
+        self._boundary = find_boundary(has_shell=has_shell)
         self._homes = find_homes()
         self._owner = os.getpid()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -46,7 +47,7 @@ class Sandbox:
         self._is_closed = False
         self._lock = threading.Lock()
 
-    async def run(self, program: Program, limits: Limits | None = None) -> Outcome:
+    async def run(self, program: Program | Command, limits: Limits | None = None) -> Outcome:
         """How the program ended. Cancelling kills its sandbox. Raises SandboxFailed when the boundary broke."""
         job = self._submit(program, limits)
         try:
@@ -55,7 +56,7 @@ class Sandbox:
             job.abandon()
             raise
 
-    def run_sync(self, program: Program, limits: Limits | None = None) -> Outcome:
+    def run_sync(self, program: Program | Command, limits: Limits | None = None) -> Outcome:
         """The same for callers without an event loop. The deadline counts from when a sandbox takes the program."""
         job = self._submit(program, limits)
         try:
@@ -87,7 +88,7 @@ class Sandbox:
         with self._lock:
             return [pid for cell in self._cells for pid in cell.process_ids]
 
-    def _submit(self, program: Program, limits: Limits | None) -> _Job:
+    def _submit(self, program: Program | Command, limits: Limits | None) -> _Job:
         job = _Job(program, limits or self.limits)
         with self._lock:
             if self._is_closed:
@@ -179,7 +180,7 @@ class Sandbox:
 class _Job:
     """A program on its way, and the sandbox it is in once it has one."""
 
-    def __init__(self, program: Program, limits: Limits) -> None:
+    def __init__(self, program: Program | Command, limits: Limits) -> None:
         self.program = program
         self.limits = limits
         self.future: Future[Outcome] = Future()

@@ -268,7 +268,8 @@ class Trajectory:
     extra_tokens: int = 0
     """Drawn by those rollouts."""
     result: str | None = None
-    """What an agent handed in, which is judged in place of its last words. None: it was no agent's, or it failed."""
+    """What an agent handed in or an environment has to show, which is judged in place of the last words. None: neither,
+    or the agent failed."""
 
     @staticmethod
     def saying(task_id: str, text: str) -> Trajectory:
@@ -285,7 +286,7 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """What is judged: an agent's result, or the last thing the model said; '' when it said nothing."""
+        """What is judged: the result, or the last thing the model said; '' when it said nothing."""
         if self.result is not None:
             return self.result
         return self.turns[-1].message.content if self.turns else ""

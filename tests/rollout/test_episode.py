@@ -36,6 +36,7 @@ class TalkingEnv:
 
     fault: Callable[[], object] | None = None
     num_steps: int = 0
+    shows_results: bool = False
     closed: list[bool] = field(default_factory=list)
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
@@ -45,7 +46,8 @@ class TalkingEnv:
         self.num_steps += 1
         if self.fault is not None:
             self.fault()
-        return EnvReply(messages=(Message(role="user", content=">"),), is_done=self.num_steps == 2)
+        result = f"after {self.num_steps}" if self.shows_results else None
+        return EnvReply(messages=(Message(role="user", content=">"),), is_done=self.num_steps == 2, result=result)
 
     async def close(self) -> None:
         self.closed.append(True)
@@ -104,6 +106,13 @@ def test_running_out_of_turns_and_of_tokens_are_told_apart() -> None:
     assert play(TalkingEnv(), max_turns=1).status is Status.TRUNCATED_TURNS
     long = FakeSampler(lambda request: [ord("h")] * 9)
     assert play(TalkingEnv(), sampler=long).status is Status.TRUNCATED_LENGTH
+
+
+def test_what_an_environment_has_to_show_is_judged_also_when_its_episode_is_cut() -> None:
+    assert play(TalkingEnv(shows_results=True)).text == "after 2"
+    cut = play(TalkingEnv(shows_results=True), max_turns=1)
+    assert (cut.status, cut.text) == (Status.TRUNCATED_TURNS, "after 1")
+    assert play(TalkingEnv()).result is None
 
 
 def test_a_broken_environment_is_an_error_and_never_a_number() -> None:

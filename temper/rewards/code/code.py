@@ -1,4 +1,5 @@
-"""The reward for programs: what the response wrote is run against the tests of the task, behind an OS boundary.
+"""The reward for programs: what the response wrote is run against the tests of the task, behind an OS boundary. Of a
+task with files it is what the episode left of them.
 
 Owns: kind "code". Refuses: running anything in this process, and letting a solution near what it is compared with:
 expected outputs stay here, assertions run in a second sandbox that holds no code of the solution (guest.py).
@@ -7,21 +8,26 @@ expected outputs stay here, assertions run in a second sandbox that holds no cod
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import secrets
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from temper.errors import TaskError
 from temper.protocols import Reward
 from temper.rewards.code.tests import BadTests, FunctionTest, StreamTest, read_tests
 from temper.sandbox import Limits, Outcome, Program, Sandbox, SandboxFailed, require_sandbox
-from temper.types import Score, Task, Trajectory
+from temper.sandbox.repository import apply_changes, has_repository, read_repository
+from temper.types import Score, ScoreKind, Task, Trajectory
 
 PROCESS, WIRE = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("guest.py", "wire.py"))
 WIRE_FILE = "temper/rewards/code/wire.py"
 """Where the process in the sandbox imports wire.py from."""
+REPOSITORY = "repository"
+"""The folder with a task's files, beside those that lead the exchange: whatever they are called, they replace none."""
 PATIENCE = 6.0
 """Wall time per second that a program may use. That a machine has less time for it is not the program's fault."""
 CHECK_LIMITS = Limits(wall_seconds=PATIENCE * 20.0, cpu_seconds=20.0, idle_seconds=20.0, output_bytes=4 << 20)
@@ -36,7 +42,8 @@ Questions = list[list[Any]]
 
 
 class CodeReward(Reward):
-    """The weighted share of tests passed; with all_or_nothing 1 when all are, else 0.
+    """The weighted share of tests passed; with all_or_nothing 1 when all are, else 0. Of a task with "files" the module
+    in "module" is judged, as the episode left it.
 
     What the response causes is a number: one without a program, or one that crashes, hangs, or answers so that the
     tests do not end, has passed nothing; a call that hangs also fails the function tests after it. What the tests, the
@@ -67,19 +74,36 @@ class CodeReward(Reward):
         )
         self._sandbox = Sandbox(size=workers)
         self._first_questions: dict[tuple[FunctionTest, ...], Questions] = {}
+        self._being_judged: dict[bytes, asyncio.Lock] = {}
+        self._judged: dict[bytes, Score] = {}
+        """Verdicts by tests and solution: the newest."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         try:
             tests = read_tests(task, entry_point=self._entry_point, only_hidden=self._only_hidden)
+            solution = find_solution(task, trajectory)
         except BadTests as error:
             return Score.error(str(error))
-        source = find_program(trajectory.text)
-        if source is None:
-            return Score.of(0.0, "there is no program")
+        if isinstance(solution, str):
+            return Score.of(0.0, solution)
+        # Members of a group often write the same: it is judged once, and those that come meanwhile wait for it.
+        key = hashlib.blake2b(repr((tests, solution)).encode(errors="surrogatepass")).digest()
+        try:
+            async with self._being_judged.setdefault(key, asyncio.Lock()):
+                score = self._judged.get(key) or await self._judge(tests, solution)
+                if score.kind is ScoreKind.VALUE:
+                    self._judged[key] = score
+        finally:
+            self._being_judged.pop(key, None)
+        if len(self._judged) > MAX_REMEMBERED:
+            del self._judged[next(iter(self._judged))]
+        return score
+
+    async def _judge(self, tests: Sequence[StreamTest | FunctionTest], solution: Solution) -> Score:
         streams = [test for test in tests if isinstance(test, StreamTest)]
         functions = tuple(test for test in tests if isinstance(test, FunctionTest))
         try:
-            faults = [*await self._run_streams(source, streams), *await self._run_functions(source, functions)]
+            faults = [*await self._run_streams(solution, streams), *await self._run_functions(solution, functions)]
         except (SandboxFailed, BadTests) as error:
             return Score.error(str(error))
         weights = [*(test.weight for test in streams), *(test.weight for test in functions)]
@@ -91,6 +115,7 @@ class CodeReward(Reward):
         """Tests must be readable, assert something, and call the solution."""
         try:
             read_tests(task, entry_point=self._entry_point, only_hidden=self._only_hidden)
+            find_solution(task, Trajectory.saying(task.id, "pass"))
         except BadTests as error:
             return str(error)
         return None
@@ -98,13 +123,13 @@ class CodeReward(Reward):
     async def close(self) -> None:
         self._sandbox.close()
 
-    async def _run_streams(self, source: str, tests: Sequence[StreamTest]) -> list[str]:
+    async def _run_streams(self, solution: Solution, tests: Sequence[StreamTest]) -> list[str]:
         """What is wrong, by test; '' where nothing is."""
-        programs = (Program(source=source, stdin=test.input) for test in tests)
+        programs = (Program(source=solution.program, stdin=test.input, files=solution.files) for test in tests)
         outcomes = await asyncio.gather(*(self._run(program, self._limits) for program in programs))
         return [_stream_fault(run, test) for run, test in zip(outcomes, tests, strict=True)]
 
-    async def _run_functions(self, source: str, tests: tuple[FunctionTest, ...]) -> list[str]:
+    async def _run_functions(self, solution: Solution, tests: tuple[FunctionTest, ...]) -> list[str]:
         """What is wrong, by test. Questions to the solution, its answers, then the tests on the answers; again while
         these ask new ones."""
         if not tests:
@@ -112,7 +137,7 @@ class CodeReward(Reward):
         questions = await self._first_round(tests)
         answered: dict[int, int] = {}
         for _ in range(MAX_ROUNDS):
-            answers = await self._ask(source, questions)
+            answers = await self._ask(solution, questions)
             outcome, nonce = await self._check(tests, questions, answers)
             if outcome.status != "ok":
                 # Without answers they ended. What they have heard since is the solution's.
@@ -136,9 +161,10 @@ class CodeReward(Reward):
                 self._first_questions[tests] = questions
         return questions
 
-    async def _ask(self, source: str, questions: Questions) -> str:
+    async def _ask(self, solution: Solution, questions: Questions) -> str:
         """The solution's own words: forging them is answering, and no expected value is where it could be read."""
-        files = {"solution.py": source, "questions.json": json.dumps(questions), WIRE_FILE: WIRE}
+        own = {"solution.py": solution.source, "questions.json": json.dumps(questions), WIRE_FILE: WIRE}
+        files: dict[str, str | bytes] = {**solution.files, **own}
         program = Program(source=PROCESS, files=files, arguments=("solve",))
         return (await self._run(program, self._limits)).stdout
 
@@ -159,6 +185,39 @@ class CodeReward(Reward):
         raise SandboxFailed(
             f"the machine is too busy: a program got {outcome.cpu_seconds:.1f} s of the processor in {wall_seconds:g} s"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What is judged."""
+
+    source: str
+    """Defines the functions that tests ask for."""
+    program: str
+    """What is run on the input of a stream test."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """What both find beside them."""
+
+
+def find_solution(task: Task, trajectory: Trajectory) -> Solution | str:
+    """What the episode wrote, or why there is nothing to judge. Raises BadTests when the task itself is broken."""
+    if not has_repository(task):
+        source = find_program(trajectory.text)
+        return "there is no program" if source is None else Solution(source, source)
+    modules = [name.strip() for name in str(task.extra.get("module", "")).split(",") if name.strip()]
+    if not modules:
+        raise BadTests('it has files, so "module" must name the one that the tests are about, e.g. "ledger"')
+    try:
+        files = apply_changes(read_repository(task), trajectory.result or "{}")
+    except TaskError as error:
+        raise BadTests(str(error)) from error
+    except (ValueError, RecursionError) as error:
+        return f"its changes cannot be read: {error}"
+    shown = {f"{REPOSITORY}/{path}": content for path, content in files.items()}
+    start = f"import os, sys\nos.chdir({REPOSITORY!r})\nsys.path.insert(0, os.getcwd())\n"
+    names = "globals().update({n: v for n, v in vars(importlib.import_module(m)).items() if n[:2] != '__'})"
+    source = f"{start}import importlib\nfor m in {modules!r}:\n    {names}\n"
+    return Solution(source, f"{start}import runpy\nrunpy.run_module({modules[0]!r}, run_name='__main__')\n", shown)
 
 
 def _stream_fault(run: Outcome, test: StreamTest) -> str:
