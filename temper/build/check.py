@@ -52,6 +52,11 @@ def check_stage(config: RunConfig) -> Objective:
     objective = resolve_objective(config)
     kind.check(config, objective)
     if config.is_recorded:
+        if kind.reading.needs_of_records is None:
+            raise UserError(
+                f"a stage of kind {config.stage} does not train on records. Use kind rl, preference, or rejection, "
+                f'whose rows a stage of kind sft reads: train = [{{path = "stage:rejection"}}]'
+            )
         check_recorded(config, objective)
     check_choosers(config, is_judged=kind.may_choose)
     if config.model.lora is not None and config.model.lora.base == "4bit":

@@ -257,6 +257,7 @@ def test_prompts_that_are_held_out_are_not_trained_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"stage": [{"kind": "sft"}]}, "a stage of kind sft does not train on records"),
         ({"objective": {"preset": "remax"}}, "one more attempt at temperature 0, which records have not"),
         ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness is about drawing"),
         ({"data": {"choose": ["no_positive_resampling"]}}, "data.choose"),

