@@ -28,6 +28,7 @@ MORE_PARAMETERS = {
     "cli/judging/best.py:best": 15,
     "cli/judging/choose.py:choose": 12,
     "cli/judging/label_steps.py:label_steps": 12,
+    "cli/judging/score_records.py:score_records": 10,
     "envs/adapters/mcp.py:__init__": 8,  # one per option of a recipe, as the next
     "envs/agents/agent.py:__init__": 8,
     # What a kernel reads and writes, tensor by tensor: a bundle of them would only be taken apart again.

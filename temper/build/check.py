@@ -17,6 +17,7 @@ from temper.rollout.controls.registry import read_controls
 from temper.runs.alarms.rules import configure
 from temper.stages.kinds import KINDS, kind_of
 from temper.stages.reading.choosing import check_choosers
+from temper.stages.recorded import check_recorded
 from temper.stages.sampling import setting_of
 
 
@@ -44,11 +45,19 @@ def check_stage(config: RunConfig) -> Objective:
     read_controls(config.rollout.controls, setting_of(config))
     # Held-out pairs need no judge; whether they are pairs, data says.
     must_judge = bool(config.heldout) and kind.reading.compares is None
-    if (kind.is_rewarded or must_judge) and not config.reward:
+    is_judged_here = kind.is_rewarded and not config.is_recorded
+    if (is_judged_here or must_judge) and not config.reward:
         raise UserError('no reward: add a [[reward]] table, e.g. kind = "exact"')
     check_agent(config)
     objective = resolve_objective(config)
     kind.check(config, objective)
+    if config.is_recorded:
+        if kind.reading.needs_of_records is None:
+            raise UserError(
+                f"a stage of kind {config.stage} does not train on records. Use kind rl, preference, or rejection, "
+                f'whose rows a stage of kind sft reads: train = [{{path = "stage:rejection"}}]'
+            )
+        check_recorded(config, objective)
     check_choosers(config, is_judged=kind.may_choose)
     if config.model.lora is not None and config.model.lora.base == "4bit":
         _check_four_bits(config, objective)

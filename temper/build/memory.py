@@ -267,6 +267,8 @@ def _frozen(config: RunConfig, objective: Objective, shape: DecoderShape, folder
 
 def _rows(config: RunConfig, objective: Objective, data: StageData) -> tuple[int, int, int]:
     """(tokens before the first trained one, tokens behind, rows of a step)."""
+    if data.recorded:
+        return _recorded_rows(config, data)
     given = _given_rows(config, objective, data)
     if given and not data.is_rolling:
         longest = max(given, key=lambda row: len(row.token_ids))
@@ -281,6 +283,14 @@ def _rows(config: RunConfig, objective: Objective, data: StageData) -> tuple[int
     drawn = config.sampling.max_new_tokens * config.rollout.max_turns
     room = max(1, data.shape.max_context - prompt)
     return prompt, min(drawn, room), config.rollout.groups_per_step * config.rollout.group_size
+
+
+def _recorded_rows(config: RunConfig, data: StageData) -> tuple[int, int, int]:
+    """The same of recorded episodes, as if each were as long as the longest."""
+    drawn = [turn.completion for own in data.recorded.values() for member in own for turn in member.turns]
+    longest = max(drawn, key=lambda one: len(one.prompt_ids) + len(one.token_ids))
+    members = fmean(len(own) for own in data.recorded.values())
+    return len(longest.prompt_ids), len(longest.token_ids), round(config.rollout.groups_per_step * members)
 
 
 def _given_rows(config: RunConfig, objective: Objective, data: StageData) -> Sequence[Sample]:

@@ -51,8 +51,10 @@ def _resolve_alone(config: RunConfig) -> Objective:
 
 def with_sampler_correction(config: RunConfig) -> RunConfig:
     """The recipe with truncated importance weights written into it, where matrices in fp8 draw for a policy gradient
-    that has nothing against it. A recipe that says what corrects, or that nothing does, keeps that."""
-    if config.engine.weights != "fp8" or config.objective.corrections is not None:
+    that has nothing against it, or whoever was recorded. A recipe that says what corrects, or that nothing does, keeps
+    that."""
+    is_another = config.engine.weights == "fp8" or config.is_recorded
+    if not is_another or config.objective.corrections is not None:
         return config
     objective = _resolve_alone(config)
     if not isinstance(objective, PolicyObjective) or corrects_staleness(objective):
@@ -65,11 +67,16 @@ def with_sampler_correction(config: RunConfig) -> RunConfig:
 def doubts_about(config: RunConfig, objective: Objective) -> list[str]:
     """What a user should know before a stage trains, in sentences; it may be what they want."""
     is_quantized = config.engine.weights == "fp8"
-    if not (config.rollout.max_staleness or is_quantized) or not kind_of(config).trains:
+    if not (config.rollout.max_staleness or is_quantized or config.is_recorded) or not kind_of(config).trains:
         return []
     if not isinstance(objective, PolicyObjective) or corrects_staleness(objective):
         return []
     known = ", ".join(sorted(SAMPLER_WEIGHTS | {"opsm"}))
+    if config.is_recorded:
+        return [
+            f"records were drawn by another policy than is trained, and objective {objective.name} has nothing against "
+            f"it. Leave objective.corrections out, or name one of {known}"
+        ]
     if is_quantized:
         return [
             f'engine.weights="fp8" draws from other weights than are trained, and objective {objective.name} has '

@@ -140,7 +140,7 @@ def build_stage(
     check_data(config, kind, objective, data)
     config = settle(config, objective, data, model_folder)
     with explain_out_of_memory(config, objective, data, model_folder, phase="loading"):
-        order = TrainerOrder(config=config, folder=model_folder, checkpoint=checkpoint, is_rolling=data.is_rolling)
+        order = TrainerOrder(config=config, folder=model_folder, checkpoint=checkpoint, is_rolling=data.has_groups)
         trainer, models = open_everywhere(order, data.tokenizer, around.together)
         hosting = Hosting(note=listeners.warn, ray=around.ray, kept=around.kept)
         sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder, hosting)
@@ -176,7 +176,7 @@ def build_stage(
         source=source,
         setup=setup,
         measure=kind.make_measure(parts),
-        must_be_ready=bool(kind.ready_after.intersection(around.earlier)),
+        must_be_ready=data.is_rolling and bool(kind.ready_after.intersection(around.earlier)),
         listeners=listeners,
         writers={"reward": data.rubric.save, **kind.writers(parts, source)},
     )

@@ -63,7 +63,7 @@ def open_here(order: TrainerOrder, tokenizer: Any = None) -> tuple[LocalTrainer,
         set_bias_rate(models.policy, routers.bias)
         if routers.frozen:
             freeze_routers(models.policy)
-    if order.is_rolling and config.model.replay_routes:
+    if order.is_rolling and config.model.replay_routes and not config.is_recorded:  # servers record no routes
         set_replaying(models.policy, True)
         if models.others.reference is not None:
             set_replaying(models.others.reference, config.model.replay_routes == "reference")

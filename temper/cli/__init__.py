@@ -26,6 +26,8 @@ import temper.cli.judging.best
 import temper.cli.judging.label_steps
 import temper.cli.judging.choose
 import temper.cli.judging.verify
+import temper.cli.judging.score_records
+import temper.cli.judging.environment
 import temper.cli.sample
 import temper.cli.serve
 import temper.cli.sampler

@@ -37,6 +37,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Models to start from.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+env_app = typer.Typer(help="Environments to train in.", no_args_is_help=True)
+app.add_typer(env_app, name="env")
 out = SafeConsole(soft_wrap=True)
 
 Overrides = Annotated[

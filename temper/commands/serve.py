@@ -19,7 +19,7 @@ from temper.serve.app import App, HttpSettings
 from temper.serve.conversation import Conversations
 from temper.serve.gateway import Gateway
 from temper.serve.orders import ServerLimits
-from temper.serve.records import RecordFile
+from temper.serve.records import RecordFile, Speech
 from temper.serve.server import Ending, make_server, run
 from temper.serve.text import Words
 
@@ -69,7 +69,7 @@ def open_app(checkpoint: Path, settings: ServeSettings, key: str) -> tuple[App, 
     policy = describe_policy(find_model(checkpoint))
     tokenizer, stop_ids = policy.tokenizer, policy.end_ids
     name = settings.name or checkpoint.resolve().name
-    records = RecordFile(settings.record) if settings.record is not None else None
+    records = RecordFile(settings.record, Speech.of(tokenizer)) if settings.record is not None else None
     engine, max_length = open_sampler(policy, settings)
     renderer = policy.make_renderer() if tokenizer.chat_template else None
     limits = ServerLimits(

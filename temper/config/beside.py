@@ -42,7 +42,9 @@ def _with(part: Part, folder: Path, *names: str) -> Part:
 
 
 def _source(source: StageSource, folder: Path) -> StageSource:
-    return _with(source, folder, "path").model_copy(update={"generator": find_function(source.generator, folder)})
+    return _with(source, folder, "path", "records").model_copy(
+        update={"generator": find_function(source.generator, folder)}
+    )
 
 
 def _env(env: EnvConfig, folder: Path) -> EnvConfig:

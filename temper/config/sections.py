@@ -269,6 +269,11 @@ class RunConfig(Section):
     """Dashboards of others that get the run's numbers too, as files in the run directory. The first stage's count."""
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether the stage trains on recorded episodes."""
+        return any(source.records for source in self.train)
+
+    @property
     def longest_completion(self) -> int:
         """In tokens, training or evaluating."""
         return max(self.sampling.max_new_tokens, (self.evaluation.max_new_tokens or 0) if self.heldout else 0)
@@ -287,6 +292,10 @@ class RunConfig(Section):
     def _complete(self) -> RunConfig:
         if not self.train:
             raise ValueError("no training tasks: add a [[train]] table with a path or a generator")
+        if self.is_recorded and not all(source.records for source in self.train):
+            raise ValueError("records and tasks cannot be mixed in one stage: give each a [[stage]] of its own")
+        if any(source.records for source in self.heldout):
+            raise ValueError("held-out tasks are asked anew, and records were asked already: give heldout.path")
         if any(source.generator and not source.size for source in self.heldout):
             raise ValueError("heldout.size is missing: a generated held-out set needs a size, e.g. size = 256")
         if self.evaluation.reward and not self.heldout:

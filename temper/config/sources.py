@@ -48,9 +48,17 @@ class SourceConfig(Section):
         return self
 
 
+_OF_TASKS = ("options", "prompt_field", "answer_field", "answer_pattern", "seed", "rewards", "system", "template")
+"""Keys of a source that has none of its answers yet."""
+
+
 class StageSource(SourceConfig):
     """A source of a stage, which may differ from the stage's other sources in who judges it and how it asks."""
 
+    records: str = ""
+    """In place of both: a file that `temper serve --record` wrote and `temper score-records` scored. A stage of kind
+    rl, rejection or preference then trains on what is recorded and draws nothing (docs/records.md). Not of held-out
+    tasks."""
     name: str = Field("", pattern=r"^[\w.+-]*$")
     """What metrics, results and error messages call it. Empty: the name of its file or generator. Sources that share a
     name share the three keys below."""
@@ -64,12 +72,22 @@ class StageSource(SourceConfig):
     @property
     def label(self) -> str:
         """Its name, given or found."""
-        return self.name or (Path(self.path).stem if self.path else self.generator.rpartition(":")[2])
+        file = self.path or self.records
+        return self.name or (Path(file).stem if file else self.generator.rpartition(":")[2])
 
     @property
     def is_particular(self) -> bool:
         """Whether it says something about its tasks that does not hold for the whole stage."""
         return bool(self.name or self.rewards) or self.system is not None or self.template is not None
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> StageSource:
+        if [bool(self.path), bool(self.generator), bool(self.records)].count(True) != 1:
+            raise ValueError("give exactly one of path, generator and records")
+        fields = type(self).model_fields
+        if self.records and (odd := [name for name in _OF_TASKS if getattr(self, name) != fields[name].default]):
+            raise ValueError(f"{odd[0]} is about tasks that are asked, and records were asked already: leave it out")
+        return self
 
     @field_validator("template")
     @classmethod

@@ -100,6 +100,14 @@ class Permissions:
             return f"'{tool.name}' may {tool.effect}, which is not permitted"
         return None
 
+    def grant(self, tool: Tool) -> str:
+        """What becomes of its calls, in a word or two."""
+        if self.refusal(tool) is not None:
+            return "denied"
+        if tool.effect != "irreversible":
+            return "permitted"
+        return "only described" if self.approve is None else "asked about"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideEffect:

@@ -117,6 +117,11 @@ class ToolEnv:
         return None
 
     @property
+    def allowed(self) -> dict[str, str]:
+        """Of a started one: what each tool is declared to do, and whether it may."""
+        return {tool.name: f"{tool.effect}, {self._permissions.grant(tool)}" for tool in self._tools}
+
+    @property
     def side_effects(self) -> tuple[SideEffect, ...]:
         return self._log.entries
 

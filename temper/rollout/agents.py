@@ -104,9 +104,8 @@ class EpisodeCalls:
         await self._setup.sampler.abort(request_id)
 
     def add(self, call: DrawnCall) -> None:
-        """Takes a completion that is about to be answered. One that was cut off because nobody waited for it any more
-        is left out: nothing came of it."""
-        if call.completion.token_ids and call.completion.finish not in (Finish.ABORT, Finish.INTERRUPT):
+        """Takes a completion that is about to be answered."""
+        if was_answered(call.completion):
             self._calls.append(call)
 
     @property
@@ -115,13 +114,8 @@ class EpisodeCalls:
 
     def fill(self, played: Played) -> None:
         """The turns, row by row, each with what was said behind it."""
-        ordered = in_rows(self._calls)
-        said = [call.messages for call in ordered]
-        played.opening = said[0] if said else ()
-        played.turns += [
-            Turn(completion=call.completion, message=Message(role="assistant", content=call.text), replies=replies)
-            for call, replies in zip(ordered, [*said[1:], ()], strict=False)
-        ]
+        played.opening, turns = turns_of(self._calls)
+        played.turns += turns
 
     def last_cut(self) -> Status | None:
         """The status of an episode whose last answer was cut at its limit, or None."""
@@ -132,6 +126,22 @@ def _shortened(params: SamplingParams, max_new_tokens: int, stop: Sequence[str])
     """As the recipe has them, at most as long as the agent wants (0: it does not say), ended by its texts as well."""
     longest = min(max_new_tokens or params.max_new_tokens, params.max_new_tokens)
     return dataclasses.replace(params, max_new_tokens=longest, stop=tuple(dict.fromkeys((*params.stop, *stop))))
+
+
+def was_answered(completion: Completion) -> bool:
+    """False for one that was cut off because nobody waited for it any more: nothing came of it."""
+    return bool(completion.token_ids) and completion.finish not in (Finish.ABORT, Finish.INTERRUPT)
+
+
+def turns_of(calls: Sequence[DrawnCall]) -> tuple[tuple[Message, ...], list[Turn]]:
+    """What was said first, and the turns, row by row, each with what was said behind it."""
+    ordered = in_rows(calls)
+    said = [call.messages for call in ordered]
+    turns = [
+        Turn(completion=call.completion, message=Message(role="assistant", content=call.text), replies=replies)
+        for call, replies in zip(ordered, [*said[1:], ()], strict=False)
+    ]
+    return said[0] if said else (), turns
 
 
 def in_rows(calls: Sequence[DrawnCall]) -> list[DrawnCall]:

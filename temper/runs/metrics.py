@@ -212,6 +212,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                "Groups by share of responses scored 1 or more: /03 is 0.3 up to 0.4"),
         Metric("data/prompt_repeat_rate", "share", "trained groups", SHARE,
                "Prompts that the last 8 steps trained too"),
+        Metric("data/passes", "passes", STEP, ONCE, "How often the recorded prompts were gone through so far"),
         Metric("data/dup_response_rate", "share", RESPONSES, SHARE,
                "Token by token equal to another of the same group"),
         Metric("data/effective_groups", "groups", "trained groups", COUNT, "Groups that were trained"),

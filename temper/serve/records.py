@@ -18,7 +18,7 @@ from temper.errors import BackendError, UserError
 from temper.storable import storable
 from temper.types import Completion, Finish, Message, SamplingParams, Turn
 
-FORMAT = 1
+FORMAT = 2
 WAIT_SECONDS = 10.0
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS completions (
@@ -37,11 +37,42 @@ CREATE TABLE IF NOT EXISTS completions (
   reply_key TEXT,           -- of the conversation including this answer
   num_messages INTEGER NOT NULL, -- of the conversation including this answer; 0 of a plain completion
   text_length INTEGER NOT NULL,
-  text_hash TEXT NOT NULL   -- of prompt and drawn text, special tokens included
+  text_hash TEXT NOT NULL,  -- of prompt and drawn text, special tokens included
+  tokenizer TEXT NOT NULL,  -- hashes of what ids mean and of how messages become text; empty: not known
+  template TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS scores ( -- given afterwards; episodes.py
+  last INTEGER PRIMARY KEY, -- the newest completion of what was judged: one that goes on has no score any more
+  kind TEXT NOT NULL,
+  value REAL,
+  reason TEXT,
+  judge TEXT NOT NULL,      -- who gave it
+  created REAL NOT NULL
 );
 CREATE INDEX IF NOT EXISTS completions_by_reply ON completions (session, reply_key);
 CREATE INDEX IF NOT EXISTS completions_by_length ON completions (session, text_length);
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speech:
+    """How a model reads and writes, as hashes: equal ones mean the same by the same ids."""
+
+    tokenizer: str = ""
+    """Empty: not known; the same below."""
+    template: str = ""
+
+    @staticmethod
+    def of(tokenizer: Any) -> Speech:
+        """Every id with its token, and the chat template. What a file holds beside that changes when it is saved."""
+        template = tokenizer.chat_template or ""
+        return Speech(
+            tokenizer=hash_of(json.dumps(sorted(tokenizer.get_vocab().items()))),
+            template=hash_of(template if isinstance(template, str) else json.dumps(template, sort_keys=True)),
+        )
+
+
+UNKNOWN_SPEECH = Speech()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +133,7 @@ class Recorded:
     parent: int | None
     history: str
     messages: tuple[Message, ...]
+    speech: Speech
     turn: Turn
     """Its replies are what the first recorded prompt that goes on from here added."""
 
@@ -127,10 +159,11 @@ class Records(Protocol):
 class RecordFile:
     """Implements Records: one file. Every call must come from one thread at a time."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, speech: Speech = UNKNOWN_SPEECH) -> None:
+        """speech: of the model that draws; what is recorded without it is not trained on."""
+        self._path, self._speech = path, speech
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._connection = _open(path)
+        self._connection = open_records(path)
         try:
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.executescript(SCHEMA)
@@ -158,6 +191,8 @@ class RecordFile:
             "num_messages": origin.num_messages and origin.num_messages + 1,
             "text_length": len(whole),
             "text_hash": hash_of(whole),
+            "tokenizer": self._speech.tokenizer,
+            "template": self._speech.template,
         }
         names, marks = ", ".join(values), ", ".join(f":{name}" for name in values)
         try:
@@ -204,7 +239,7 @@ def read_records(path: Path, session: str | None = None) -> list[Recorded]:
     """Everything recorded, or one session, in the order it was finished. Safe while a server writes."""
     if not path.is_file():
         raise UserError(f"{path} is no file of records. Make one with temper serve --record {path}")
-    connection = _open(path)
+    connection = open_records(path)
     connection.row_factory = sqlite3.Row
     where, values = ("", ()) if session is None else (" WHERE session = ?", (session,))
     try:
@@ -241,6 +276,7 @@ def _recorded(row: sqlite3.Row, replies: tuple[Message, ...]) -> Recorded:
     return Recorded(
         **{name: row[name] for name in same},
         messages=_messages(row["messages"]),
+        speech=Speech(tokenizer=row["tokenizer"], template=row["template"]),
         turn=Turn(completion=completion_of(json.loads(row["completion"])), message=said, replies=replies),
     )
 
@@ -249,7 +285,7 @@ def _messages(text: str) -> tuple[Message, ...]:
     return tuple(Message(**message) for message in json.loads(text))
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def open_records(path: Path) -> sqlite3.Connection:
     """Refuses files that are something else, so that a mistyped path is not written to."""
     try:
         connection = sqlite3.connect(path, timeout=WAIT_SECONDS, check_same_thread=False)

@@ -70,8 +70,8 @@ class StageKind:
         return checkpoint / self.rows_file if self.rows_file else checkpoint
 
     def row_maker(self, objective: Objective, data: StageData) -> MakeRows | None:
-        """Makes the rows that are trained; None: the stage draws all of them."""
-        if self.make_rows is None or data.share_sampled == 1:
+        """Makes the rows that are trained; None: all of them are drawn, now or by whoever was recorded."""
+        if self.make_rows is None or data.share_sampled == 1 or data.recorded:
             return None
         return self.make_rows(objective, data, data.longest_row)
 

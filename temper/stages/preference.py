@@ -30,9 +30,10 @@ from temper.stages.preference_credit import Choose, pairs_of, wins_of
 from temper.stages.reading.data import Reading, StageData
 from temper.stages.reading.examples import MAX_SKIPS, RowTooLong
 from temper.stages.reading.preference_rows import RowRules, labelled_rows, make_row, on_drawn, pair_rows, rows_maker
+from temper.stages.reading.recorded import RecordNeeds
 from temper.stages.reading.reference_cache import References
 from temper.stages.reading.stream import StreamSource
-from temper.stages.sampling import rollout_source
+from temper.stages.sampling import group_source
 from temper.types import Batch, EvaluationResult, Sample, Task
 
 Draw = tuple[int, Task]
@@ -203,15 +204,15 @@ def _direct(objective: Objective) -> DirectLoss:
 
 def _check_data(config: RunConfig, objective: Objective, data: StageData) -> None:
     """Refuses prompts without pairs where nothing could make them."""
-    if not data.is_rolling:
+    if not data.has_groups:
         return
-    if not config.reward:
+    if not config.reward and data.is_rolling:
         raise UserError(
             "a preference stage compares pairs: its training data has none (columns chosen and rejected, or label), "
             "and there is no [[reward]] to compare samples by. Add either"
         )
     require_opponent(config, objective)
-    if config.rollout.group_size < 2:
+    if config.rollout.group_size < 2 and data.is_rolling:
         raise UserError("rollout.group_size = 1 leaves no two answers to compare. Use 2 or more")
     if (loss := _direct(objective).loss).reads == "labelled":
         raise UserError(
@@ -222,7 +223,7 @@ def _check_data(config: RunConfig, objective: Objective, data: StageData) -> Non
 
 def _source(parts: Parts) -> BatchSource:
     config, trainer, objective = parts.config, parts.trainer, _direct(parts.objective)
-    if not parts.data.is_rolling:
+    if not parts.data.has_groups:
         return offline_source(
             objective,
             parts.data.stream,
@@ -234,9 +235,9 @@ def _source(parts: Parts) -> BatchSource:
         )
     updates = config.trainer.updates_per_batch
     if objective.loss.reads == "wins":
-        return rollout_source(parts, lambda taken: wins_of(taken, version=trainer.version, updates=updates))
+        return group_source(parts, lambda taken: wins_of(taken, version=trainer.version, updates=updates))
     choose: Choose = "extremes" if objective.loss.opponent_share is None else "sides"
-    return rollout_source(
+    return group_source(
         parts,
         lambda taken: pairs_of(taken, version=trainer.version, updates=updates, choose=choose, seed=config.seed),
     )
@@ -260,14 +261,18 @@ def _measure(parts: Parts) -> Measure:
 
 
 def _describe(data: StageData) -> dict[str, str]:
-    return {"pairs": "of each group's samples, by the reward"} if data.is_rolling else {}
+    return {"pairs": "of each group's samples, by the reward"} if data.has_groups else {}
 
 
 KIND = StageKind(
     name="preference",
     preset="dpo",
     losses=tuple(PAIR_LOSSES),
-    reading=Reading(share_sampled=_share_sampled, compares=_has_pairs),
+    reading=Reading(
+        share_sampled=_share_sampled,
+        compares=_has_pairs,
+        needs_of_records=lambda objective: RecordNeeds(min_members=2),
+    ),
     make_source=_source,
     make_measure=_measure,
     make_rows=lambda objective, data, longest: rows_maker(_direct(objective).loss, RowRules(data.renderer, longest)),

@@ -22,11 +22,11 @@ from temper.objectives import Objective
 from temper.protocols import BatchSource
 from temper.rollout.buffer import StepGroups
 from temper.rollout.selection import Attempt, Selection, choose, eligible, normalised, read_selection
-from temper.rollout.source import RolloutSource
 from temper.stages.kind import StageKind, Writer
 from temper.stages.parts import Parts
 from temper.stages.reading.data import Reading
-from temper.stages.sampling import rollout_source
+from temper.stages.reading.recorded import RecordNeeds
+from temper.stages.sampling import group_source
 from temper.tasks.dataset import fingerprint
 from temper.types import Batch, Group, Message, Scalar, Task, Trajectory
 
@@ -234,15 +234,15 @@ def _as_row(table: Mapping[str, Any]) -> KeptRow:
 
 
 class Rejection:
-    """Implements protocols.BatchSource: a RolloutSource whose credit function is keep_of, and the harvest it fills."""
+    """Implements protocols.BatchSource: a source of groups with keep_of for its credit, and the harvest that fills."""
 
-    def __init__(self, roller: RolloutSource, harvest: Harvest, *, steps: int) -> None:
+    def __init__(self, roller: BatchSource, harvest: Harvest, *, steps: int) -> None:
         self._roller = roller
         self.harvest = harvest
         self._steps = steps
 
     @property
-    def num_queued(self) -> int:
+    def num_queued(self) -> int | None:
         return self._roller.num_queued
 
     async def start(self) -> None:
@@ -274,8 +274,13 @@ def keep_rule(config: RunConfig) -> Selection:
     return read_selection(config.rollout.keep, ANSWERS)
 
 
-def _require_keep_rule(config: RunConfig, objective: Objective) -> None:
+def _check(config: RunConfig, objective: Objective) -> None:
     keep_rule(config)
+    if config.is_recorded and (config.prompt.system or config.prompt.template != "{prompt}"):
+        raise UserError(
+            "what clients asked is kept as they asked it, and the stage that reads it would put prompt.system and "
+            "prompt.template around it once more. Leave [prompt] out here and there"
+        )
 
 
 def _source(parts: Parts) -> BatchSource:
@@ -283,9 +288,7 @@ def _source(parts: Parts) -> BatchSource:
     harvest = Harvest(keep_rule(config))
     rules = KeepRules(show=parts.data.renderer.prompt_messages, seed=config.seed)
     trainer = parts.trainer
-    roller = rollout_source(
-        parts, lambda taken: keep_of(taken, rules, harvest, version=trainer.version), compares=False
-    )
+    roller = group_source(parts, lambda taken: keep_of(taken, rules, harvest, version=trainer.version), compares=False)
     return Rejection(roller, harvest, steps=config.steps)
 
 
@@ -303,13 +306,15 @@ KIND = StageKind(
     name="rejection",
     preset="grpo",
     losses=(None,),
-    reading=Reading(share_sampled=lambda objective, tasks: 1.0),
+    reading=Reading(
+        share_sampled=lambda objective, tasks: 1.0, needs_of_records=lambda objective: RecordNeeds(chats=True)
+    ),
     make_source=_source,
     is_rewarded=True,
     may_choose=True,
     leaves="rows",
     rows_file=KEPT_FILE,
-    check=_require_keep_rule,
+    check=_check,
     describe=lambda config, objective, data: _describe(config),
     writers=_writers,
 )

@@ -12,11 +12,12 @@ from temper.protocols import BatchSource
 from temper.stages.kind import StageKind, require_whole_updates
 from temper.stages.parts import Parts
 from temper.stages.reading.data import Reading, StageData
-from temper.stages.sampling import credit_by_objective, rollout_source
+from temper.stages.reading.recorded import RecordNeeds
+from temper.stages.sampling import credit_by_objective, group_source
 
 
 def _source(parts: Parts) -> BatchSource:
-    return rollout_source(parts, credit_by_objective(parts))
+    return group_source(parts, credit_by_objective(parts))
 
 
 def _require_turn_credit(config: RunConfig, objective: Objective, data: StageData) -> None:
@@ -34,7 +35,10 @@ KIND = StageKind(
     name="rl",
     preset="grpo",
     losses=(None,),
-    reading=Reading(share_sampled=lambda objective, tasks: 1.0),
+    reading=Reading(
+        share_sampled=lambda objective, tasks: 1.0,
+        needs_of_records=lambda objective: RecordNeeds(min_members=objective.min_group, behavior=True),
+    ),
     make_source=_source,
     is_rewarded=True,
     may_choose=True,

@@ -1,6 +1,6 @@
-"""Batches of what the policy draws: rollouts, and the credit that a policy objective gives them.
+"""Batches of what the policy draws, or was recorded to draw: groups, and the credit that an objective gives them.
 
-Owns: how a rollout source is wired for a stage. Refuses: rolling (rollout/), credit (batching/), and what one kind of
+Owns: how a source of groups is wired for a stage. Refuses: rolling (rollout/), credit (batching/), and what one kind of
 stage alone does with its groups (its own file).
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 from temper.batching.samples import CreditRules, make_batch
 from temper.config import RunConfig
 from temper.objectives import Objective, PolicyObjective
+from temper.protocols import BatchSource
 from temper.rollout.buffer import Buffer, StepGroups
 from temper.rollout.controls.control import Setting
 from temper.rollout.controls.registry import read_controls
@@ -22,10 +23,30 @@ from temper.rollout.steps import StepSplit
 from temper.stages.parts import Parts
 from temper.stages.reading.choosing import make_memory
 from temper.stages.reading.data import StageData
+from temper.stages.recorded import RecordedGroups, RecordedSettings
 from temper.tasks.choice.stream import ChosenStream
 from temper.types import Batch
 
 Credit = Callable[[StepGroups], Batch]
+
+
+def group_source(parts: Parts, credit: Credit, *, compares: bool = True) -> BatchSource:
+    """Groups of attempts that are played, or recorded ones where the stage reads such."""
+    if not parts.data.recorded:
+        return rollout_source(parts, credit, compares=compares)
+    rollout = parts.config.rollout
+    settings = RecordedSettings(
+        groups_per_step=rollout.groups_per_step,
+        min_members=parts.objective.min_group if compares else 1,
+        drop_degenerate=compares and _drops_degenerate(parts),
+        max_rounds=rollout.max_rounds,
+    )
+    return RecordedGroups(parts.data.stream, parts.data.recorded, settings, credit)
+
+
+def _drops_degenerate(parts: Parts) -> bool:
+    drop = parts.config.rollout.drop_degenerate
+    return "dynamic_sampling" in parts.objective.wants if drop is None else drop
 
 
 def rollout_source(parts: Parts, credit: Credit, *, compares: bool = True, is_judged: bool = True) -> RolloutSource:
@@ -39,11 +60,10 @@ def rollout_source(parts: Parts, credit: Credit, *, compares: bool = True, is_ju
         version=parts.trainer.version,
         order=rollout.order,
     )
-    drop = rollout.drop_degenerate
     settings = RolloutSettings(
         group_size=rollout.group_size,
         min_members=objective.min_group if compares else 1,
-        drop_degenerate=compares and ("dynamic_sampling" in objective.wants if drop is None else drop),
+        drop_degenerate=compares and _drops_degenerate(parts),
         error_limit=rollout.error_limit,
         step_seconds=rollout.step_seconds,
         prefix=f"stage {parts.index}",

@@ -117,7 +117,7 @@ def test_the_message_names_file_line_and_nearest_key(tmp_path: Path) -> None:
         ({"train": []}, r"add a \[\[train\]\] table"),
         ({"model": {}}, "exactly one of model.path"),
         ({"model": {"path": "x", "new": {}}}, "exactly one of model.path"),
-        ({"train": [{"path": "a", "generator": "b"}]}, "exactly one of path and generator"),
+        ({"train": [{"path": "a", "generator": "b"}]}, "exactly one of path, generator and records"),
         ({"heldout": {"generator": "spell_backward"}}, "heldout.size is missing"),
         ({"prompt": {"template": "no slot"}}, "lacks the slot"),
         ({"optim": {"warmup_steps": 200}}, "more than steps"),

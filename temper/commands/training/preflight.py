@@ -162,7 +162,7 @@ def _describe(stage: OpenedStage) -> str:
         check_data(config, kind, objective, data)
     teacher_folders(stage.model, stage.readable.model.taught_by)
     shape, first = data.shape, data.probe[0]
-    prompt = data.renderer.prompt_ids(data.renderer.prompt_messages(first))
+    prompt = data.prompt_ids(first)
     rows = {
         "model": f"{shape.family}, {shape.num_layers} layers, context {shape.max_context}, {config.model.dtype}",
         **stage.awaited,
@@ -225,6 +225,11 @@ def _batch_rows(stage: OpenedStage, kind: StageKind, objective: Objective, data:
         rows[trial.unit] = (
             f"{trial.count} a step, {trial.count * config.steps} in all; the first step has {trial.num_tokens} tokens, "
             f"{trial.num_trained} of them {'read by the head' if kind.leaves == 'scorer' else 'trained'}"
+        )
+    if config.is_recorded:
+        episodes = sum(map(len, data.recorded.values()))
+        rows["records"] = (
+            f"{episodes} episodes of {len(data.recorded)} prompts, {config.rollout.groups_per_step} a step"
         )
     if data.is_rolling:
         rows |= _rollout_rows(config, data, trains=kind.trains)

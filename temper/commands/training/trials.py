@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
 from functools import partial
 
 from temper.build import env_maker
-from temper.calls import CLOSE_SECONDS, call, explain_error
 from temper.config import RewardConfig, RunConfig
 from temper.errors import UserError
-from temper.protocols import Env
+from temper.evals.environments import say_once
 from temper.rewards.composite import CompositeReward
 from temper.rollout.openings import try_openings
 from temper.stages.reading.data import StageData
-from temper.types import Message, Score, ScoreKind, Status, Task, Trajectory
+from temper.types import Score, ScoreKind, Task
 
 REWARD_TRIALS = 16
 """Training tasks, and as many held-out ones: a judge may cost a second each."""
@@ -66,7 +64,7 @@ async def try_reward(
     tasks = [task for group in groups.values() for task in group]
     # Only a reward that the environment pays needs the environment.
     make_env = env_maker(config) if any(part.kind == "env" for part in parts) else None
-    say = partial(_saying, make_env, seed=config.seed, seconds=config.rollout.episode_seconds)
+    say = partial(say_once, make_env, seed=config.seed, seconds=config.rollout.episode_seconds)
 
     async def score(text_of: Callable[[Task], str]) -> list[Score]:
         said = await asyncio.gather(*(say(task, text_of(task)) for task in tasks))
@@ -120,26 +118,6 @@ def _by_group(groups: Mapping[str, Sequence[Task]], scores: Sequence[Score]) -> 
         said.append(_summary(scores[start : start + len(group)], label))
         start += len(group)
     return ", ".join(said) if said else "none"
-
-
-async def _saying(
-    make_env: Callable[[str], Env] | None, task: Task, text: str, *, seed: int, seconds: float
-) -> Trajectory:
-    """An episode of one turn that says the text. With an environment, what that replies and pays."""
-    said = Trajectory.saying(task.id, text)
-    if make_env is None:
-        return said
-    env = make_env(task.env)
-    try:
-        await call(env.start(task, seed), seconds, f"{task.env}.start()")
-        reply = await call(env.step(Message(role="assistant", content=text)), seconds, f"{task.env}.step()")
-    except Exception as error:
-        raise UserError(f"task {task.id}: the environment fails on {text!r:.60}: {explain_error(error)}") from error
-    finally:
-        await call(env.close(), CLOSE_SECONDS, f"{task.env}.close()")
-    status = (reply.status or Status.COMPLETED) if reply.is_done else Status.TRUNCATED_TURNS
-    turn = replace(said.turns[0], replies=reply.messages, reward=reply.reward, events=reply.events)
-    return replace(said, turns=(turn,), status=status)
 
 
 def _require_scored(tasks: Sequence[Task], scores: Sequence[Score], name: str) -> None:

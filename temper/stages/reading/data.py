@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,10 +18,12 @@ from temper.errors import UserError
 from temper.models.load import ModelShape, end_ids, load_tokenizer, read_shape
 from temper.objectives import Objective
 from temper.rewards.composite import CompositeReward
+from temper.serve.records import Speech
+from temper.stages.reading.recorded import RecordNeeds, RecordReader
 from temper.tasks.dataset import MAX_NAMED, FileSource, NamedSource, Stream, TaskSource, fingerprint, take_all
 from temper.tasks.lengths import measure_texts
 from temper.tasks.render import Renderer
-from temper.types import Task
+from temper.types import SamplingParams, Task, Trajectory
 
 PROBE_TASKS = 256
 """Training tasks looked at before a run: their prompts are rendered and measured, their answers checked."""
@@ -38,6 +40,8 @@ class Reading:
     given rows."""
     compares: Callable[[Sequence[Task]], bool] | None = None
     """Whether these held-out tasks bring answers that are compared, in place of being answered. None: never."""
+    needs_of_records: Callable[[Objective], RecordNeeds] | None = None
+    """What recorded episodes must have to be trained on. None: the kind does not train on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +77,24 @@ class StageData:
     """Whether held-out tasks bring answers that are compared, in place of being answered."""
     left_out: tuple[str, ...] = ()
     """Rows of files that skip_bad left out: place and reason of each."""
+    recorded: Mapping[str, tuple[Trajectory, ...]] = field(default_factory=dict)
+    """Recorded attempts at each training task, by its id. Empty: the stage does not train on records."""
 
     @property
     def is_rolling(self) -> bool:
         """Whether the stage trains on what it samples, in some of its steps at least."""
         return self.share_sampled > 0
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the stage trains on groups of drawn answers: its own, or recorded ones."""
+        return self.is_rolling or bool(self.recorded)
+
+    def prompt_ids(self, task: Task) -> tuple[int, ...]:
+        """What the model sees, or saw, of a training task."""
+        if task.id in self.recorded:
+            return self.recorded[task.id][0].turns[0].completion.prompt_ids
+        return self.renderer.prompt_ids(self.renderer.prompt_messages(task))
 
 
 def open_data(
@@ -101,8 +118,12 @@ def open_data(
     verifier = reward_of(judges, sources_said) if judges else rubric
     room = _Room(renderer, tokenizer, config, shape.max_context)
     heldout, is_compared = _heldout(config, reading, room)
-    sources = [_labelled(part, config) for part in config.train]
-    share = reading.share_sampled(objective, _peek(_open_stream(config, sources, heldout), 1))
+    longest_row = min(config.trainer.max_length or shape.max_context, shape.max_context)
+    reader = _record_reader(config, objective, reading, renderer, heldout, Speech.of(tokenizer), longest_row)
+    sources = [_labelled(part, config, reader.read if part.records else source_of) for part in config.train]
+    share = 0.0
+    if not config.is_recorded:
+        share = reading.share_sampled(objective, _peek(_open_stream(config, sources, heldout), 1))
     answers = share > 0
     if answers:
         sources = [room.fit(source, part, "train") for source, part in zip(sources, config.train, strict=True)]
@@ -128,10 +149,37 @@ def open_data(
         rows=_rows(sources),
         asked=asked,
         longest_prompt=room.longest(asked),
-        longest_row=min(config.trainer.max_length or shape.max_context, shape.max_context),
+        longest_row=longest_row,
         share_sampled=share,
         is_heldout_compared=is_compared,
-        left_out=room.left_out,
+        left_out=(*room.left_out, *reader.left_out),
+        recorded=reader.members,
+    )
+
+
+def _record_reader(
+    config: RunConfig,
+    objective: Objective,
+    reading: Reading,
+    renderer: Renderer,
+    heldout: Sequence[Task],
+    speech: Speech,
+    longest_row: int,
+) -> RecordReader:
+    """What reads recorded episodes as this stage needs them."""
+    # A kind that trains on none may still be shown their prompts: a dry run has nothing else of rows to come.
+    needs = RecordNeeds() if reading.needs_of_records is None else reading.needs_of_records(objective)
+    shown = (replace(task, messages=renderer.prompt_messages(task)) for task in heldout if task.messages)
+    sampling = config.sampling
+    return RecordReader(
+        needs=needs,
+        speech=speech,
+        params=SamplingParams(
+            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
+        ),
+        longest_row=longest_row,
+        # Clients have asked in their own words, or in those that the recipe would show.
+        excluded=frozenset(fingerprint(task) for task in (*heldout, *shown)),
     )
 
 
@@ -249,10 +297,12 @@ def _heldout(config: RunConfig, reading: Reading, room: _Room) -> tuple[tuple[Ta
     return take_all(sources), is_compared
 
 
-def _labelled(part: StageSource, config: RunConfig) -> TaskSource:
+def _labelled(
+    part: StageSource, config: RunConfig, read: Callable[[StageSource], TaskSource] = source_of
+) -> TaskSource:
     """The source, whose tasks bear its name where the stage tells its sources apart."""
     is_told_apart = part.is_particular or len(config.train) > 1 or len(config.heldout) > 1
-    return NamedSource(source_of(part), part.label) if is_told_apart else source_of(part)
+    return NamedSource(read(part), part.label) if is_told_apart else read(part)
 
 
 def _words(config: RunConfig) -> dict[str, tuple[str, str]]:
