@@ -58,6 +58,17 @@ def test_none_leaves_the_presets_factor() -> None:
     assert resolve("grpo", dict.fromkeys(REGISTRY)) == PRESETS["grpo"]
 
 
+def test_presets_that_are_made_for_experts_have_the_numbers_of_their_papers() -> None:
+    """GSPO, arXiv 2507.18071; IcePop, arXiv 2510.18855; RSPO, arXiv 2510.23027."""
+    assert resolve("gspo", {}).ratio.name == "sequence_geometric"
+    assert resolve("gspo", {}).gate == clip(low=3e-4, high=4e-4)
+    (icepop,) = resolve("mis", {}).corrections
+    assert (icepop.name, dict(icepop.arguments)) == ("token_mis", {"low": 0.5, "high": 5.0})
+    rspo = resolve("rspo", {})
+    assert (rspo.ratio.name, dict(rspo.ratio.arguments)) == ("router_shift", {"floor": 0.8})
+    assert (rspo.gate.name, dict(rspo.gate.arguments)) == ("gmpo", {"band": 0.4})
+
+
 def test_a_name_replaces_a_factor() -> None:
     assert resolve("grpo", {"gate": "cispo"}).gate == cispo()
 

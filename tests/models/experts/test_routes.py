@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from temper.batching.pack import pack
 from temper.batching.rows import rows_of
@@ -244,6 +244,7 @@ def test_weights_of_replayed_experts_come_from_the_logits_of_now() -> None:
         (normed, [0, 1], (0.731059, 0.268941)),
         (normed, [0, 2], (0.817574, 0.182426)),
         (plain, [0, 2], (0.609460, 0.135989)),
+        (Glm4MoeConfig(), [0, 2], (0.585926, 0.414074)),  # each by a sigmoid, whatever its bias
     ):
         found = weights_of(config, logits, torch.tensor([experts]))
         torch.testing.assert_close(found, torch.tensor([expected]), rtol=0, atol=1e-6)
