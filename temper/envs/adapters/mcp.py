@@ -158,8 +158,8 @@ class McpEnv:
     call_format, show_tools: how the policy writes calls and sees tools, see tool_env.Presentation.
     effects: what tools change: read, write or irreversible, in one word for all of them, or by name; those that are not
     named are irreversible. The server's own word is not taken for it.
-    allow: effects that run. Irreversible ones run dry unless named here; set this only for servers you would let
-    anybody use.
+    allow: read, write, and names of irreversible tools that run. Any other irreversible one is only described: there is
+    no word for all of them.
     only: names of the tools the policy may call; empty: all.
     """
 
@@ -179,20 +179,27 @@ class McpEnv:
         allowed = ["read"] if allow is None else allow
         self._effect = effects if isinstance(effects, str) else "irreversible"
         self._effects = {} if isinstance(effects, str) else dict(effects)
-        for name in (self._effect, *self._effects.values(), *allowed):
+        for name in (self._effect, *self._effects.values()):
             if name not in EFFECTS:
                 raise UserError(f'env "mcp": effect "{name}" is unknown. Known: {", ".join(EFFECTS)}.')
+        if "irreversible" in allowed:
+            raise UserError(
+                'env "mcp": what cannot be undone is allowed tool by tool. Name the tools in options.allow, e.g. '
+                'allow = ["read", "send_mail"]'
+            )
         self._connection = McpConnection(server, environment or ())
         self._only = frozenset(only or ())
         self._seconds = tool_seconds
-        self._permissions = Permissions(effects=frozenset(allowed), approve=_yes if "irreversible" in allowed else None)
+        self._approved = frozenset(allowed) - set(EFFECTS)
+        effects_granted = frozenset(allowed) & set(EFFECTS)
+        self._permissions = Permissions(effects=effects_granted, approve=lambda tool, _: tool.name in self._approved)
         self._presentation = Presentation(call_format=call_format, show_tools=show_tools)
         self._env: ToolEnv | None = None
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
         assert self._env is None, "an environment is single-use"
         described = await self._connection.open()
-        for option, names in (("only", self._only), ("effects", self._effects.keys())):
+        for option, names in (("only", self._only), ("effects", self._effects.keys()), ("allow", self._approved)):
             if missing := names - {tool.name for tool in described}:
                 raise UserError(f'env "mcp": the server has no tool "{min(missing)}", which options.{option} names.')
         tools = [
@@ -212,10 +219,6 @@ class McpEnv:
 
     async def close(self) -> None:
         await self._connection.close()
-
-
-def _yes(tool: Tool, arguments: Any) -> bool:
-    return True
 
 
 def _require_server(server: str | list[str]) -> None:

@@ -267,13 +267,15 @@ def test_tools_that_change_things_run_only_when_allowed(url: str) -> None:
     assert [kinds(reply) for reply in denied] == [[EventKind.DENIED]] * 2
     allowed = asyncio.run(
         play(
-            McpEnv(effects=KNOWN, server=url, allow=["read", "write", "irreversible"]),
+            McpEnv(effects=KNOWN, server=url, allow=["read", "write", "burn"]),
             call("put", thing="apple"),
             call("burn"),
         )
     )
     assert all(EventKind.SIDE_EFFECT in kinds(reply) for reply in allowed)
     assert "burnt" in allowed[1].messages[0].content
+    with pytest.raises(UserError, match=r'no tool "bum", which options\.allow names'):
+        asyncio.run(play(McpEnv(effects=KNOWN, server=url, allow=["bum"]), call("burn")))
     (read,) = asyncio.run(play(McpEnv(server=url, effects="read"), call("burn")))
     assert "burnt" in read.messages[0].content
 
@@ -312,7 +314,7 @@ def test_a_tool_that_only_its_server_calls_read_only_does_not_run(url: str) -> N
         ({"server": "localhost:8000"}, "must be an address"),
         ({"server": []}, "list of texts"),
         ({"server": ["no-such-program-here"]}, "no command"),
-        ({"server": [sys.executable], "allow": ["delete"]}, 'effect "delete" is unknown'),
+        ({"server": [sys.executable], "allow": ["irreversible"]}, "allowed tool by tool"),
         ({"server": [sys.executable], "effects": {"add": "reed"}}, 'effect "reed" is unknown'),
         ({"server": [sys.executable], "call_format": "xml"}, 'call_format "xml" is unknown'),
     ],
