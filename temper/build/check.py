@@ -77,18 +77,14 @@ def _check_parts(config: RunConfig, objective: Objective) -> None:
     problem = None
     if config.engine.kind == "local" and config.engine.place == "here":
         problem = 'this process does not hold a whole model to draw with. Set engine.place = "process"'
-    elif config.model.lora is not None:
-        problem = "adapters are small enough for copies. Leave out model.lora"
+    elif config.model.lora is not None and config.model.lora.base == "4bit":
+        problem = 'a base in 4 bits is held whole. Use model.lora.base = "full"'
     elif config.model.offload:
         problem = "a part of a reference stays where it is. Leave out model.offload"
     elif config.optim.states == "8bit":
         problem = 'a block of 8-bit states may lie on two trainers. Use optim.states = "bfloat16"'
     elif isinstance(objective, PolicyObjective) and objective.step is not None:
         problem = f'objective "{objective.name}" takes steps of its own, over whole weights. Use another objective'
-    elif "router" in objective.needs:
-        problem = (
-            f'objective "{objective.name}" reads routers, and models with experts are not cut. Use another objective'
-        )
     elif len(config.model.taught_by) > 1:
         problem = "trainers would call their teachers in different orders. Use one model.teacher"
     if problem is not None:

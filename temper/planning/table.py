@@ -13,7 +13,7 @@ from rich.text import Text
 
 from temper.config.memory import KEYS
 from temper.config.toml import to_toml_value
-from temper.models.decoder import FAMILIES
+from temper.models.decoder import WALKED_FAMILIES
 from temper.planning.gpus import GIB, Gpu
 from temper.planning.layout import Layout
 from temper.planning.memory import MemoryPlan
@@ -59,10 +59,9 @@ def cluster_lines(layout: Layout, work: Workload, time: TimePlan, reason: str) -
     if layout.is_apart:
         idle = {"samplers": 1 - time.drawing / time.total, "trainers": 1 - time.training / time.total}
         lines.append("GPUs that wait: " + ", ".join(f"{who} {share:.0%} of the time" for who, share in idle.items()))
-    if layout.parts and work.shape.family not in FAMILIES:
-        lines.append(
-            f"parts are made for {', '.join(FAMILIES)} today: a {work.shape.family} can be planned, not trained so"
-        )
+    if layout.parts and work.shape.family not in WALKED_FAMILIES:
+        made = ", ".join(WALKED_FAMILIES)
+        lines.append(f"parts are made for {made} today: a {work.shape.family} can be planned, not trained so")
     return lines
 
 

@@ -75,11 +75,10 @@ def test_what_cannot_be_done_over_a_base_in_four_bits_is_refused_by_name(
     ("stage", "shared", "message"),
     [
         ({}, {"engine": {"place": "here"}}, 'does not hold a whole model to draw with. Set engine.place = "process"'),
-        ({}, {"model": {"new": {}, "lora": {"rank": 2}}}, "Leave out model.lora"),
+        ({}, {"model": {"new": {}, "lora": {"base": "4bit"}}}, 'Use model.lora.base = "full"'),
         ({}, {"model": {"new": {}, "offload": True}}, "Leave out model.offload"),
         ({}, {"optim": {"states": "8bit"}}, 'Use optim.states = "bfloat16"'),
         ({}, {"objective": {"preset": "trpo"}}, "takes steps of its own, over whole weights"),
-        ({}, {"objective": {"preset": "rspo"}}, "reads routers"),
         ({"kind": "distill"}, {"model": {"new": {}, "teachers": {"a": "x", "b": "y"}}}, "Use one model.teacher"),
     ],
 )

@@ -7,7 +7,7 @@ Shapes: _T packed tokens, _D width in, _O width out of all layers side by side, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,12 @@ def is_adapted(module: Any) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
-def merged_weight(module: Any) -> Tensor:
-    """W + scale B A as a tensor of its own, in W's precision. W is not touched."""
-    return _Part.of(module).merged(module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight)
+def merged_weight(module: Any, read: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
+    """W + scale B A as a tensor of its own, in W's precision. W is not touched. read: a whole tensor, where the module
+    holds a part."""
+    layer = module.base_layer
+    part = _Part(read(layer.weight.detach()), None, module.scaling[ADAPTER])
+    return part.merged(read(module.lora_A[ADAPTER].weight.detach()), read(module.lora_B[ADAPTER].weight.detach()))
 
 
 def low_rank_linear(linear: Linear, hidden_TD: Tensor, modules: Sequence[Any]) -> Tensor:

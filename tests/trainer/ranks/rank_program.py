@@ -11,8 +11,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from temper.batching.pack import pack, shard
+from temper.models.lora.switch import AdapterOff
+from temper.models.lora.wrapping import has_adapter, without_adapter
 from temper.objectives import POLICY_GRADIENTS, DirectLoss, resolve
 from temper.trainer.critic import Critic
 from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
@@ -44,6 +47,8 @@ def train(
     if is_cut:
         for each in (model, other):
             cut(each)
+    if has_adapter(model):  # compared with what it was before
+        other = AdapterOff(model) if is_cut else without_adapter(model)
     trainer = LocalTrainer(
         model,
         None,
@@ -75,11 +80,19 @@ def average(tensor: torch.Tensor) -> None:
     tensor /= dist.get_world_size()
 
 
+def average_parts(module: Any, factor: float) -> None:
+    """What FSDP2 does with gradients by default."""
+    sum_parts(module, factor * dist.get_world_size())
+
+
 class Averaging:
     """torch.distributed with the planted fault."""
 
     def __getattr__(self, name: str) -> Any:
         return average if name == "all_reduce" else getattr(dist, name)
+
+
+sum_parts = FSDPModule.set_gradient_divide_factor
 
 
 def main(rank: int, world: int, folder: Path) -> None:
@@ -93,10 +106,12 @@ def main(rank: int, world: int, folder: Path) -> None:
         needs = resolve(preset).needs
         kind = "rows" if preset in POLICY_GRADIENTS else "scores" if "scores" in needs else "pairs"
         ranks.dist = Averaging() if fault == "average" else dist  # type: ignore[attr-defined, assignment]
+        FSDPModule.set_gradient_divide_factor = average_parts if "average" in fault else sum_parts  # type: ignore[method-assign]
+        own = next((word for word in fault.split() if word in models), "scorer" if kind == "scores" else "policy")
         reports[preset, budget, fault] = train(
-            deepcopy(models["scorer" if kind == "scores" else "policy"]),
+            deepcopy(models[own]),
             deepcopy(other),
-            rows[kind],
+            rows["routed" if "routed" in fault else kind],
             preset,
             budget,
             epochs=1 + ("epochs" in fault),
