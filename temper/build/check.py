@@ -32,8 +32,11 @@ def check_stages(stages: Sequence[RunConfig]) -> list[Objective]:
                 raise
             raise UserError(f"stage {number} ({config.stage}): {error}") from error
     _check_references(stages)
-    if len({(config.cluster.trainers, config.cluster.parts) for config in stages}) > 1:
-        raise UserError("cluster.trainers and cluster.parts are those of all stages: say them once, outside [[stage]]")
+    if len({(config.cluster.trainers, config.cluster.parts, config.cluster.experts) for config in stages}) > 1:
+        raise UserError(
+            "cluster.trainers and cluster.parts are those of all stages, and so is cluster.experts: say them once, "
+            "outside [[stage]]"
+        )
     return objectives
 
 
@@ -54,6 +57,10 @@ def check_stage(config: RunConfig) -> Objective:
         _check_four_bits(config, objective)
     if config.cluster.parts:
         _check_parts(config, objective)
+    if config.cluster.experts and not config.cluster.parts:
+        raise UserError("cluster.experts: all but the experts is held in parts. Set cluster.parts = true, too")
+    if config.cluster.experts and config.model.lora is not None:
+        raise UserError("cluster.experts: an adapter leaves experts as they are. Leave out one of both")
     return objective
 
 

@@ -18,6 +18,7 @@ from temper.config import RunConfig
 from temper.config.memory import settled_choice
 from temper.errors import UserError
 from temper.folders.integrity import verify, write_manifest
+from temper.models.experts.routing import has_experts
 from temper.models.load import find_checkpoint, load_model
 from temper.models.lora.materialize import whole
 from temper.models.lora.switch import AdapterOff
@@ -107,7 +108,9 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
     else:
         load_any = partial(load_model, numerics=config.engine.numerics)
     parts, host = config.cluster.parts, torch.device("cpu")
-    read = partial(load_cut if parts else load_model, numerics=config.engine.numerics)
+    read = partial(load_model, numerics=config.engine.numerics)
+    if parts:
+        read = partial(load_cut, numerics=config.engine.numerics, experts=config.cluster.experts)
 
     def adapt(model: torch.nn.Module) -> torch.nn.Module:
         if lora is None:
@@ -116,9 +119,9 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
 
     if parts and is_scorer:
         policy = adapt(load_any(folder, dtype, host))
-        cut(policy, device=device)
+        cut(policy, device=device, experts=config.cluster.experts)
     elif parts:
-        policy = load_cut(folder, dtype, device, config.engine.numerics, adapt)
+        policy = load_cut(folder, dtype, device, config.engine.numerics, adapt, config.cluster.experts)
     else:
         policy = adapt(load_base(folder, dtype, device, load=load_any, base="full" if lora is None else lora.base))
 
@@ -128,6 +131,8 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
         _check_isolation(model)
         return model
 
+    if config.cluster.experts and not has_experts(policy):
+        raise UserError(f"cluster.experts: {folder} is a model without experts. Use cluster.experts = false")
     if parts:  # of a whole policy the gate proves it
         _check_isolation(policy)
     critic = None

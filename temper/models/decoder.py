@@ -121,13 +121,22 @@ def _experts(layer: Any, ops: Ops, normed_TD: Tensor, routes: Routes | None) -> 
         logits_TE, experts_TK = routes.route(layer.self_attn.layer_idx, logits_TE, experts_TK)
     weights_TK = weights_of(config, logits_TE, experts_TK)
     places = places_of(experts_TK, logits_TE.shape[1])
-    gated_SF = ops.silu_mul(ops.grouped(spread(normed_TD, places), mlp.experts.gate_up_proj, places.ends_E))
-    said_SD = ops.grouped(gated_SF, mlp.experts.down_proj, places.ends_E)
+    rows_SD, say = spread(normed_TD, places), partial(_say, ops)
+    if (exchange := getattr(mlp.experts, "temper_exchange", None)) is not None:  # other processes hold some of them
+        said_SD = exchange(say, mlp.experts, rows_SD, places.ends_E)
+    else:
+        said_SD = say(mlp.experts.gate_up_proj, mlp.experts.down_proj, rows_SD, places.ends_E)
     mixed_TD = ops.mix(collect(said_SD, places, experts_TK.shape[1]), weights_TK)
     if (shared := getattr(mlp, "shared_expert", None)) is None:
         return mixed_TD
     share_T1 = ops.sigmoid(_project(ops, normed_TD, (mlp.shared_expert_gate,)))
     return mixed_TD + share_T1 * _feed_forward(shared, ops, plain_inputs(ops), normed_TD)
+
+
+def _say(ops: Ops, gate_up_EFD: Tensor, down_EDF: Tensor, rows_SD: Tensor, ends_E: Tensor) -> Tensor:
+    """What experts say to rows that are sorted by expert."""
+    gated_SF = ops.silu_mul(ops.grouped(rows_SD, gate_up_EFD, ends_E))
+    return ops.grouped(gated_SF, down_EDF, ends_E)
 
 
 def _attention(module: Any, ops: Ops, normed_TD: States, rotation: tuple[Tensor, Tensor], attend: Any) -> Tensor:

@@ -49,10 +49,12 @@ def cluster_lines(layout: Layout, work: Workload, time: TimePlan, reason: str) -
     if layout.gpus == 1:
         return []
     values = {"trainers": layout.trainers, "samplers": layout.samplers, "parts": layout.parts}
+    values |= {"experts": True} if work.staying_parameters else {}
     draws = layout.samplers > 1 or layout.is_apart
     table = {key: value for key, value in values.items() if key != "samplers" or draws}
     written = f"cluster = {to_toml_value(table)}" + (', engine.place = "process"' if draws else "")
     trainers = "trainers hold a part each" if layout.parts else "trainers hold a copy each"
+    trainers += " and compute their own experts for all" if work.staying_parameters else ""
     where = "samplers have GPUs of their own" if layout.is_apart else "all draw, then all train"
     words = f"{trainers}, {where}" if draws else trainers
     lines = [f"{written}: {words}" + (f"; {reason}" if reason else "")]

@@ -97,6 +97,21 @@ def test_what_cannot_be_done_with_parts_of_a_model_is_refused_by_name(
         assert "or use cluster.parts = false" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("shared", "message"),
+    [
+        ({"cluster": {"trainers": 2, "experts": True}}, "Set cluster.parts = true, too"),
+        (
+            {"cluster": {"trainers": 2, "parts": True, "experts": True}, "model": {"new": {"experts": 4}, "lora": {}}},
+            "an adapter leaves experts as they are",
+        ),
+    ],
+)
+def test_what_cannot_be_done_with_experts_that_stay_is_refused_by_name(shared: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_stages(stages_of({}, engine={"place": "process"}, **shared))
+
+
 def test_trainers_are_those_of_all_stages() -> None:
     stages = [*stages_of({"kind": "sft"}, cluster={"trainers": 2}), *stages_of({}, cluster={"trainers": 3})]
     with pytest.raises(UserError, match=r"cluster.trainers and cluster.parts are those of all stages"):

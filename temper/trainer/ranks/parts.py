@@ -21,18 +21,22 @@ from torch import Tensor, nn
 
 from temper.errors import UserError
 from temper.models.decoder import WALKED_FAMILIES, can_walk, layer_forward
+from temper.trainer.ranks.experts import hold_own_experts
 
 Result = TypeVar("Result")
 GATHERED_BYTES = 256 << 20
 """Of whole tensors that are on their way to samplers at once."""
 
 
-def cut(model: Any, *, device: torch.device | None = None, apart: Sequence[nn.Module] = ()) -> None:
+def cut(
+    model: Any, *, device: torch.device | None = None, apart: Sequence[nn.Module] = (), experts: bool = False
+) -> None:
     """From now on this rank holds its part alone. Rows of every tensor are shared out in order of ranks; of a tensor
     with fewer rows than ranks the last get none.
 
     device: where parts live; layers of a model that lies elsewhere are brought there one by one. None: where it is.
-    apart: heads of another precision, which torch gathers by themselves.
+    apart: heads of another precision, which torch gathers by themselves. experts: whether each rank computes its own
+    experts for all (experts.py); otherwise they are gathered as the rest is.
     """
     from torch.distributed.device_mesh import init_device_mesh  # here: they take more than a second
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -47,9 +51,10 @@ def cut(model: Any, *, device: torch.device | None = None, apart: Sequence[nn.Mo
     # Gradients of a microbatch are added up over ranks in float32, and then rounded to what the weights are.
     narrow = parameter.dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
+    held = hold_own_experts(model, mesh, device or parameter.device) if experts else set()
     for layer in model.get_decoder().layers:
         layer.temper_cut, layer.forward = True, MethodType(layer_forward, layer)
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=held)
     for head in apart:
         fully_shard(head, mesh=mesh, mp_policy=policy)
     model.temper_cut, model.forward = True, _call

@@ -114,13 +114,18 @@ MUCH = {
         "model": {"replay_routes": True, "routers": {"balance": 0.01}},
         "objective": {"preset": "rspo"},
     },
+    "experts that stay where they are": {
+        "new": {"experts": 6, "mlp_width": 24},
+        "cluster": {"experts": True},
+        "objective": {"preset": "prorl", "reference": {"name": "soft_update", "mix": 0.25, "every": 1}},
+    },
     "an adapter": {"model": {"lora": {"rank": 3}}, "objective": {"preset": "grpo"}},
     "an adapter and a moving reference": {
         "model": {"lora": {"rank": 3}},
         "objective": {"preset": "prorl", "reference": {"name": "soft_update", "mix": 0.25, "every": 1}},
     },
 }
-"""What stands beside a policy and is cut, too. new: of the model."""
+"""What stands beside a policy and is cut, too. new: of the model; cluster: of its table."""
 
 
 @pytest.mark.heavy
@@ -130,10 +135,11 @@ def test_all_that_stands_beside_a_policy_is_cut_and_goes_on_from_its_checkpoint(
 ) -> None:
     """Two with parts, half of it, and then three: the weights of one process that did it all."""
     tiny_recipe["model"]["new"] |= MUCH[much].get("new", {})
-    tiny_recipe["stage"][1] |= {key: value for key, value in MUCH[much].items() if key != "new"}
+    tiny_recipe["stage"][1] |= {key: value for key, value in MUCH[much].items() if key not in ("new", "cluster")}
+    parts = {"parts": True, **MUCH[much].get("cluster", {})}
     whole = run(make_table(tiny_recipe, steps=(2, 4)), tmp_path / "whole")
-    run(make_table(tiny_recipe, steps=(2, 2), trainers=2, parts=True), tmp_path / "run")
-    rest = resolve(make_table(tiny_recipe, steps=(2, 4), trainers=3, parts=True), (), where="test")
+    run(make_table(tiny_recipe, steps=(2, 2), trainers=2, **parts), tmp_path / "run")
+    rest = resolve(make_table(tiny_recipe, steps=(2, 4), trainers=3, **parts), (), where="test")
     (tmp_path / "run" / "config.toml").write_text(to_toml(rest))
     training.train_stages(rest, run=tmp_path / "run", resume=True)
     limit = 1e-4 if "states" in much else 1e-5  # rounding at random: other bits on other ranks
