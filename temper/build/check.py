@@ -12,6 +12,7 @@ from temper.build.agents import check_agent
 from temper.build.objective import resolve_objective
 from temper.config import DATA_KEYS, FIRST, Reference, RunConfig, references
 from temper.errors import UserError, did_you_mean
+from temper.models.lora.targets import EXPERTS
 from temper.objectives import Objective, PolicyObjective
 from temper.rollout.controls.registry import read_controls
 from temper.runs.alarms.rules import configure
@@ -33,8 +34,11 @@ def check_stages(stages: Sequence[RunConfig]) -> list[Objective]:
                 raise
             raise UserError(f"stage {number} ({config.stage}): {error}") from error
     _check_references(stages)
-    if len({(config.cluster.trainers, config.cluster.parts) for config in stages}) > 1:
-        raise UserError("cluster.trainers and cluster.parts are those of all stages: say them once, outside [[stage]]")
+    if len({(config.cluster.trainers, config.cluster.parts, config.cluster.experts) for config in stages}) > 1:
+        raise UserError(
+            "cluster.trainers and cluster.parts are those of all stages, and so is cluster.experts: say them once, "
+            "outside [[stage]]"
+        )
     return objectives
 
 
@@ -63,6 +67,10 @@ def check_stage(config: RunConfig) -> Objective:
         _check_four_bits(config, objective)
     if config.cluster.parts:
         _check_parts(config, objective)
+    if config.cluster.experts and not config.cluster.parts:
+        raise UserError("cluster.experts: all but the experts is held in parts. Set cluster.parts = true, too")
+    if config.cluster.experts and config.model.lora is not None:
+        raise UserError("cluster.experts: an adapter leaves experts as they are. Leave out one of both")
     return objective
 
 
@@ -86,18 +94,16 @@ def _check_parts(config: RunConfig, objective: Objective) -> None:
     problem = None
     if config.engine.kind == "local" and config.engine.place == "here":
         problem = 'this process does not hold a whole model to draw with. Set engine.place = "process"'
-    elif config.model.lora is not None:
-        problem = "adapters are small enough for copies. Leave out model.lora"
+    elif config.model.lora is not None and config.model.lora.base == "4bit":
+        problem = 'a base in 4 bits is held whole. Use model.lora.base = "full"'
+    elif config.model.lora is not None and EXPERTS in config.model.lora.targets:
+        problem = 'adapters on experts are held whole. Leave "experts" out of model.lora.targets'
     elif config.model.offload:
         problem = "a part of a reference stays where it is. Leave out model.offload"
     elif config.optim.states == "8bit":
         problem = 'a block of 8-bit states may lie on two trainers. Use optim.states = "bfloat16"'
     elif isinstance(objective, PolicyObjective) and objective.step is not None:
         problem = f'objective "{objective.name}" takes steps of its own, over whole weights. Use another objective'
-    elif "router" in objective.needs:
-        problem = (
-            f'objective "{objective.name}" reads routers, and models with experts are not cut. Use another objective'
-        )
     elif len(config.model.taught_by) > 1:
         problem = "trainers would call their teachers in different orders. Use one model.teacher"
     if problem is not None:

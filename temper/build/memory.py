@@ -117,7 +117,12 @@ def _layouts(config: RunConfig, data: StageData, work: Workload, asked: PlanRequ
         return [written[max(written) if torch.cuda.device_count() > config.cluster.trainers else min(written)]]
     if not _has_table(config):
         parts = True if config.cluster.parts else asked.parts
-        return list(layouts(work, asked.gpus, trainers=asked.trainers, parts=parts))
+        if found := list(layouts(work, asked.gpus, trainers=asked.trainers, parts=parts)):
+            return found
+        raise UserError(
+            f"cluster.experts: {work.shape.num_experts} experts do not divide over the trainers among {asked.gpus} "
+            f"GPUs. Ask for other --gpus, or use cluster.experts = false"
+        )
     if asked.gpus not in written:
         needed = f"trainers = {config.cluster.trainers}, which need {min(written)} GPUs"
         if len(written) > 1:
@@ -214,6 +219,7 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         trains=kind_of(config).trains,
         trainers=config.cluster.trainers,
         parts=config.cluster.parts,
+        experts=config.cluster.experts,
         engine=_engine_weights(config, data),
         num_samplers=config.cluster.num_samplers if data.is_rolling else 1,
         ahead=config.rollout.max_staleness if data.is_rolling else 0,

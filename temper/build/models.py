@@ -18,8 +18,10 @@ from temper.config import RunConfig
 from temper.config.memory import settled_choice
 from temper.errors import UserError
 from temper.folders.integrity import verify, write_manifest
+from temper.models.experts.routing import has_experts
 from temper.models.load import find_checkpoint, load_model
 from temper.models.lora.materialize import whole
+from temper.models.lora.switch import AdapterOff
 from temper.models.lora.wrapping import (
     AdapterSettings,
     LoadModel,
@@ -38,7 +40,7 @@ from temper.trainer.critic import Critic
 from temper.trainer.local import AuxiliaryModels
 from temper.trainer.offload import offload
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.ranks.parts import cut
+from temper.trainer.ranks.parts import cut, is_cut
 from temper.trainer.ranks.reading import load_cut
 from temper.trainer.weights import ModelFiles
 
@@ -106,15 +108,22 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
     else:
         load_any = partial(load_model, numerics=config.engine.numerics)
     parts, host = config.cluster.parts, torch.device("cpu")
-    read = partial(load_cut if parts else load_model, numerics=config.engine.numerics)
-    if lora is None and parts and is_scorer:
-        policy = load_any(folder, dtype, host)
-        cut(policy, device=device)
-    elif lora is None:
-        policy = (read if parts else load_any)(folder, dtype, device)
+    read = partial(load_model, numerics=config.engine.numerics)
+    if parts:
+        read = partial(load_cut, numerics=config.engine.numerics, experts=config.cluster.experts)
+
+    def adapt(model: torch.nn.Module) -> torch.nn.Module:
+        if lora is None:
+            return model
+        return add_adapter(model, adapter_settings(config), folder, whole=(HEAD,) if is_scorer else ())
+
+    if parts and is_scorer:
+        policy = adapt(load_any(folder, dtype, host))
+        cut(policy, device=device, experts=config.cluster.experts)
+    elif parts:
+        policy = load_cut(folder, dtype, device, config.engine.numerics, adapt, config.cluster.experts)
     else:
-        policy = load_base(folder, dtype, device, load=load_any, base=lora.base)
-        policy = add_adapter(policy, adapter_settings(config), folder, whole=(HEAD,) if is_scorer else ())
+        policy = adapt(load_base(folder, dtype, device, load=load_any, base="full" if lora is None else lora.base))
 
     def load(other: Path) -> torch.nn.Module:
         """One that reads the policy's rows packed as the policy does: they must not see each other in it either."""
@@ -122,6 +131,8 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
         _check_isolation(model)
         return model
 
+    if config.cluster.experts and not has_experts(policy):
+        raise UserError(f"cluster.experts: {folder} is a model without experts. Use cluster.experts = false")
     if parts:  # of a whole policy the gate proves it
         _check_isolation(policy)
     critic = None
@@ -181,4 +192,6 @@ def _reference(
         return frozen(load(folder))
     # The policy without its adapter is where it started, and costs nothing; one that moves needs weights of its own.
     # Neither is sent away between passes: what they share with the policy would go with them.
+    if is_cut(policy):
+        return AdapterOff(policy) if objective.reference is None else frozen(load(folder))
     return without_adapter(policy) if objective.reference is None else with_own_weights(policy)

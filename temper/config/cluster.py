@@ -26,6 +26,9 @@ class ClusterConfig(Section):
     parts: bool = False
     """Whether each trainer holds a part of every layer's weights, gradients and optimiser states (FSDP2), and gathers a
     layer when it computes it; otherwise each holds all of them. Parts need less memory, copies less exchange."""
+    experts: bool = False
+    """Whether, with parts, each trainer computes its own experts of every layer, to which all send their tokens (expert
+    parallelism); otherwise experts are gathered as the rest of a layer is."""
     rank_seconds: float = Field(600.0, gt=0)
     """What trainers do together (a step, a save) may take so long; one that is silent for longer ends the run, and
     --resume goes on."""

@@ -145,14 +145,24 @@ def _many_rows_experts(layer: Any, ops: Ops, normed_TD: Tensor, logits_TE: Tenso
         logits_TE, experts_TK = routes.route(layer.self_attn.layer_idx, logits_TE, experts_TK)
     weights_TK = weights_of(config, logits_TE, experts_TK, ops.sigmoid)
     places = places_of(experts_TK, logits_TE.shape[1])
-    multiply = partial(expert_products, ops.grouped, experts=mlp.experts, ends_E=places.ends_E)
-    said_SD = multiply(ops.silu_mul(multiply(spread(normed_TD, places), name="gate_up_proj")), name="down_proj")
+    rows_SD, say = spread(normed_TD, places), partial(_say, ops)
+    if (exchange := getattr(mlp.experts, "temper_exchange", None)) is not None:  # other processes hold some of them
+        said_SD = exchange(say, mlp.experts, rows_SD, places.ends_E)
+    else:
+        multiply = partial(expert_products, ops.grouped, experts=mlp.experts, ends_E=places.ends_E)
+        said_SD = multiply(ops.silu_mul(multiply(rows_SD, name="gate_up_proj")), name="down_proj")
     return ops.mix(collect(said_SD, places, experts_TK.shape[1]), weights_TK)
 
 
 def _shared_expert(mlp: Any) -> Any:
     """Qwen2's, which has a gate, or GLM's, which has none; None where all experts are chosen."""
     return getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
+
+
+def _say(ops: Ops, gate_up_EFD: Tensor, down_EDF: Tensor, rows_SD: Tensor, ends_E: Tensor) -> Tensor:
+    """What experts say to rows that are sorted by expert."""
+    gated_SF = ops.silu_mul(ops.grouped(rows_SD, gate_up_EFD, ends_E))
+    return ops.grouped(gated_SF, down_EDF, ends_E)
 
 
 def _attention(module: Any, ops: Ops, normed_TD: States, rotation: tuple[Tensor, Tensor], attend: Any) -> Tensor:

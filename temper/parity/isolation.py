@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import BackendError
+from temper.models.experts.routing import has_experts
 from temper.trainer.passes.forward import score_drawn
 from temper.trainer.passes.scores import read_states
 from temper.trainer.passes.states import MakeAttention
@@ -66,7 +67,7 @@ def check_isolation(
                 raise _leak(
                     model, f"other tokens in row {changed} moved log-probabilities of row {number} by up to {gap:.3g}"
                 )
-    if is_rounded and not is_cut(model):  # those that are cut have no experts
+    if has_experts(model) if is_cut(model) else is_rounded:  # ranks with parts all go back through them, or none does
         _check_gradients(model, rows, read)
     return _check_single_rows(model, packed, [score([row])[0] for row in rows])
 
@@ -82,9 +83,12 @@ def _check_gradients(model: Any, rows: Sequence[_Row], read: Callable[[Sequence[
     handle = model.get_input_embeddings().register_forward_hook(keep)
     try:
         with torch.enable_grad():
-            # Rows without a common prompt: what they share they may both depend on.
-            logprobs = read([_Row(row.prompt[:1], row.drawn) for row in rows])
-            gradients = [torch.autograd.grad(row.sum(), embedded[0], retain_graph=True)[0] for row in logprobs]
+            # Rows without a common prompt: what they share they may both depend on. A pass for each: of a cut model
+            # the way back is gone once.
+            apart = [_Row(row.prompt[:1], row.drawn) for row in rows]
+            gradients = [
+                torch.autograd.grad(read(apart)[number].sum(), embedded[number])[0] for number in range(len(rows))
+            ]
     finally:
         handle.remove()
     lengths = [1 + len(row.drawn) for row in rows]

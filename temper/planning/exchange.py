@@ -32,17 +32,44 @@ def ring_seconds(size_bytes: float, ranks: int, gpu: Gpu) -> float:
     return max(inside, between) / LINK_REACH + START_SECONDS + hops
 
 
+def tokens_seconds(size_bytes: float, ranks: int, gpu: Gpu) -> float:
+    """Of sending so many bytes from every rank, as many to each (all_to_all). What goes to other machines goes by the
+    network of the rank that sends it."""
+    if ranks == 1:
+        return 0.0
+    machines = -(-ranks // gpu.per_machine)
+    inside, between = size_bytes * (1 - 1 / ranks) / gpu.peer_link, size_bytes * (1 - 1 / machines) / gpu.network
+    hop = NETWORK_HOP_SECONDS if machines > 1 else MACHINE_HOP_SECONDS
+    return max(inside, between) / LINK_REACH + START_SECONDS + hop
+
+
+def exchanged_bytes(work: Workload) -> float:
+    """Of the tokens of a microbatch on their way to the experts of one layer, or back."""
+    return float(work.computed_tokens * work.shape.experts_per_token * work.shape.width * work.itemsize)
+
+
+def expert_seconds(work: Workload, gpu: Gpu) -> float:
+    """Of all tokens of a microbatch to experts and back, in each layer: forward, backward, and once more where layers
+    are computed again. Experts wait for them, so nothing hides it."""
+    if not work.staying_parameters:
+        return 0.0
+    ways = 6 if work.choice.gradient_checkpointing else 4
+    return ways * work.shape.num_layers * tokens_seconds(exchanged_bytes(work), work.trainers, gpu)
+
+
 def weight_bytes(work: Workload) -> float:
     """Of all weights as they are sent."""
     return float(work.shape.parameters * work.itemsize)
 
 
-def gather_seconds(work: Workload, gpu: Gpu) -> float:
-    """Of gathering all layers once, one by one; copies gather nothing."""
+def gather_seconds(work: Workload, gpu: Gpu, *, stays: bool = True) -> float:
+    """Of gathering all layers once, one by one; copies gather nothing. stays: whether experts that are computed where
+    they are stay there."""
     if work.share == 1:
         return 0.0
     groups = work.shape.num_layers + 1  # what is outside of the layers is one more
-    return groups * ring_seconds(weight_bytes(work) / groups, work.trainers, gpu)
+    size = weight_bytes(work) - (work.staying_parameters * work.itemsize if stays else 0)
+    return groups * ring_seconds(size / groups, work.trainers, gpu)
 
 
 def gradient_seconds(work: Workload, gpu: Gpu) -> float:
@@ -50,6 +77,7 @@ def gradient_seconds(work: Workload, gpu: Gpu) -> float:
     size = float(GRADIENT_BYTES * work.trained_parameters)
     if work.share == 1:
         return 2 * ring_seconds(size, work.trainers, gpu)
+    size -= GRADIENT_BYTES * work.staying_parameters  # who holds them has the gradient of all tokens
     groups = work.shape.num_layers + 1
     return groups * ring_seconds(size / groups, work.trainers, gpu)
 
@@ -60,7 +88,7 @@ def exchange_seconds(work: Workload, gpu: Gpu, computing: float) -> float:
     Copies add up gradients when the last microbatch is done, and nothing hides it. Parts gather every layer in the
     forward pass and again in the backward pass of each microbatch, while the layer before is computed, and add up
     gradients with each of them: waiting for the last one would need whole gradients on every GPU. So a microbatch takes
-    as long as the longer of the two, and the first layer is waited for.
+    as long as the longer of the two, and the first layer is waited for; so are tokens that travel to experts.
     """
     if work.trainers == 1:
         return 0.0
@@ -69,7 +97,8 @@ def exchange_seconds(work: Workload, gpu: Gpu, computing: float) -> float:
     gathering = gather_seconds(work, gpu)
     sent = 2 * gathering + gradient_seconds(work, gpu)
     first = gathering / (work.shape.num_layers + 1)
-    return work.microbatches * (max(0.0, sent - computing / work.microbatches) + first)
+    tokens = expert_seconds(work, gpu)
+    return work.microbatches * (max(0.0, sent - computing / work.microbatches) + first + tokens)
 
 
 def publishing_seconds(work: Workload, gpu: Gpu) -> float:
@@ -78,7 +107,7 @@ def publishing_seconds(work: Workload, gpu: Gpu) -> float:
     if work.engine == "shared":
         return 0.0
     size = weight_bytes(work)
-    gathered = gather_seconds(work, gpu)
+    gathered = gather_seconds(work, gpu, stays=False)
     if work.engine == "copied":
         return gathered + 3 * size / gpu.bandwidth
     is_near = work.trainers + work.num_samplers <= gpu.per_machine

@@ -17,7 +17,7 @@ from temper.engine.local.graphs import bucket
 from temper.models.decoder import FAMILIES, WALKED_FAMILIES
 from temper.models.long_rows.feed_forward import CHUNK_TOKENS as FED_TOKENS
 from temper.models.nf4.blocks import BLOCK
-from temper.planning.exchange import GRADIENT_BYTES
+from temper.planning.exchange import GRADIENT_BYTES, exchanged_bytes
 from temper.planning.shape import DecoderShape
 from temper.planning.workload import Workload
 from temper.trainer.adamw.footprint import bytes_per_parameter
@@ -126,9 +126,10 @@ def _gathered(work: Workload) -> dict[str, float]:
     if work.share == 1:
         return {}
     shape, size = work.shape, work.itemsize
-    layer, outside = shape.layers / shape.num_layers, shape.parameters - shape.layers
+    layer, outside = (shape.layers - work.staying_parameters) / shape.num_layers, shape.parameters - shape.layers
     each = size + (size + GRADIENT_BYTES if work.adapter is None else 0)
     return {
+        "exchanged tokens": 2.0 * exchanged_bytes(work) if work.staying_parameters else 0.0,
         "gathered layers": float((GATHERED_LAYERS * layer + outside) * size),
         "exchange buffers": float(max(layer, outside) * each),
     }

@@ -70,6 +70,11 @@ class DecoderShape:
         return one * self.num_experts + self.width * self.num_experts if self.num_experts else one
 
     @property
+    def experts(self) -> int:
+        """Parameters of all experts of one layer."""
+        return 3 * self.width * self.mlp_width * self.num_experts
+
+    @property
     def active_mlp(self) -> int:
         """Those of them that work on one token."""
         return 3 * self.width * self.active_mlp_width

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from temper.config.memory import KEYS
 from temper.config.toml import to_toml_value
-from temper.models.decoder import FAMILIES
+from temper.models.decoder import WALKED_FAMILIES
 from temper.planning.gpus import GIB, Gpu
 from temper.planning.layout import Layout
 from temper.planning.memory import MemoryPlan
@@ -49,20 +49,21 @@ def cluster_lines(layout: Layout, work: Workload, time: TimePlan, reason: str) -
     if layout.gpus == 1:
         return []
     values = {"trainers": layout.trainers, "samplers": layout.samplers, "parts": layout.parts}
+    values |= {"experts": True} if work.staying_parameters else {}
     draws = layout.samplers > 1 or layout.is_apart
     table = {key: value for key, value in values.items() if key != "samplers" or draws}
     written = f"cluster = {to_toml_value(table)}" + (', engine.place = "process"' if draws else "")
     trainers = "trainers hold a part each" if layout.parts else "trainers hold a copy each"
+    trainers += " and compute their own experts for all" if work.staying_parameters else ""
     where = "samplers have GPUs of their own" if layout.is_apart else "all draw, then all train"
     words = f"{trainers}, {where}" if draws else trainers
     lines = [f"{written}: {words}" + (f"; {reason}" if reason else "")]
     if layout.is_apart:
         idle = {"samplers": 1 - time.drawing / time.total, "trainers": 1 - time.training / time.total}
         lines.append("GPUs that wait: " + ", ".join(f"{who} {share:.0%} of the time" for who, share in idle.items()))
-    if layout.parts and work.shape.family not in FAMILIES:
-        lines.append(
-            f"parts are made for {', '.join(FAMILIES)} today: a {work.shape.family} can be planned, not trained so"
-        )
+    if layout.parts and work.shape.family not in WALKED_FAMILIES:
+        made = ", ".join(WALKED_FAMILIES)
+        lines.append(f"parts are made for {made} today: a {work.shape.family} can be planned, not trained so")
     return lines
 
 

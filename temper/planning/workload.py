@@ -50,6 +50,8 @@ class Workload:
     """GPUs that share out each batch."""
     parts: bool = False
     """Whether each of them holds a part of weights, gradients and states, in place of all."""
+    experts: bool = False
+    """Whether, with parts, each of them computes its own experts for all, in place of gathering them."""
     engine: Literal["shared", "copied", "apart", "elsewhere"] = "shared"
     """Whose weights the sampler draws with: the trainer's, a copy on the same GPU, a copy on a GPU of its own, or those
     of a server that is not planned here."""
@@ -89,6 +91,11 @@ class Workload:
     def share(self) -> int:
         """Trainers that one copy of weights, gradients and states is shared out over."""
         return self.trainers if self.parts else 1
+
+    @property
+    def staying_parameters(self) -> int:
+        """Of all layers, those that no trainer gathers: experts that are computed where they are."""
+        return self.shape.num_layers * self.shape.experts if self.experts and self.share > 1 else 0
 
     @property
     def trainer_rows(self) -> int:

@@ -336,8 +336,9 @@ def policy_rate(settings: TrainerSettings, step: int, waiting_steps: int) -> flo
 
 
 def _require_own_weights(reference: nn.Module, model: nn.Module) -> None:
-    """A reference that is the policy without its adapter shares its weights: moved, it would move the policy."""
-    if has_adapter(model):
+    """A reference that is the policy without its adapter shares its weights: moved, it would move the policy. Of a cut
+    policy it has its own, read from files."""
+    if has_adapter(model) and not is_cut(model):
         policy = {parameter.data_ptr() for name, parameter in model.named_parameters() if ".base_layer." in name}
         assert not any(p.data_ptr() in policy for p in reference.parameters()), "a moving reference needs own weights"
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.models.decoder import lay_end_to_end
+from temper.models.lora.switch import AdapterOff
 
 _HOME = "temper_home"
 """Attribute of an offloaded module."""
@@ -38,7 +39,12 @@ def offload(module: nn.Module, device: torch.device) -> nn.Module:
 
 @contextmanager
 def on_device(module: nn.Module) -> Iterator[nn.Module]:
-    """The module where it computes: for an offloaded one a copy of its tensors, made once for nested passes."""
+    """The module where it computes: for an offloaded one a copy of its tensors, made once for nested passes; for a
+    policy without its adapter the policy, while that is off."""
+    if isinstance(module, AdapterOff):
+        with module.switched() as policy:
+            yield policy
+        return
     home: _Home | None = getattr(module, _HOME, None)
     if home is None or home.passes:
         yield from _counted(module, home)

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from temper.models.lora.wrapping import has_adapter
 from temper.models.save import saved_tensors
 from temper.objectives.objective import Moment, ReferenceRule
 from temper.trainer.optim import require_same_tensors
-from temper.trainer.ranks.parts import OwnParts, is_cut, own_part
+from temper.trainer.ranks.parts import OwnParts, PartsOf, is_cut, own_part
 from temper.trainer.weights import kept_tensors, publish, take_over, whole_weights
 
 _WEIGHTS, _STATE = "reference.safetensors", "reference.json"
@@ -42,10 +43,13 @@ class MovingReference:
         refresh = self._rule(Moment(step=step, stalled_evaluations=self._stalled))
         if refresh is None:
             return False, False
+        own_tensors = saved_tensors(self._model)  # biases of routers, too
         # Merged ones of an adapter; of a cut model this rank's parts, for the reference is cut alike.
-        targets = OwnParts(saved_tensors(policy)) if is_cut(policy) else publish(policy, step).tensors
+        targets = publish(policy, step).tensors
+        if is_cut(policy):
+            targets = PartsOf(targets, own_tensors) if has_adapter(policy) else OwnParts(targets)
         with torch.no_grad():
-            for name, tensor in saved_tensors(self._model).items():  # biases of routers, too
+            for name, tensor in own_tensors.items():
                 own, target = own_part(tensor), targets[name]
                 if target.data_ptr() != own.data_ptr():  # shared: one that the adapter leaves alone
                     own.lerp_(target.to(own), refresh.mix)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import UserError
+from temper.models.lora.wrapping import has_adapter, save_adapter
 from temper.models.save import save_description
 from temper.trainer.adamw.files import read_tensors, write_tensors
 from temper.trainer.optim import MasterAdamW, require_same_tensors
@@ -72,16 +73,21 @@ class SavedTrainer:
 
     def _write_parts(self, folder: Path, tokenizer: Any) -> None:
         """Weights and optimiser states, by all ranks."""
-        own = folder / STATE_FOLDER
+        own, weights = folder / STATE_FOLDER, whole_weights(self.model)
+        adapter = dict(weights) if has_adapter(self.model) else None  # small: gathered, and written by rank 0
 
         def begin() -> None:
             if rank_and_world()[0] == 0:
                 with under_own_name(self.model):
-                    save_description(self.model, tokenizer, folder)
+                    if adapter is None:
+                        save_description(self.model, tokenizer, folder)
+                    else:
+                        save_adapter(self.model, tokenizer, folder, adapter)
                 own.mkdir()
 
         do_together(begin)
-        write_weights(whole_weights(self.model), folder)
+        if adapter is None:
+            write_weights(weights, folder)
         states = self.optimizer.tensors()
         assert isinstance(states, WholeTensors), "the optimiser of a cut model is cut"
         write_states(states, own, "optimizer")

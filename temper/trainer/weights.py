@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from temper.errors import UserError
-from temper.folders.stored import StoredTensors
+from temper.models.experts.stored import StoredWeights
 from temper.models.load import load_model
 from temper.models.lora.wrapping import (
     LoadModel,
@@ -34,7 +34,7 @@ from temper.trainer.ranks.parts import (
     is_cut,
     own_part,
     part_of,
-    whole_of,
+    whole,
 )
 from temper.types import Publication
 
@@ -53,7 +53,7 @@ class Weights:
 
     def __init__(self, model: nn.Module) -> None:
         # Over a base in 4 bits the sampler computes with the factors, as the trainer does: nothing is merged.
-        self._merged = MergedTensors(model) if has_adapter(model) and not holds_four_bits(model) else None
+        self._merged = MergedTensors(model, whole) if has_adapter(model) and not holds_four_bits(model) else None
         self._own = {} if self._merged is not None else saved_tensors(model)
 
     def publication(self, version: int) -> Publication:
@@ -68,13 +68,13 @@ class Weights:
 
     def gathered(self, version: int, gather: Callable[[Sequence[str]], Mapping[str, Tensor]]) -> Publication:
         """Of a cut model. gather: calls `whole` on all ranks."""
-        tensors = GatheredTensors(self._own, gather)
+        tensors = GatheredTensors(self._own if self._merged is None else self._merged.unmerged, gather)
         return Publication(version=version, tensors=tensors, alike=tensors.outlines())
 
     def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors of a cut model; all ranks ask for the same."""
         with torch.no_grad():
-            return {name: whole_of(own_part(self._own[name]), self._own[name]) for name in names}
+            return {name: whole(self._own[name]) if self._merged is None else self._merged[name] for name in names}
 
 
 def publish(model: nn.Module, version: int) -> Publication:
@@ -98,8 +98,9 @@ def take_over(current: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> No
 
 
 def whole_weights(model: nn.Module) -> WholeTensors:
-    """On the CPU. Those of a cut model are made whole when they are asked for, by all ranks in this order."""
-    tensors = saved_tensors(model)
+    """What a checkpoint holds, on the CPU. Of a cut model made whole when it is asked for, by all ranks in this
+    order."""
+    tensors = kept_tensors(model)
     return WholeTensors(tensors, tensors)
 
 
@@ -113,7 +114,7 @@ def stored_tensors(model: nn.Module, folder: Path, dtype: torch.dtype, files: Mo
         return read_adapter(folder, model)
     if is_adapter_folder(folder):
         raise UserError(f"{folder} holds an adapter and this run trains all weights. Set model.lora to what it was")
-    if is_cut(model) and (stored := StoredTensors(folder)).fits(own := kept_tensors(model)):
+    if is_cut(model) and (stored := StoredWeights(folder)).fits(own := kept_tensors(model)):
         return {name: stored[name] for name in own}  # mapped from the file: this rank reads its own rows
     # Through transformers, which may store tensors under other names than the model's own.
     return publish(files.load(folder, dtype, torch.device("cpu")), 0).tensors

@@ -75,11 +75,11 @@ def test_what_cannot_be_done_over_a_base_in_four_bits_is_refused_by_name(
     ("stage", "shared", "message"),
     [
         ({}, {"engine": {"place": "here"}}, 'does not hold a whole model to draw with. Set engine.place = "process"'),
-        ({}, {"model": {"new": {}, "lora": {"rank": 2}}}, "Leave out model.lora"),
+        ({}, {"model": {"new": {}, "lora": {"base": "4bit"}}}, 'Use model.lora.base = "full"'),
+        ({}, {"model": {"new": {}, "lora": {"targets": ["experts"]}}}, 'Leave "experts" out of model.lora.targets'),
         ({}, {"model": {"new": {}, "offload": True}}, "Leave out model.offload"),
         ({}, {"optim": {"states": "8bit"}}, 'Use optim.states = "bfloat16"'),
         ({}, {"objective": {"preset": "trpo"}}, "takes steps of its own, over whole weights"),
-        ({}, {"objective": {"preset": "rspo"}}, "reads routers"),
         ({"kind": "distill"}, {"model": {"new": {}, "teachers": {"a": "x", "b": "y"}}}, "Use one model.teacher"),
     ],
 )
@@ -96,6 +96,21 @@ def test_what_cannot_be_done_with_parts_of_a_model_is_refused_by_name(
         with pytest.raises(UserError, match=re.escape(message)) as raised:
             check_stages(config)
         assert "or use cluster.parts = false" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("shared", "message"),
+    [
+        ({"cluster": {"trainers": 2, "experts": True}}, "Set cluster.parts = true, too"),
+        (
+            {"cluster": {"trainers": 2, "parts": True, "experts": True}, "model": {"new": {"experts": 4}, "lora": {}}},
+            "an adapter leaves experts as they are",
+        ),
+    ],
+)
+def test_what_cannot_be_done_with_experts_that_stay_is_refused_by_name(shared: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_stages(stages_of({}, engine={"place": "process"}, **shared))
 
 
 def test_trainers_are_those_of_all_stages() -> None:

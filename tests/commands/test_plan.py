@@ -141,6 +141,18 @@ def test_parts_are_drawn_with_by_processes(
     assert "sampler's weights" in shown, "no whole weights are there to draw with"
 
 
+def test_experts_that_stay_are_counted_where_the_recipe_asks_for_them(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ("model.new.experts=6", "cluster.parts=true", "cluster.experts=true", "engine.place=process")
+    change = tuple(word for key in keys for word in ("--set", key))
+    assert plan(monkeypatch, recipe, "--gpu", "h200", "--gpus", "2", *change, "--set", "cluster.trainers=2") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "cluster = {trainers = 2, parts = true, experts = true}" in shown
+    assert "exchanged tokens" in shown
+    assert "tokens sent to experts" in shown
+
+
 def test_what_fits_on_none_of_these_gpus_says_on_how_many_it_would(
     tiny_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

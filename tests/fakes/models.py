@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig, Olmo2Config, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from temper.models.load import prepare
@@ -21,7 +30,11 @@ SMALL = {
     "head_dim": 8,
     "max_position_embeddings": 64,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 CONFIGS = {
+    "mixtral": lambda: MixtralConfig(**SMALL, num_local_experts=8),
+    "qwen2_moe": lambda: Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=16),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SMALL, **EXPERTS, norm_topk_prob=True),
     "llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=False),
     "tied_llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**SMALL),

@@ -13,13 +13,18 @@ from temper.planning.exchange import (
     NETWORK_HOP_SECONDS,
     START_SECONDS,
     exchange_seconds,
+    exchanged_bytes,
+    expert_seconds,
     gather_seconds,
     gradient_seconds,
     publishing_seconds,
     ring_seconds,
+    tokens_seconds,
 )
 from temper.planning.gpus import GPUS
+from temper.planning.shape import decoder_shape
 from temper.planning.workload import AdapterShape, Workload
+from tests.planning.conftest import EXPERTS
 
 Make = Callable[..., Workload]
 H200 = GPUS["h200"]
@@ -109,3 +114,25 @@ def test_weights_go_to_samplers_by_the_way_that_is_there(make_workload: Make) ->
     assert publishing_seconds(parts, H200) == pytest.approx(size / (450e9 * LINK_REACH) + gather_seconds(parts, H200))
     assert publishing_seconds(make_workload("7b", engine="copied"), H200) == pytest.approx(3 * size / 4.8e12)
     assert publishing_seconds(make_workload("7b"), H200) == 0.0
+
+
+def test_experts_that_stay_are_not_gathered_and_their_tokens_travel(make_workload: Make) -> None:
+    """Of 8 GB on each of 4 GPUs three quarters leave it; over two machines of eight, half by its own network."""
+    assert tokens_seconds(8e9, 4, H200) == pytest.approx(6e9 / (450e9 * LINK_REACH), abs=INSTANT)
+    assert tokens_seconds(8e9, 16, H200) == pytest.approx(4e9 / (50e9 * LINK_REACH), abs=INSTANT)
+    gathers = replace(make_workload("7b", trainers=8, parts=True), shape=decoder_shape(EXPERTS))
+    stays = replace(gathers, experts=True)
+    shape = stays.shape
+    experts = shape.num_layers * 3 * shape.width * shape.mlp_width * shape.num_experts
+    assert stays.staying_parameters == experts > 0.9 * shape.layers
+    left = 1 - experts / shape.parameters
+    assert gather_seconds(stays, H200) == pytest.approx(left * gather_seconds(gathers, H200), abs=10 * INSTANT)
+    assert gradient_seconds(stays, H200) == pytest.approx(left * gradient_seconds(gathers, H200), abs=10 * INSTANT)
+    assert publishing_seconds(stays, H200) == publishing_seconds(gathers, H200), "a sampler holds all experts"
+    one = tokens_seconds(exchanged_bytes(stays), 8, H200)
+    ways = 6 if stays.choice.gradient_checkpointing else 4
+    assert expert_seconds(stays, H200) == pytest.approx(ways * shape.num_layers * one)
+    first = gather_seconds(stays, H200) / (shape.num_layers + 1)
+    waited = exchange_seconds(stays, H200, 1e9)
+    assert waited == pytest.approx(stays.microbatches * (first + expert_seconds(stays, H200)))
+    assert expert_seconds(gathers, H200) == 0.0

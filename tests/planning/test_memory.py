@@ -237,3 +237,15 @@ def test_all_experts_are_held_and_few_of_them_keep_activations(make_workload: Ma
     assert plan_memory(twice).phases["forward and backward"]["activations"] == parts["activations"]
     busier = replace(work, shape=replace(work.shape, experts_per_token=16))
     assert plan_memory(busier).phases["forward and backward"]["activations"] > 1.4 * parts["activations"]
+
+
+def test_experts_that_stay_are_not_gathered(make_workload: Make) -> None:
+    """Of two layers that are whole at once, and of what arrives, all but their experts; tokens come in their place."""
+    gathers = replace(make_workload("7b", trainers=8, parts=True), shape=decoder_shape(EXPERTS))
+    stays = replace(gathers, experts=True)
+    before, after = (plan_memory(work).phases["forward and backward"] for work in (gathers, stays))
+    experts = 128 * 3 * 2048 * 768
+    assert before["gathered layers"] - after["gathered layers"] == 2 * experts * 2
+    assert before["weights"] == after["weights"], "an eighth, either way"
+    assert after["exchanged tokens"] == 2 * stays.computed_tokens * 8 * 2048 * 2
+    assert "exchanged tokens" not in before

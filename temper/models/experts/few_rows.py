@@ -20,7 +20,9 @@ against 515 at 32, before tiles of 32 rows)."""
 
 
 def has_few_rows(hidden_TD: Tensor, experts: Any, num_chosen: int) -> bool:
-    if not hidden_TD.is_cuda or hidden_TD.dtype is not torch.bfloat16 or torch.is_grad_enabled() or is_adapted(experts):
+    if not hidden_TD.is_cuda or hidden_TD.dtype is not torch.bfloat16 or torch.is_grad_enabled():
+        return False
+    if is_adapted(experts) or hasattr(experts, "temper_exchange"):
         return False
     weight = experts.gate_up_proj
     return len(hidden_TD) * num_chosen <= ROWS_PER_EXPERT * len(weight) and weight.is_contiguous()

@@ -8,7 +8,7 @@ Shapes: _T packed tokens, _D width in, _O width out of all layers side by side, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,18 +36,24 @@ def base_weight(module: Any) -> Tensor:
     return getattr(module.get_base_layer(), weight_name(module))  # type: ignore[no-any-return]
 
 
-def merged_weight(module: Any) -> Tensor:
-    """W + scale B A as a tensor of its own, in W's precision. W is not touched."""
+def merged_weight(module: Any, read: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
+    """W + scale B A as a tensor of its own, in W's precision. W is not touched. read: a whole tensor, where the module
+    holds a part."""
+    weight, scale = read(base_weight(module).detach()), module.scaling[ADAPTER]
+    down, up = (read(factor[ADAPTER].weight.detach()) for factor in (module.lora_A, module.lora_B))
     if weight_name(module) != "weight":
-        return merged_experts(base_weight(module).detach(), module.scaling[ADAPTER], *split_factors(module))
-    return _Part.of(module).merged(module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight)
+        return merged_experts(weight, scale, *_by_expert(weight, down, up))
+    return _Part(weight, None, scale).merged(down, up)
 
 
 def split_factors(module: Any) -> tuple[Tensor, Tensor]:
-    """Factors [E, R, D] and [E, O, R] of an adapter on experts; views. peft stores the first expert by expert, the
-    second rank by rank."""
-    num_experts, num_out, width = base_weight(module).shape
-    down, up = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+    """Factors [E, R, D] and [E, O, R] of an adapter on experts; views."""
+    return _by_expert(base_weight(module), module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight)
+
+
+def _by_expert(weight_EOD: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """peft stores the first expert by expert, the second rank by rank."""
+    num_experts, num_out, width = weight_EOD.shape
     return down.view(num_experts, -1, width), up.view(num_out, -1, num_experts).permute(2, 0, 1)
 
 

@@ -150,6 +150,7 @@ def _initialize(module: Any, key: str) -> None:
     if down.weight.shape[1] != weight.shape[-1]:
         raise BackendError("this version of peft lays factors of experts out the other way round. Install a newer one")
     dtype, device = torch.promote_types(weight.dtype, torch.float32), weight.device
+    device = torch.device("cpu") if device.type == "meta" else device  # numbers of a model that is read later
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big"))
     drawn = nn.init.kaiming_uniform_(torch.empty(down.weight.shape), a=math.sqrt(5), generator=generator)
     down.weight = nn.Parameter(drawn.to(device=device, dtype=dtype))
@@ -168,8 +169,10 @@ class MergedTensors(Mapping[str, Tensor]):
     """The weights of the adapted model under the names of the plain one. A merged weight is made when it is asked for
     and belongs to who asked: never more than one of them is held here, and the model keeps its own."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, read: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+        """read: a whole tensor, where the model holds a part."""
         assert not holds_four_bits(model), "a model in 4 bits is made whole first (fold)"
+        self._read = read
         self._layers = adapted_weights(model)
         factors = {id(p) for m in self._layers.values() for p in (*m.lora_A.parameters(), *m.lora_B.parameters())}
         self._own = {
@@ -183,7 +186,9 @@ class MergedTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         with torch.no_grad():
-            return merged_weight(self._layers[name]) if name in self._layers else self._own[name].detach()
+            if name in self._layers:
+                return merged_weight(self._layers[name], self._read)
+            return self._read(self._own[name].detach())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own)
@@ -246,11 +251,13 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def save_adapter(model: Any, tokenizer: Any, folder: Path) -> None:
+def save_adapter(model: Any, tokenizer: Any, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
     """Writes a directory that peft and transformers read: factors, their configuration, tokenizer; no weights of the
-    model itself, but what it is called and the digests it must have."""
+    model itself, but what it is called and the digests it must have. tensors: what is trained, where the model does not
+    hold it whole."""
     adapter: Adapter = model.temper_adapter
-    names = {_stored_name(name): tensor for name, tensor in adapter_tensors(model).items()}
+    trained = adapter_tensors(model) if tensors is None else tensors
+    names = {_stored_name(name): tensor for name, tensor in trained.items()}
     save_file({name: names[name].contiguous() for name in sorted(names)}, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(adapter.config, indent=2, sort_keys=True))
     origin = replace(adapter.origin, relative=os.path.relpath(adapter.origin.path, folder.resolve()))

@@ -1,7 +1,7 @@
 """Models cut into parts: a trainer rank holds a part of every layer, and gathers a layer when it computes it (FSDP2).
 
 Owns: the cut, how a pass goes through a cut model, whole tensors from parts and parts from whole tensors. Refuses:
-families that are not walked (models/decoder.py) and experts, sums of anything but gradients (sums.py).
+families that are not walked (models/decoder.py), sums of anything but gradients (sums.py).
 A pass happens inside the forward call of the model, and each layer inside its own: that is where torch gathers and
 frees. All ranks make the same passes in the same order, or they wait for each other for ever.
 """
@@ -20,36 +20,41 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from temper.errors import UserError
-from temper.models.decoder import FAMILIES, is_dense, layer_forward
+from temper.models.decoder import WALKED_FAMILIES, can_walk, layer_forward
+from temper.trainer.ranks.experts import hold_own_experts
 
 Result = TypeVar("Result")
 GATHERED_BYTES = 256 << 20
 """Of whole tensors that are on their way to samplers at once."""
 
 
-def cut(model: Any, *, device: torch.device | None = None, apart: Sequence[nn.Module] = ()) -> None:
+def cut(
+    model: Any, *, device: torch.device | None = None, apart: Sequence[nn.Module] = (), experts: bool = False
+) -> None:
     """From now on this rank holds its part alone. Rows of every tensor are shared out in order of ranks; of a tensor
     with fewer rows than ranks the last get none.
 
     device: where parts live; layers of a model that lies elsewhere are brought there one by one. None: where it is.
-    apart: heads of another precision, which torch gathers by themselves.
+    apart: heads of another precision, which torch gathers by themselves. experts: whether each rank computes its own
+    experts for all (experts.py); otherwise they are gathered as the rest is.
     """
     from torch.distributed.device_mesh import init_device_mesh  # here: they take more than a second
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     world, parameter = dist.get_world_size(), next(model.parameters())
-    if not is_dense(model):
+    if not can_walk(model):
         raise UserError(
-            f"cluster.parts is made for the families {', '.join(FAMILIES)}, and this is a "
+            f"cluster.parts is made for the families {', '.join(WALKED_FAMILIES)}, and this is a "
             f"{model.get_decoder().config.model_type}. Use cluster.parts = false: each trainer then holds a copy"
         )
     mesh = init_device_mesh((device or parameter.device).type, (world,))
     # Gradients of a microbatch are added up over ranks in float32, and then rounded to what the weights are.
     narrow = parameter.dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
+    held = hold_own_experts(model, mesh, device or parameter.device) if experts else set()
     for layer in model.get_decoder().layers:
         layer.temper_cut, layer.forward = True, MethodType(layer_forward, layer)
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=held)
     for head in apart:
         fully_shard(head, mesh=mesh, mp_policy=policy)
     model.temper_cut, model.forward = True, _call
@@ -103,6 +108,11 @@ def whole_of(part: Tensor, like: Tensor) -> Tensor:
 
     mesh, shape, stride = like.device_mesh, like.shape, like.stride()  # type: ignore[attr-defined]
     return DTensor.from_local(part.to(like.device), mesh, (Shard(0),), shape=shape, stride=stride).full_tensor()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, where it is cut with the help of all ranks."""
+    return whole_of(own_part(tensor), tensor)
 
 
 def _is_cut_tensor(tensor: Tensor) -> bool:

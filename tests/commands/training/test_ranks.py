@@ -48,7 +48,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     with RunReader(folder) as reader:
         assert reader.is_finished
     last = max((folder / "checkpoints").glob("1-rl/step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-    return load_file(last / "model.safetensors")
+    return load_file(next(last.glob("*model.safetensors")))
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:
@@ -109,8 +109,23 @@ MUCH = {
         "objective": {"preset": "prorl", "reference": {"name": "soft_update", "mix": 0.25, "every": 1}},
         "optim": {"learning_rate": 1e-3, "states": "bfloat16", "offload": True},
     },
+    "experts, their routes and their losses": {
+        "new": {"experts": 4, "mlp_width": 24},
+        "model": {"replay_routes": True, "routers": {"balance": 0.01}},
+        "objective": {"preset": "rspo"},
+    },
+    "experts that stay where they are": {
+        "new": {"experts": 6, "mlp_width": 24},
+        "cluster": {"experts": True},
+        "objective": {"preset": "prorl", "reference": {"name": "soft_update", "mix": 0.25, "every": 1}},
+    },
+    "an adapter": {"model": {"lora": {"rank": 3}}, "objective": {"preset": "grpo"}},
+    "an adapter and a moving reference": {
+        "model": {"lora": {"rank": 3}},
+        "objective": {"preset": "prorl", "reference": {"name": "soft_update", "mix": 0.25, "every": 1}},
+    },
 }
-"""What stands beside a policy and is cut, too."""
+"""What stands beside a policy and is cut, too. new: of the model; cluster: of its table."""
 
 
 @pytest.mark.heavy
@@ -119,10 +134,12 @@ def test_all_that_stands_beside_a_policy_is_cut_and_goes_on_from_its_checkpoint(
     tiny_recipe: dict[str, Any], tmp_path: Path, much: str
 ) -> None:
     """Two with parts, half of it, and then three: the weights of one process that did it all."""
-    tiny_recipe["stage"][1] |= MUCH[much]
+    tiny_recipe["model"]["new"] |= MUCH[much].get("new", {})
+    tiny_recipe["stage"][1] |= {key: value for key, value in MUCH[much].items() if key not in ("new", "cluster")}
+    parts = {"parts": True, **MUCH[much].get("cluster", {})}
     whole = run(make_table(tiny_recipe, steps=(2, 4)), tmp_path / "whole")
-    run(make_table(tiny_recipe, steps=(2, 2), trainers=2, parts=True), tmp_path / "run")
-    rest = resolve(make_table(tiny_recipe, steps=(2, 4), trainers=3, parts=True), (), where="test")
+    run(make_table(tiny_recipe, steps=(2, 2), trainers=2, **parts), tmp_path / "run")
+    rest = resolve(make_table(tiny_recipe, steps=(2, 4), trainers=3, **parts), (), where="test")
     (tmp_path / "run" / "config.toml").write_text(to_toml(rest))
     training.train_stages(rest, run=tmp_path / "run", resume=True)
     limit = 1e-4 if "states" in much else 1e-5  # rounding at random: other bits on other ranks

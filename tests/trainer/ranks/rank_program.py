@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import pickle
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,16 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from temper.batching.pack import pack, shard
+from temper.models.lora.switch import AdapterOff
+from temper.models.lora.wrapping import has_adapter, without_adapter
 from temper.objectives import POLICY_GRADIENTS, DirectLoss, resolve
 from temper.trainer.critic import Critic
 from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
+from temper.trainer.ranks import experts
 from temper.trainer.ranks import sums as ranks
 from temper.trainer.ranks.parts import cut
 from temper.types import Batch, Sample
@@ -32,18 +37,18 @@ def in_two_epochs(rows: list[Sample]) -> tuple[tuple[Sample, ...], ...]:
     return tuple(tuple(part) for part in parts)
 
 
-def train(
-    model: Any, other: Any, rows: list[Sample], preset: str, budget: int, *, epochs: int, parts: bool
-) -> dict[str, Any]:
+def train(model: Any, other: Any, rows: list[Sample], preset: str, budget: int, *, how: str) -> dict[str, Any]:
     objective, optimizer = resolve(preset), OptimizerSettings(learning_rate=0.01)
-    is_cut = parts and dist.is_initialized()
+    is_cut = "parts" in how and dist.is_initialized()
     together: Literal["group", "trajectory"] = "group" if isinstance(objective, DirectLoss) else "trajectory"
     critic = None
     if "values" in objective.needs:
         critic = Critic(deepcopy(model), optimizer, total_steps=4, parts_on=torch.device("cpu") if is_cut else None)
     if is_cut:
         for each in (model, other):
-            cut(each)
+            cut(each, experts="apart" in how)
+    if has_adapter(model):  # compared with what it was before
+        other = AdapterOff(model) if is_cut else without_adapter(model)
     trainer = LocalTrainer(
         model,
         None,
@@ -53,7 +58,7 @@ def train(
         shard=shard,
         others=AuxiliaryModels(critic=critic, reference=other, teachers={"": other}),
     )
-    updates = (tuple(rows),) if epochs == 1 else in_two_epochs(rows)
+    updates = (tuple(rows),) if "epochs" not in how else in_two_epochs(rows)
     results = [trainer.step(Batch(updates=updates)) for _ in range(2)]
     states = {"policy": trainer._optimizer.tensors()}
     if critic is not None:
@@ -75,11 +80,25 @@ def average(tensor: torch.Tensor) -> None:
     tensor /= dist.get_world_size()
 
 
+def average_parts(module: Any, factor: float) -> None:
+    """What FSDP2 does with gradients by default."""
+    sum_parts(module, factor * dist.get_world_size())
+
+
+def swapped(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+    """Rows that come in another order than they went."""
+    return exchanged(rows, sent, received).flip(0)
+
+
 class Averaging:
     """torch.distributed with the planted fault."""
 
     def __getattr__(self, name: str) -> Any:
         return average if name == "all_reduce" else getattr(dist, name)
+
+
+exchanged = experts._exchanged
+sum_parts = FSDPModule.set_gradient_divide_factor
 
 
 def main(rank: int, world: int, folder: Path) -> None:
@@ -93,14 +112,16 @@ def main(rank: int, world: int, folder: Path) -> None:
         needs = resolve(preset).needs
         kind = "rows" if preset in POLICY_GRADIENTS else "scores" if "scores" in needs else "pairs"
         ranks.dist = Averaging() if fault == "average" else dist  # type: ignore[attr-defined, assignment]
+        experts._exchanged = swapped if "swapped" in fault else exchanged
+        FSDPModule.set_gradient_divide_factor = average_parts if "average" in fault else sum_parts  # type: ignore[method-assign]
+        own = next((word for word in fault.split() if word in models), "scorer" if kind == "scores" else "policy")
         reports[preset, budget, fault] = train(
-            deepcopy(models["scorer" if kind == "scores" else "policy"]),
+            deepcopy(models[own]),
             deepcopy(other),
-            rows[kind],
+            rows[next((word for word in fault.split() if word in rows), kind)],
             preset,
             budget,
-            epochs=1 + ("epochs" in fault),
-            parts="parts" in fault,
+            how=fault,
         )
     torch.save(reports, folder / f"{rank}of{world}.pt")
     if world > 1:

@@ -15,7 +15,7 @@ from temper.trainer.passes.forward import score_drawn
 from temper.trainer.ranks.parts import own_part, within
 from temper.trainer.ranks.reading import load_cut
 from temper.trainer.weights import whole_weights
-from tests.trainer.ranks.test_reading import DTYPE, FAMILIES, WHOLE, microbatch
+from tests.trainer.ranks.test_reading import DTYPE, FAMILIES, STAYING, WHOLE, microbatch
 
 
 def refuse(*arguments: Any, **options: Any) -> Any:
@@ -30,7 +30,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     reports = {}
     for family in FAMILIES:
         loading.read_pretrained = read_pretrained if family in WHOLE else refuse  # type: ignore[attr-defined]
-        model: Any = load_cut(folder / family, DTYPE, torch.device("cpu"))
+        model: Any = load_cut(folder / family, DTYPE, torch.device("cpu"), experts=family in STAYING)
         held = sum(own_part(tensor).numel() for tensor in saved_tensors(model).values())
         with torch.no_grad():
             said = within(model, lambda model=model: score_drawn(model, microbatch(), 1.0)).logprobs

@@ -18,7 +18,9 @@ from temper.types import Microbatch, Sample
 from tests.fakes.models import make_family_model
 
 PROGRAM = Path(__file__).with_name("read_program.py")
-FAMILIES = ("llama", "tied_llama", "qwen2", "qwen3", "in other files")
+FAMILIES = ("llama", "tied_llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "in other files")
+STAYING = ("qwen3_moe",)
+"""Models whose experts are not gathered."""
 WHOLE = ("in other files",)
 """Directories that have no safetensors, and are read whole."""
 DTYPE = torch.float32
