@@ -37,7 +37,7 @@ class NotWritten(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """Of one file."""
 
     head: bytes
@@ -46,7 +46,7 @@ class Layout:
     size: int
 
 
-def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Layout:
+def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
     """As safetensors.torch.save_file writes them, to the byte. Only shapes and types are looked at."""
     order = {dtype: place for place, dtype in enumerate(KINDS)}
     told: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -59,7 +59,7 @@ def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = 
     text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    return Layout(head, {name: len(head) + start for name, start in starts.items()}, len(head) + end)
+    return FileLayout(head, {name: len(head) + start for name, start in starts.items()}, len(head) + end)
 
 
 def write_weights(tensors: WholeTensors, folder: Path) -> None:
