@@ -45,6 +45,14 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
+def listen_at(path: str) -> socket.socket:
+    """A bound socket in the file system, in a folder of the caller's own."""
+    bound = socket.socket(socket.AF_UNIX)
+    bound.bind(path)
+    bound.listen(BACKLOG)
+    return bound
+
+
 def own_names(host: str) -> frozenset[str] | None:
     """Names by which a server on this address may be called. A page of another site that has its own name point here
     (DNS rebinding) sends that name. None: it listens to the network and cannot know its names."""

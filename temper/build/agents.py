@@ -51,5 +51,6 @@ def make_player(config: RunConfig, data: StageData) -> Player:
         lambda records: Conversations(data.tokenizer, data.renderer, records, settings.untold_format),
         model=settings.model,
         max_length=data.shape.max_context,
+        has_socket=settings.is_sandboxed,
     )
     return AgentPlayer(endpoint, Nursery(settings), max_running=settings.max_running)

@@ -65,7 +65,7 @@ class Boundary:
         ]
 
     def _system(self) -> list[str]:
-        arguments = _shown(SYSTEM_LIBRARIES)
+        arguments = show_folders(SYSTEM_LIBRARIES)
         arguments += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--proc", "/proc"]
         for source, place in self.exposed:
             arguments += ["--ro-bind", source, place]
@@ -78,13 +78,13 @@ class Boundary:
         return arguments
 
     def _programs(self) -> list[str]:
-        arguments = _shown(PROGRAMS)
+        arguments = show_folders(PROGRAMS)
         for name in ("python", "python3"):
             arguments += ["--symlink", self.python, f"{OWN_PROGRAMS}/{name}"]
         return arguments
 
 
-def _shown(folders: tuple[str, ...]) -> list[str]:
+def show_folders(folders: tuple[str, ...]) -> list[str]:
     """The folders that there are, read-only."""
     arguments: list[str] = []
     for folder in folders:

@@ -46,6 +46,11 @@ class ControlGroup:
             self.remove()
             raise
 
+    def limit_processes(self, most: int) -> Path:
+        """For whoever joins by itself, and is limited in nothing else: the file to write its process id to."""
+        (self._processes / "pids.max").write_text(str(most))
+        return self._processes / "cgroup.procs"
+
     def limit(self, limits: Limits) -> None:
         """Once per group: version 1 refuses to raise the limits in the order in which it wants them lowered."""
         if self._is_version_2:

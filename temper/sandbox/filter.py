@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import struct
+from collections.abc import Sequence
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """AUDIT_ARCH_*: a call made under another architecture's numbers (32-bit) would slip past every comparison below."""
@@ -46,7 +47,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
 CLONE, CLONE3, SOCKET, SOCKETPAIR, IOCTL = (56, 220), (435, 435), (41, 198), (53, 199), (16, 29)
 NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET."""
-AF_UNIX = 1
+AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 TERMINAL_INJECTION = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX type into a terminal as if its user had."""
 X32_CALLS = 0x40000000
@@ -58,8 +59,8 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
 
-def filter_program(machine: str) -> bytes:
-    """struct sock_filter[] for `machine`, as bwrap's --seccomp reads it."""
+def filter_program(machine: str, families: Sequence[int] = (AF_UNIX,)) -> bytes:
+    """struct sock_filter[] for `machine`, as bwrap's --seccomp reads it. `families` of sockets may be opened."""
     column = list(ARCHITECTURES).index(machine)
     program = [
         _code(LOAD, ARCHITECTURE),
@@ -74,7 +75,8 @@ def filter_program(machine: str) -> bytes:
             program += _when(EQUAL, number, DENY)
     program += _judged(CLONE[column], FIRST_ARGUMENT, _when(ANY_BIT, NEW_NAMESPACES, DENY))
     for call in (SOCKET, SOCKETPAIR):
-        program += _judged(call[column], FIRST_ARGUMENT, _unless(EQUAL, AF_UNIX, DENY))
+        allowed = [code for family in families for code in _when(EQUAL, family, ALLOW)]
+        program += _judged(call[column], FIRST_ARGUMENT, [*allowed, _code(RETURN, DENY)])
     requests = [code for request in TERMINAL_INJECTION for code in _when(EQUAL, request, DENY)]
     program += _judged(IOCTL[column], SECOND_ARGUMENT, requests)
     return b"".join([*program, _code(RETURN, ALLOW)])

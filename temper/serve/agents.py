@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import socket
+import tempfile
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from temper.envs.agents.launch import MODEL_SOCKET
 from temper.errors import BackendError, ContextFull, install_line
-from temper.listening import listen, make_server, own_names
+from temper.listening import listen, listen_at, make_server, own_names
 from temper.rollout.agents import DrawnCall, EpisodeCalls, LimitReached
 from temper.serve.app import App, HttpClient, HttpSettings, Receive, Send
 from temper.serve.asked import ChatRequest
@@ -122,8 +125,16 @@ class EpisodeRecords:
 class AgentEndpoint:
     """Implements rollout.agents.AgentDoor and the ASGI interface. Lives in the event loop of the run."""
 
-    def __init__(self, converse: Callable[[Records], Conversations], *, model: str, max_length: int) -> None:
-        """converse: how the model talks, with what was said before in one episode."""
+    def __init__(
+        self,
+        converse: Callable[[Records], Conversations],
+        *,
+        model: str,
+        max_length: int,
+        has_socket: bool = False,
+    ) -> None:
+        """converse: how the model talks, with what was said before in one episode. has_socket: agents behind a wall ask
+        through a socket in the file system."""
         self._converse = converse
         self._model = model
         self._max_length = max_length
@@ -131,6 +142,7 @@ class AgentEndpoint:
         self._worker = text_thread()
         self._lock = asyncio.Lock()
         self._bound: socket.socket | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="temper-model-") if has_socket else None
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -153,6 +165,8 @@ class AgentEndpoint:
         self._gateways[key] = (gateway, App(gateway, settings))
         model = self._model or "policy"
         variables = {"OPENAI_BASE_URL": f"http://{HOST}:{port}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
+        if self._folder is not None:
+            variables[MODEL_SOCKET] = self._socket_path()
         return key, variables
 
     async def shut(self, key: str) -> None:
@@ -166,6 +180,8 @@ class AgentEndpoint:
             self._serving.cancel()
         if self._bound is not None:
             self._bound.close()
+        if self._folder is not None:
+            self._folder.cleanup()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -176,6 +192,10 @@ class AgentEndpoint:
         refusal = Refused("this key belongs to no running episode", status=401, code="invalid_api_key")
         await HttpClient(scope, receive, send, HttpSettings()).refuse(refusal)
 
+    def _socket_path(self) -> str:
+        assert self._folder is not None, "only agents behind a wall have it"
+        return os.path.join(self._folder.name, "socket")
+
     async def _started(self) -> int:
         """The port it listens at."""
         async with self._lock:
@@ -185,7 +205,8 @@ class AgentEndpoint:
                 self._server = make_server(self, shutdown_seconds=SHUTDOWN_SECONDS, missing=missing)
                 # By itself it would take over Ctrl-C and SIGTERM, which are the run's.
                 self._server.capture_signals = contextlib.nullcontext
-                self._serving = asyncio.create_task(self._server.serve(sockets=[self._bound]), name="agents' endpoint")
+                sockets = [self._bound, *([listen_at(self._socket_path())] if self._folder is not None else [])]
+                self._serving = asyncio.create_task(self._server.serve(sockets=sockets), name="agents' endpoint")
                 async with asyncio.timeout(START_SECONDS):
                     while not self._server.started and not self._serving.done():
                         await asyncio.sleep(LOOK_SECONDS)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from temper.commands.training import train as training
-from temper.errors import TemperError
+from temper.errors import TemperError, UserError
 from temper.runs.reader import RunReader
+from temper.sandbox import require_sandbox
 from tests.test_resume import write_recipe
 
 AGENT = """
@@ -48,6 +50,25 @@ def test_agents_are_trained_while_weights_change_under_them(tiny_recipe: dict[st
         steps = list(reader.steps())
         assert len(steps) == 3
         assert max(step.max_staleness for step in steps) <= 1
+        assert all(point.value == 3.0 for point in reader.metric("gen/turns_mean"))
+
+
+@pytest.mark.heavy
+def test_agents_behind_the_wall_are_trained_by_what_they_ask(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    try:
+        require_sandbox()
+    except UserError as error:
+        pytest.skip(str(error))
+    recipe = agent_recipe(tiny_recipe, tmp_path, 0.0)
+    walled = f'command = "{sys.executable} {tmp_path}/agent.py"\nsandbox = true'
+    text = recipe.read_text()
+    assert 'function = "agent.py:solve"' in text
+    recipe.write_text(text.replace('function = "agent.py:solve"', walled))
+    with (tmp_path / "agent.py").open("a") as file:
+        file.write("\nprint(solve(json.load(sys.stdin)))\n")
+    training.train(recipe, run=tmp_path / "run")
+    with RunReader(tmp_path / "run") as reader:
+        assert len(list(reader.steps())) == 3
         assert all(point.value == 3.0 for point in reader.metric("gen/turns_mean"))
 
 

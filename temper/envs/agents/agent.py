@@ -18,6 +18,7 @@ from typing import Any
 from temper.envs.tool_calls import find_parser
 from temper.errors import TaskError, UserError, nearest_file
 from temper.protocols import EnvOpening, EnvReply
+from temper.sandbox import require_sandbox
 from temper.types import Message, Scalar, Task
 
 NAME = "agent"
@@ -40,6 +41,8 @@ class AgentSettings:
     """How the policy calls tools of which its template says nothing; empty: the template shows them."""
     max_running: int
     passed: tuple[str, ...]
+    is_sandboxed: bool
+    """Whether agents run behind a wall, from where only the model can be reached."""
 
     def variables(self) -> dict[str, str]:
         """The environment of the nursery. `python` of a command is the same as the nursery's."""
@@ -64,12 +67,13 @@ class AgentEnv:
         sandbox: bool = False,
     ) -> None:
         where = f'env "{NAME}"'
-        if sandbox:
+        if sandbox and function:
             raise UserError(
-                f"{where}: sandbox = true cannot be had: behind the sandbox there is no network, and an agent reaches "
-                "the model over it. Run what a model wrote behind it, in the agent's tools (docs/sandbox.md), or run "
-                "all of Temper in a container"
+                f"{where}: sandbox = true takes a command, not a function: each agent is started behind a wall of its "
+                'own. Give options.command, e.g. "python my_agent.py"'
             )
+        if sandbox:
+            require_sandbox()
         if bool(command) == bool(function):
             raise UserError(f'{where}: give options.command, e.g. "python my_agent.py", or options.function')
         if function and ":" not in function:
@@ -92,6 +96,7 @@ class AgentEnv:
             untold_format="" if tools == "auto" else tools,
             max_running=max_running,
             passed=tuple(str(name) for name in variables or ()),
+            is_sandboxed=sandbox,
         )
         program = shlex.split(command)[0] if command else found
         if shutil.which(program, path=self.settings.variables()["PATH"]) is None:

@@ -9,18 +9,25 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from temper.envs.agents import nursery
 from temper.envs.agents.agent import AgentSettings
 from temper.errors import TaskError, UserError
+from temper.sandbox.cgroup import ControlGroup, find_homes
+from temper.sandbox.enclosure import agent_filter, enclose
+from temper.sandbox.forwarder import MOST_TASKS
 
 START_SECONDS = 120.0
 """For the imports of an agent's function."""
+MODEL_SOCKET = "TEMPER_MODEL_SOCKET"
+"""The variable with the path of the socket that an agent behind a wall asks through."""
 END_SECONDS = nursery.KILL_SECONDS + nursery.GRACE_SECONDS + 5.0
 
 
@@ -54,6 +61,7 @@ class Nursery:
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
+        self._homes = find_homes() if settings.is_sandboxed else None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
@@ -65,8 +73,12 @@ class Nursery:
             reader, writer = await asyncio.open_unix_connection(path, limit=2 * nursery.OUTPUT_BYTES)
         except OSError as error:
             raise TaskError(f"the process that starts agents has gone: {error}") from error
+        group = ControlGroup(self._homes) if self._homes is not None else None
         try:
-            order = {"task": task, "variables": variables, "command": self._settings.command}
+            told = {name: value for name, value in variables.items() if name != MODEL_SOCKET}
+            order = {"task": task, "variables": told, "group": "", **self._start_of_agent(variables)}
+            if group is not None:  # rlimits do not count the processes of root
+                order["group"] = str(group.limit_processes(MOST_TASKS))
             writer.write(json.dumps(order).encode() + b"\n")
             return _end_of(await reader.read())
         finally:
@@ -74,6 +86,18 @@ class Nursery:
                 writer.write_eof()  # hanging up ends the agent; the answer says that all is gone
                 await asyncio.wait_for(reader.read(), END_SECONDS)
             writer.close()
+            if group is not None:
+                group.remove()
+
+    def _start_of_agent(self, variables: Mapping[str, str]) -> dict[str, Any]:
+        """The words of its command, and the filter of system calls where it runs behind a wall."""
+        settings = self._settings
+        if not settings.is_sandboxed:
+            return {"words": shlex.split(settings.command), "filter": ""}
+        port = urlsplit(variables["OPENAI_BASE_URL"]).port
+        assert port, "the endpoint says where it listens"
+        wall = enclose(settings.command, python=settings.python, socket=variables[MODEL_SOCKET], port=port)
+        return {"words": wall, "filter": agent_filter().hex()}
 
     async def close(self) -> None:
         if self._process is not None and self._process.returncode is None:

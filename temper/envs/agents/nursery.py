@@ -18,7 +18,6 @@ import inspect
 import json
 import os
 import select
-import shlex
 import signal
 import socket
 import sys
@@ -122,6 +121,8 @@ def supervise(connection: socket.socket, function: Callable[[Any], Any] | None) 
 def become(order: dict[str, Any], function: Callable[[Any], Any] | None, stdout: int, stderr: int) -> None:
     """The agent itself: never returns."""
     os.setsid()
+    if order["group"]:
+        Path(order["group"]).write_text(str(os.getpid()))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     with tempfile.TemporaryFile() as task:
         task.write(json.dumps(order["task"]).encode())
@@ -133,7 +134,7 @@ def become(order: dict[str, Any], function: Callable[[Any], Any] | None, stdout:
     code = 1
     try:
         if function is None:
-            words = shlex.split(order["command"])
+            words = with_filter(order["words"], bytes.fromhex(order["filter"]))
             os.execvp(words[0], words)
         result = function(order["task"])
         result = asyncio.run(result) if inspect.iscoroutine(result) else result
@@ -146,6 +147,17 @@ def become(order: dict[str, Any], function: Callable[[Any], Any] | None, stdout:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def with_filter(words: list[str], content: bytes) -> list[str]:
+    """The words with the descriptor from which bubblewrap reads its filter of system calls."""
+    if not content:
+        return words
+    reading, writing = os.pipe()
+    os.write(writing, content)
+    os.close(writing)
+    os.set_inheritable(reading, True)
+    return [str(reading) if word == "{seccomp}" else word for word in words]
 
 
 class AgentWatch:

@@ -59,14 +59,14 @@ def repair(index: int, seed: int, *, level: int = 1, modules: list[Scalar] | Non
 
 
 def repair_demo(index: int, seed: int, *, modules: list[Scalar] | None = None, call_format: str = "plain") -> Task:
-    """Both turns of a right episode of level 1 as single-turn examples: even, the call; odd, the word behind it."""
-    task = repair(index // 2, seed, modules=modules)
+    """Turns of right episodes of level 1 as single-turn examples: the call; in every fourth, the word after it."""
+    task = repair(index, seed, modules=modules)
     right, wrong = (next(iter(json.loads(str(task.extra[name])).values())) for name in ("solution", "files"))
     lines = zip(right.splitlines(), wrong.splitlines(), strict=True)
     number, text = next((place, one) for place, (one, other) in enumerate(lines, start=1) if one != other)
     call = write_call(call_format, "line", {"number": number, "text": text.strip()})
     name = f"repair_demo:{seed}:{index}"
-    if index % 2 == 0:
+    if index % 4 < 3:
         return Task(id=name, messages=task.messages, env="shell", answer=call, extra=task.extra)
     said = (Message(role="assistant", content=call), Message(role="tool", content="done", name="line"))
     return Task(id=name, messages=(*task.messages, *said), env="shell", answer="done", extra=task.extra)

@@ -162,7 +162,7 @@ def test_a_function_that_cannot_be_imported_is_the_users_mistake(tmp_path: Path)
         ({"function": "solve"}, "package.module:name"),
         ({"function": "no/such.py:solve"}, "no/such.py is not there"),
         ({"command": "python x.py", "max_running": 0}, "max_running=0"),
-        ({"command": "python x.py", "sandbox": True}, "sandbox = true cannot be had"),
+        ({"function": "json:loads", "sandbox": True}, "takes a command"),
         ({"command": "python x.py", "tools": "hermse"}, "call_format"),
         ({"command": "python x.py", "python": "/no/python"}, "python='/no/python'"),
     ],

@@ -114,19 +114,20 @@ def test_bad_options_are_told() -> None:
     assert {"repair", "repair_demo"} <= GENERATORS.keys()
 
 
-@pytest.mark.parametrize("index", range(0, 40, 2))
+@pytest.mark.parametrize("index", range(20))
 def test_a_demonstration_is_an_episode_that_mends_the_code(index: int) -> None:
-    call, word = repair_demo(index, 1), repair_demo(index + 1, 1)
+    task = repair_demo(index, 1)
+    says_word = index % 4 == 3
+    call = task.messages[-2].content if says_word else str(task.answer)
 
     async def play() -> str | None:
         env = ShellEnv(tools=["line"], call_format="plain", show_tools="no")
-        opening = await env.start(call, 0)
-        assert opening.messages == call.messages
-        reply = await env.step(Message(role="assistant", content=str(call.answer)))
-        assert (*call.messages, Message(role="assistant", content=str(call.answer)), *reply.messages) == word.messages
-        return (await env.step(Message(role="assistant", content=str(word.answer)))).result
+        await env.start(task, 0)
+        reply = await env.step(Message(role="assistant", content=call))
+        assert not says_word or (task.messages[-1], task.answer) == (reply.messages[0], "done")
+        return (await env.step(Message(role="assistant", content="done"))).result
 
-    assert json.loads(str(asyncio.run(play()))) == json.loads(str(call.extra["solution"]))
+    assert json.loads(str(asyncio.run(play()))) == json.loads(str(task.extra["solution"]))
 
 
 @needs_sandbox

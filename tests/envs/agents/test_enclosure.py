@@ -1,0 +1,164 @@
+"""An agent behind the wall reaches the model and nothing else, and leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from temper.envs.agents.agent import AgentEnv
+from temper.envs.agents.launch import MODEL_SOCKET, AgentEnd, Nursery
+from temper.errors import UserError
+from temper.sandbox import require_sandbox
+from temper.sandbox.enclosure import enclose
+
+TASK = {"id": "t", "prompt": "hello", "messages": [], "seed": 0}
+PORT = 18997
+ASK = """
+import json, os, sys, urllib.request
+def ask():
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat", json.load(sys.stdin)["prompt"].encode())
+    return urllib.request.urlopen(request, timeout=20).read().decode()
+"""
+
+
+def missing() -> str:
+    try:
+        require_sandbox()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "the sandbox is there")
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    found = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
+    body = await reader.readexactly(int(found[1]) if found else 0)
+    writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body.upper())
+    await writer.drain()
+    writer.close()
+
+
+def run_agent(folder: Path, text: str, seconds: float = 40.0) -> AgentEnd:
+    """The agent's end; TimeoutError when it takes longer, and is ended."""
+    (folder / "agent.py").write_text(text)
+    settings = AgentEnv(command=f"{sys.executable} {folder / 'agent.py'}", sandbox=True).settings
+
+    async def play() -> AgentEnd:
+        place = str(folder / "socket")
+        server = await asyncio.start_unix_server(answer, place)
+        nursery = Nursery(settings)
+        try:
+            variables = {"OPENAI_BASE_URL": f"http://127.0.0.1:{PORT}/v1", MODEL_SOCKET: place}
+            return await asyncio.wait_for(nursery.run(TASK, variables), seconds)
+        finally:
+            await nursery.close()
+            server.close()
+
+    return asyncio.run(play())
+
+
+def marked(mark: str) -> list[int]:
+    """Living processes that have this word among their arguments."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and mark in (entry / "cmdline").read_text() and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+def wait_until_none(mark: str) -> list[int]:
+    deadline = time.monotonic() + 20
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return marked(mark)
+
+
+def test_an_agent_reaches_the_model_through_its_own_address(tmp_path: Path) -> None:
+    end = run_agent(tmp_path, f"{ASK}\nprint(ask())")
+    assert (end.problem, end.stdout.strip()) == (None, "HELLO")
+
+
+def test_an_agent_reaches_nothing_else(tmp_path: Path) -> None:
+    text = f"""{ASK}
+import socket
+def tell(name, act):
+    try:
+        print(name, "DONE", act())
+    except BaseException as error:
+        print(name, "denied", type(error).__name__)
+tell("model", ask)
+tell("host", lambda: socket.create_connection(("127.0.0.1", PORT_OF_HOST), 2))
+tell("outside", lambda: socket.create_connection(("1.1.1.1", 80), 2))
+tell("own file", lambda: open("{tmp_path}/mine", "w"))
+tell("working folder", lambda: open("mine", "w"))
+tell("home", lambda: os.listdir("{Path.home()}/.ssh"))
+tell("passwords", lambda: open("/etc/passwd").read())
+tell("processes", lambda: len([name for name in os.listdir("/proc") if name.isdigit()]) > 9 or 1 / 0)
+tell("mount", lambda: os.unshare(0x10000000) if hasattr(os, "unshare") else 1 / 0)
+tell("scratch", lambda: open("/tmp/mine", "w").write("x"))
+"""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        text = text.replace("PORT_OF_HOST", str(listening.getsockname()[1]))
+        end = run_agent(tmp_path, text)
+    assert end.problem is None
+    said = dict(line.split(" DONE " if " DONE " in line else " denied ", 1) for line in end.stdout.splitlines())
+    done = {line.split(" DONE ")[0] for line in end.stdout.splitlines() if " DONE " in line}
+    assert done == {"model", "scratch"}, said
+
+
+def test_a_crash_is_told_with_its_words_and_code(tmp_path: Path) -> None:
+    assert re.search("exit code 1.*no luck", str(run_agent(tmp_path, "raise ValueError('no luck')").problem), re.DOTALL)
+    killed = run_agent(tmp_path, "import os\nos.kill(os.getpid(), 9)")
+    assert "exit code 137" in str(killed.problem)
+
+
+def test_what_an_agent_leaves_running_ends_with_it(tmp_path: Path) -> None:
+    mark = secrets.token_hex(8)
+    left = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99) # {mark}'],"
+    end = run_agent(tmp_path, f"{left} start_new_session=True)\nprint('bye')")
+    assert (end.problem, end.stdout.strip()) == (None, "bye")
+    assert wait_until_none(mark) == []
+
+
+def test_an_agent_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
+    mark = secrets.token_hex(8)
+    text = f"""
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99) # {mark}"], start_new_session=True)
+print("started", flush=True)
+time.sleep(99)
+"""
+    with pytest.raises(TimeoutError):
+        run_agent(tmp_path, text, seconds=4.0)
+    assert wait_until_none(mark) == []
+
+
+@pytest.mark.heavy
+def test_a_fork_bomb_is_the_end_of_its_episode_alone(tmp_path: Path) -> None:
+    text = "import os\nwhile True:\n    os.fork()\n"
+    problem = str(run_agent(tmp_path, text).problem)
+    assert "Resource temporarily unavailable" in problem or "more than 256 processes" in problem, problem
+    assert wait_until_none(str(tmp_path / "agent.py")) == []
+    assert run_agent(tmp_path, f"{ASK}\nprint(ask())").stdout.strip() == "HELLO", "the next is not harmed"
+
+
+def test_a_folder_that_would_show_everything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    with pytest.raises(UserError, match="the agent's own folder"):
+        enclose("python agent.py", python=sys.executable, socket="/s", port=1)
