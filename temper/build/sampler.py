@@ -41,6 +41,7 @@ from temper.engine.process.weights import SharedWeights, anonymous_file
 from temper.engine.sampler_model import sampler_model
 from temper.errors import UserError
 from temper.models.decoder import lay_end_to_end
+from temper.models.experts.routing import has_experts
 from temper.models.lora.materialize import whole
 from temper.objectives import DirectLoss, Objective
 from temper.protocols import Sampler
@@ -221,6 +222,11 @@ def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) ->
     from temper.engine.vllm.engine import VllmEngine, VllmSettings
 
     parameter, size = next(model.parameters()), _engine_settings(config, data)
+    if has_experts(model):
+        raise UserError(
+            f'engine.kind="vllm" cannot take over the weights of {model_folder}: vLLM holds experts in a layout of its '
+            f'own, of which Temper cannot prove that they arrived. Use engine.kind = "local"'
+        )
     return VllmEngine(
         VllmSettings(
             folder=whole(model_folder),

@@ -132,3 +132,7 @@ def test_dense_models_and_other_engines_are_refused(tiny_recipe: dict[str, Any],
     recipe["engine"] = {"kind": "sglang", "address": "http://127.0.0.1:1"}
     with pytest.raises(UserError, match="needs an engine that tells its routes"):
         run(recipe, tmp_path / "sglang")
+    recipe["engine"] = {"kind": "vllm"}
+    recipe["model"]["replay_routes"] = False
+    with pytest.raises(UserError, match="vLLM holds experts in a layout of its own"):
+        run(recipe, tmp_path / "vllm")
