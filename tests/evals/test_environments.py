@@ -149,11 +149,17 @@ def test_tasks_that_are_all_the_same_are_found() -> None:
 
 def test_a_slow_environment_and_one_that_raises_are_found() -> None:
     class Slow(Sums):
+        """Each call is in time, and both together are not."""
+
+        async def start(self, task: Task, seed: int) -> EnvOpening:
+            await asyncio.sleep(0.12)
+            return await super().start(task, seed)
+
         async def step(self, message: Message) -> EnvReply:
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.12)
             return await super().step(message)
 
-    assert "s an episode" in wrong(verdicts(Slow, TASKS[:1], seconds=0.031))["time"]
+    assert "s an episode" in wrong(verdicts(Slow, TASKS[:1], seconds=0.22))["time"]
 
     class Breaks(Sums):
         async def step(self, message: Message) -> EnvReply:

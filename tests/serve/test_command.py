@@ -96,7 +96,7 @@ def test_only_loopback_is_private() -> None:
 
 
 def test_a_taken_port_is_the_users_to_solve() -> None:
-    with listen("127.0.0.1", 0) as bound, pytest.raises(UserError, match="--port"):
+    with listen("127.0.0.1", 0) as bound, pytest.raises(UserError, match="Choose another address or port"):
         listen("127.0.0.1", bound.getsockname()[1])
 
 

@@ -243,7 +243,7 @@ def test_an_engine_has_every_weight_merged_once(folders: dict[str, Path], monkey
     held = with_own_weights(model)
     made: list[Any] = []
     merged = wrapping.merged_weight
-    monkeypatch.setattr(wrapping, "merged_weight", lambda module: (made.append(module), merged(module))[1])
+    monkeypatch.setattr(wrapping, "merged_weight", lambda module, read: (made.append(module), merged(module, read))[1])
     publication = publish(model, 1)
     asyncio.run(LocalEngine(held, ENGINE).load(publication))
     assert len(made) == 2 * 7  # layers, linear layers of attention and feed-forward
