@@ -27,7 +27,7 @@ from temper.runs.reader import RunReader
 from tests.commands.training.test_ranks import digest, make_table, run, weights_of
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 240.0
+SECONDS = 600.0
 SILENT_SECONDS = 4.0
 OURS, THEIRS = "10.231.77.1", "10.231.77.2"
 

@@ -77,7 +77,7 @@ def run_ranks() -> Callable[..., None]:
         command = [sys.executable, str(starter), str(program), str(folder), *places]
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
         try:
-            _, errors = process.communicate(timeout=240)
+            _, errors = process.communicate(timeout=900)
             assert process.returncode == 0, errors
         finally:
             with suppress(ProcessLookupError):

@@ -27,7 +27,7 @@ from temper.errors import UserError
 from temper.runs.reader import RunReader
 
 ROOT = Path(__file__).parents[3]
-SECONDS = 240.0
+SECONDS = 900.0
 SAMPLER = b"temper.cluster.sampler_main"
 IN_PROCESS = {"place": "process", "numerics": "exact", "threads": 1}
 
