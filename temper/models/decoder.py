@@ -145,9 +145,9 @@ def _many_rows_experts(layer: Any, ops: Ops, normed_TD: Tensor, logits_TE: Tenso
         logits_TE, experts_TK = routes.route(layer.self_attn.layer_idx, logits_TE, experts_TK)
     weights_TK = weights_of(config, logits_TE, experts_TK, ops.sigmoid)
     places = places_of(experts_TK, logits_TE.shape[1])
-    rows_SD, say = spread(normed_TD, places), partial(_say, ops)
+    rows_SD = spread(normed_TD, places)
     if (exchange := getattr(mlp.experts, "temper_exchange", None)) is not None:  # other processes hold some of them
-        said_SD = exchange(say, mlp.experts, rows_SD, places.ends_E)
+        said_SD = exchange(partial(_say, ops), mlp.experts, rows_SD, places.ends_E)
     else:
         multiply = partial(expert_products, ops.grouped, experts=mlp.experts, ends_E=places.ends_E)
         said_SD = multiply(ops.silu_mul(multiply(rows_SD, name="gate_up_proj")), name="down_proj")
