@@ -17,7 +17,10 @@ from temper.runs.store.schema import prepare_reading
 
 DATABASE = "run.db"
 QUERY_SECONDS = 8.0
-"""Deadline of all queries of one answer together."""
+"""Of work, for all queries of one answer together: a question is refused for being large and not because the machine is
+busy, as it is where a model trains beside it."""
+WAIT_SECONDS = 45.0
+"""Of waiting for the same, on a machine that does not get to it."""
 BUSY_SECONDS = 5.0
 """A reader waits for a writer only while a crashed run's log is recovered."""
 CHECK_EVERY = 20_000
@@ -63,12 +66,12 @@ def _open(address: str) -> sqlite3.Connection:
 
 
 class Database:
-    """One snapshot of a run: every query of an answer sees the same steps."""
+    """One snapshot of a run: every query of an answer sees the same steps. Asked by the thread that made it."""
 
     def __init__(self, connection: sqlite3.Connection, seconds: float) -> None:
         self._connection = connection
-        deadline = time.monotonic() + seconds
-        connection.set_progress_handler(lambda: time.monotonic() > deadline, CHECK_EVERY)
+        work, wait = time.thread_time() + seconds, time.monotonic() + max(seconds, WAIT_SECONDS)
+        connection.set_progress_handler(lambda: time.thread_time() > work or time.monotonic() > wait, CHECK_EVERY)
 
     def iterate(self, text: str, *values: Value) -> Iterator[tuple[Any, ...]]:
         """Rows one by one. Raises OutOfTime, in the middle if need be, when the deadline has passed."""

@@ -87,7 +87,8 @@ class SavedTrainer:
 
         do_together(begin)
         if adapter is None:
-            write_weights(weights, folder)
+            config: Any = self.model.config
+            write_weights(weights, folder, config.model_type)
         states = self.optimizer.tensors()
         assert isinstance(states, WholeTensors), "the optimiser of a cut model is cut"
         write_states(states, own, "optimizer")

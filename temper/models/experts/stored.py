@@ -1,13 +1,15 @@
 """Matrices of experts as checkpoints hold them, one file entry each, under the names of the model, which stacks them.
 
-Owns: these names, and reading the rows of some experts alone. Refuses: families whose layers are not walked.
+Owns: these names in both directions, and reading the rows of some experts alone. Refuses: families whose layers are not
+walked.
 Shapes: E experts, _F width of an expert, _D width.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +26,39 @@ PLACES = {
     "w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0),
 }  # fmt: skip
 """By name of an expert's matrix: the stack that it is in, and its place among those of one expert."""
+MIXTRAL = "mixtral"
+"""The family whose files have names of their own; all others have those that begin PLACES."""
+STACK = re.compile(r"(?P<layer>.+)\.mlp\.experts\.(?P<stack>gate_up_proj|down_proj)")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """One tensor of a file: a stretch of bytes of one of the model's."""
+
+    source: str
+    outline: Tensor
+    start: int = 0
+    """Its first byte in the source."""
+
+
+def stored_entries(outlines: Mapping[str, Tensor], family: str) -> dict[str, StoredEntry]:
+    """What save_pretrained makes of tensors with these names and shapes, by its names."""
+    is_mixtral, made = family == MIXTRAL, {}
+    for name, outline in outlines.items():
+        if (found := STACK.fullmatch(name)) is None:
+            made[name.replace(".mlp.gate.", ROUTER) if is_mixtral else name] = StoredEntry(name, outline)
+            continue
+        block = "block_sparse_moe" if is_mixtral else "mlp"
+        matrices = [
+            own for own, (stack, _) in PLACES.items() if stack == found["stack"] and (own[0] == "w") == is_mixtral
+        ]
+        experts, rows, width = outline.shape
+        part = outline.new_empty(rows // len(matrices), width)
+        for at in range(experts * len(matrices)):
+            expert, place = divmod(at, len(matrices))
+            entry = f"{found['layer']}.{block}.experts.{expert}.{matrices[place]}.weight"
+            made[entry] = StoredEntry(name, part, at * part.nbytes)
+    return made
 
 
 class StackedExperts:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
+from temper.models.experts.stored import StoredEntry, stored_entries
 from temper.trainer.adamw.files import batches_of
 from temper.trainer.ranks.parts import WholeTensors
 
@@ -62,12 +63,13 @@ def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = 
     return FileLayout(head, {name: len(head) + start for name, start in starts.items()}, len(head) + end)
 
 
-def write_weights(tensors: WholeTensors, folder: Path) -> None:
+def write_weights(tensors: WholeTensors, folder: Path, family: str) -> None:
     """As transformers' save_pretrained names and splits them, with its index where there are several files."""
-    outlines = tensors.outlines()
+    entries = stored_entries(tensors.outlines(), family)
+    outlines = {name: entry.outline for name, entry in entries.items()}
     plan = split_torch_state_dict_into_shards(outlines, filename_pattern=WEIGHTS, max_shard_size=WEIGHTS_BYTES)
     for file, names in plan.filename_to_tensors.items():
-        _write_file(tensors, {name: outlines[name] for name in names}, folder / file, {"format": "pt"})
+        _write_file(tensors, {name: entries[name] for name in names}, folder / file, {"format": "pt"})
     if plan.is_sharded and dist.get_rank() == 0:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -76,7 +78,7 @@ def write_weights(tensors: WholeTensors, folder: Path) -> None:
 def write_states(tensors: WholeTensors, folder: Path, stem: str) -> None:
     """What adamw/files.py writes of whole tensors."""
     for path, batch in batches_of(tensors.outlines(), folder, stem):
-        _write_file(tensors, batch, path)
+        _write_file(tensors, {name: StoredEntry(name, outline) for name, outline in batch.items()}, path)
 
 
 def do_together(work: Callable[[], None]) -> None:
@@ -94,15 +96,19 @@ def do_together(work: Callable[[], None]) -> None:
 
 
 def _write_file(
-    tensors: WholeTensors, outlines: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
+    tensors: WholeTensors, entries: Mapping[str, StoredEntry], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    layout, rank, world = lay_out(outlines, metadata), dist.get_rank(), dist.get_world_size()
+    layout = lay_out({name: entry.outline for name, entry in entries.items()}, metadata)
+    rank, world, wholes = dist.get_rank(), dist.get_world_size(), tensors.outlines()
     digest = hashlib.sha256()
 
-    def stretches(rank: int) -> Iterator[tuple[str, int, int]]:
-        for name, outline in outlines.items():
-            first, last = held_bytes(outline, rank, world if tensors.is_cut(name) else 1)
-            yield name, layout.starts[name] + first, last - first
+    def stretches(rank: int) -> Iterator[tuple[str, int, slice]]:
+        """Tensor of the model, where its bytes go in the file, and which of those that the rank holds."""
+        for name, entry in entries.items():
+            held = held_bytes(wholes[entry.source], rank, world if tensors.is_cut(entry.source) else 1)
+            first, last = max(held[0], entry.start), min(held[1], entry.start + entry.outline.nbytes)
+            if first < last:
+                yield entry.source, layout.starts[name] + first - entry.start, slice(first - held[0], last - held[0])
 
     def begin() -> None:
         if rank == 0:
@@ -112,18 +118,16 @@ def _write_file(
 
     def write_own() -> None:
         with path.open("r+b", buffering=0) as file:
-            for name, start, size in stretches(rank):
-                if size:
-                    digest.update(data := _bytes_of(tensors.own(name)))
-                    assert len(data) == size, f"{name} is not cut as was thought"
-                    _write_at(file.fileno(), data, start)
+            for source, start, of_own in stretches(rank):
+                digest.update(data := _bytes_of(tensors.own(source), of_own))
+                _write_at(file.fileno(), data, start)
             os.fsync(file.fileno())
 
     def read_neighbours() -> None:
         before, found = (rank - 1) % world, hashlib.sha256()
         with path.open("rb", buffering=0) as file:
-            for _, start, size in stretches(before):
-                for piece in _read_at(file.fileno(), start, size):
+            for _, start, part in stretches(before):
+                for piece in _read_at(file.fileno(), start, part.stop - part.start):
                     found.update(piece)
         if found.hexdigest() != digests[before]:
             raise OSError(0, f"{path} does not hold what rank {before} wrote: its file system loses writes of others")
@@ -145,8 +149,10 @@ def held_bytes(outline: Tensor, rank: int, world: int) -> tuple[int, int]:
     return min(rank * rows, length) * size, min((rank + 1) * rows, length) * size
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def _bytes_of(tensor: Tensor, part: slice) -> memoryview:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    assert part.stop <= len(data), "not cut as was thought"
+    return data[part].cpu().numpy().data
 
 
 def _write_at(descriptor: int, data: memoryview, start: int) -> None:

@@ -11,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from temper.models.experts.stored import stored_entries
+from temper.models.save import saved_tensors
 from temper.trainer.ranks.writing import held_bytes, lay_out
 from tests.fakes.models import make_family_model
 
 PROGRAM = Path(__file__).with_name("write_program.py")
 SPLIT = "qwen2"
-FAMILIES = (SPLIT, "tied_llama")
-"""One in several files; one whose head is its embedding."""
+FAMILIES = (SPLIT, "qwen3_moe", "mixtral", "tied_llama")
+"""One in several files, two whose files hold every expert by itself, one whose head is its embedding."""
 
 
 def test_a_file_is_laid_out_as_the_library_does_it(tmp_path: Path) -> None:
@@ -46,6 +48,20 @@ def test_ranks_hold_every_byte_once(rows: int, world: int) -> None:
         covered += list(range(*held_bytes(outline, rank, world)))
     assert covered == list(range(rows * 12))
     assert held_bytes(outline, 1, 1) == (0, 0), "what is not cut is the first rank's"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "qwen3_moe", "mixtral", "tied_llama"])
+def test_tensors_are_named_and_shaped_as_the_family_stores_them(family: str, tmp_path: Path) -> None:
+    model = make_family_model(family).float()
+    model.config._attn_implementation = None
+    model.save_pretrained(tmp_path)
+    stored, own = load_file(tmp_path / "model.safetensors"), saved_tensors(model)
+    entries = stored_entries(own, model.config.model_type)
+    assert entries.keys() == stored.keys()
+    for name, entry in entries.items():
+        data = own[entry.source].detach().numpy().tobytes()[entry.start :][: entry.outline.nbytes]
+        assert data == stored[name].numpy().tobytes(), name
+        assert entry.outline.shape == stored[name].shape
 
 
 @pytest.mark.heavy

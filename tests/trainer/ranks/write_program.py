@@ -37,7 +37,7 @@ def main(rank: int, world: int, folder: Path) -> None:
         writing.WEIGHTS_BYTES = "20KB" if family == SPLIT else "50GB"
         (folder / f"{family}-written").mkdir(exist_ok=True)
         dist.barrier()
-        write_weights(weights, folder / f"{family}-written")
+        write_weights(weights, folder / f"{family}-written", model.config.model_type)
     moments = {f"m.{name}": tensor * 2 for name, tensor in weights._tensors.items()}
     likes = {f"m.{name}": tensor for name, tensor in weights._tensors.items()}
     write_states(WholeTensors(moments, likes), folder, "optimizer")
