@@ -71,6 +71,7 @@ PRESET_NAMES = (
     "beta_dpo",
     "simpo",
     "cpo",
+    "power",
     "orpo",
     "kto",
     "xpo",

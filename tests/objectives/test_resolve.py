@@ -33,7 +33,7 @@ ROWS = """
 
 UNVERIFIED = """
     rgpo lambda_grpo mgpo entropy_advantage prorl dppo_topk scalerl reinforce_pp_baseline deepseek_v32 rspo vapo
-    grpo_r1 vineppo opd_top_k
+    grpo_r1 vineppo opd_top_k power
 """
 """Presets with a form or a constant that is not established by public code, or that is pieced together."""
 

@@ -196,6 +196,25 @@ def cpo(beta: float = 0.1, alpha: float = 1.0) -> PairRule:
     return _with_likelihood(compare, alpha)
 
 
+@factor(experimental="read in its paper, not in code: both constants are ours, and labels do not move (POWER-DL)")
+def power(beta: float = 2.0, eta: float = 0.01) -> PairRule:
+    """-logsig(r_w - r_l) + eta beta (-log pi(y_w)) / T_w, r = beta (log pi(y) + 1) / T: no reference.
+
+    r is the reward under which pi is best when an entropy weighted by 1 / T is added: it maximises
+    E[r] - beta E[log pi / T]. eta: how much a reward is held to be too high wherever the data says little, so that
+    chosen answers stay likely. Rashidinejad and Tian 2024 (arXiv 2412.09544).
+    """
+    _require_beta("power", beta)
+    require(eta >= 0, f"power: eta={eta} must not be negative, e.g. 0.01")
+
+    def compare(pairs: Pairs) -> PairLosses:
+        chosen_P, rejected_P = _mean_logprobs(pairs)
+        chosen_P, rejected_P = chosen_P + 1 / pairs.chosen_lengths, rejected_P + 1 / pairs.rejected_lengths
+        return _compared(beta, chosen_P, rejected_P, lambda margin_P: -logsigmoid(margin_P))
+
+    return _with_likelihood(compare, eta * beta)
+
+
 @factor()
 def orpo(weight: float = 0.1) -> PairRule:
     """NLL_w - weight logsig(log odds_w - log odds_l), odds = P / (1 - P), P = exp(mean token log-probability).
@@ -346,5 +365,5 @@ def _require_alpha(name: str, alpha: float) -> None:
     require(alpha >= 0, f"{name}: alpha={alpha} must not be negative, e.g. 1.0")
 
 
-_ALL = (dpo, cdpo, robust, ipo, hinge, length_normalized, rpo, dpo_shift, simpo, cpo, orpo, xpo)
+_ALL = (dpo, cdpo, robust, ipo, hinge, length_normalized, rpo, dpo_shift, simpo, cpo, power, orpo, xpo)
 PREFERENCES: dict[str, Callable[..., Preference]] = {build.__name__: build for build in _ALL}

@@ -85,6 +85,16 @@ CPO = _preset(
     source="arXiv 2401.08417; TRL (cpo)",
     note="DPO with a uniform reference, and the likelihood of the chosen answer.",
 )
+POWER = replace(
+    _preset(
+        PAIR_LOSSES["power"](),
+        formula="-logsig(r_w - r_l) + 0.02 (-log pi(y_w)) / T_w, r = 2 (log pi(y) + 1) / T",
+        source="arXiv 2412.09544",
+        note="Against rewards that only look high where there is little data. No reference. Its moving labels are not "
+        "here.",
+    ),
+    experimental="read in its paper, not in code: both constants are ours",
+)
 ORPO = _preset(
     PAIR_LOSSES["orpo"](),
     formula="-log pi(y_w)/T_w - 0.1 logsig(log odds_w - log odds_l), odds = P/(1 - P), P = exp(log pi / T)",
@@ -125,6 +135,6 @@ NASH_MD = _preset(
 )
 
 PRESETS = (
-    DPO, CDPO, ROBUST, IPO, HINGE, LENGTH_NORMALIZED, RPO, DPO_SHIFT, BETA_DPO, SIMPO, CPO, ORPO, KTO, XPO, ONLINE_DPO,
-    NASH_MD,
+    DPO, CDPO, ROBUST, IPO, HINGE, LENGTH_NORMALIZED, RPO, DPO_SHIFT, BETA_DPO, SIMPO, CPO, POWER, ORPO, KTO, XPO,
+    ONLINE_DPO, NASH_MD,
 )  # fmt: skip

@@ -26,6 +26,7 @@ from temper.objectives.losses.preferences import (
     ipo,
     length_normalized,
     orpo,
+    power,
     preference_loss,
     reward_length_correlation,
     robust,
@@ -95,6 +96,7 @@ def part(pairs: Pairs, rows: list[int]) -> Pairs:
         (dpo_shift(), 0.600393),
         (simpo(), 0.126928),
         (cpo(), 2.513015),
+        (power(), 0.093563),
         (orpo(), 2.018144),
         (xpo(), 0.598139 - 14e-5),
     ],
@@ -304,7 +306,32 @@ def test_settings_without_meaning_are_refused(build: Callable[[], Any]) -> None:
 
 
 def test_methods_that_no_code_establishes_do_not_exist() -> None:
-    assert not {"power", "pg_dpo"} & PREFERENCES.keys()
+    assert "pg_dpo" not in PREFERENCES
+
+
+def test_the_reward_of_power_is_the_one_whose_best_policy_is_the_policy() -> None:
+    """On three answers: gradient ascent over policies finds the policy that the rewards were made of."""
+    beta, lengths, policy = 2.0, torch.tensor([2.0, 5.0, 3.0]).double(), torch.tensor([0.5, 0.2, 0.3]).double()
+    rewards = beta * (policy.log() + 1) / lengths
+    logits = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.02)
+    for _ in range(1500):
+        probabilities = logits.softmax(0)
+        value = (probabilities * (rewards - beta * probabilities.log() / lengths)).sum()
+        optimizer.zero_grad()
+        (-value).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert torch.allclose(logits.softmax(0), policy, atol=1e-4)
+    rule = power(beta=beta)
+    pairs = f3(
+        chosen_logprobs=policy[:1].log(),
+        rejected_logprobs=policy[1:2].log(),
+        chosen_lengths=lengths[:1],
+        rejected_lengths=lengths[1:2],
+    )
+    assert (rule(pairs).chosen_rewards - rule(pairs).rejected_rewards).item() == pytest.approx(
+        (rewards[0] - rewards[1]).item()
+    )
 
 
 # Mutations: the numbers above reject the usual slips.
@@ -317,9 +344,10 @@ def test_methods_that_no_code_establishes_do_not_exist() -> None:
         (ipo(), lambda p: ((p.chosen_logprobs - p.reference_chosen_logprobs) / 5 - 5).square()),
         (robust(), lambda p: cdpo()(p).losses),
         (simpo(), lambda p: simpo(margin=0.0)(p).losses),
+        (power(), lambda p: simpo(margin=0.0)(p).losses),
         (orpo(), lambda p: -p.chosen_logprobs / 5 - 0.1 * torch.nn.functional.logsigmoid(column(1.5))),
     ],
-    ids=["no reference", "one side only", "wrong sign", "no margin", "log-probabilities for odds"],
+    ids=["no reference", "one side only", "wrong sign", "no margin", "no weights", "log-probabilities for odds"],
 )
 def test_the_worked_numbers_reject_mutations(right: Preference, wrong: Callable[[Pairs], Tensor]) -> None:
     assert abs(right(f3()).losses.item() - wrong(f3()).item()) > 1e-3
