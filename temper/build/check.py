@@ -34,10 +34,11 @@ def check_stages(stages: Sequence[RunConfig]) -> list[Objective]:
                 raise
             raise UserError(f"stage {number} ({config.stage}): {error}") from error
     _check_references(stages)
-    if len({(config.cluster.trainers, config.cluster.parts, config.cluster.experts) for config in stages}) > 1:
+    said_once = ("trainers", "parts", "experts", "context")
+    if len({tuple(getattr(config.cluster, name) for name in said_once) for config in stages}) > 1:
         raise UserError(
-            "cluster.trainers and cluster.parts are those of all stages, and so is cluster.experts: say them once, "
-            "outside [[stage]]"
+            f"{', '.join(f'cluster.{name}' for name in said_once)} are those of all stages: say them once, outside "
+            f"[[stage]]"
         )
     return objectives
 
@@ -67,6 +68,8 @@ def check_stage(config: RunConfig) -> Objective:
         _check_four_bits(config, objective)
     if config.cluster.parts:
         _check_parts(config, objective)
+    if config.cluster.context > 1:
+        _check_context(config, objective)
     if config.cluster.experts and not config.cluster.parts:
         raise UserError("cluster.experts: all but the experts is held in parts. Set cluster.parts = true, too")
     if config.cluster.experts and config.model.lora is not None:
@@ -108,6 +111,37 @@ def _check_parts(config: RunConfig, objective: Objective) -> None:
         problem = "trainers would call their teachers in different orders. Use one model.teacher"
     if problem is not None:
         raise UserError(f"cluster.parts: {problem}, or use cluster.parts = false")
+
+
+WHOLE_ROWS = {
+    "scores": "a reward model reads whole rows",
+    "values": "a critic reads whole rows",
+    "noise": "noise on embeddings is drawn for whole rows",
+    "uniform": "label smoothing reads states of all tokens",
+    "divergence": "whole distributions are compared with states of all tokens",
+    "teacher_top_k": "a teacher's most likely tokens are read from states of all tokens",
+    "policy_top_k": "the policy's most likely tokens are read from states of all tokens",
+    "router": "routers are read from states of all tokens",
+}
+"""By what an objective needs: why trainers do not go over rows together for it."""
+
+
+def _check_context(config: RunConfig, objective: Objective) -> None:
+    """Raises UserError for what looks at whole rows elsewhere than in attention and the loss."""
+    cluster, sampling = config.cluster, config.sampling
+    problem = next((why for need, why in WHOLE_ROWS.items() if need in objective.needs), None)
+    if problem is not None:
+        problem = f'{problem} (objective "{objective.name}"). Use another objective'
+    elif isinstance(objective, PolicyObjective) and objective.step is not None:
+        problem = f'objective "{objective.name}" takes steps of its own, over whole rows. Use another objective'
+    elif cluster.experts or config.model.replay_routes or config.model.routers is not None:
+        problem = "routers are read from whole rows. Leave out cluster.experts, model.replay_routes and model.routers"
+    elif sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+        problem = (
+            "sets of tokens that could be drawn are kept for whole rows. Leave out sampling.top_k, top_p and min_p"
+        )
+    if problem is not None:
+        raise UserError(f"cluster.context: {problem}, or use cluster.context = 1")
 
 
 def _check_references(stages: Sequence[RunConfig]) -> None:

@@ -220,6 +220,7 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         trainers=config.cluster.trainers,
         parts=config.cluster.parts,
         experts=config.cluster.experts,
+        context=config.cluster.context,
         engine=_engine_weights(config, data),
         num_samplers=config.cluster.num_samplers if data.is_rolling else 1,
         ahead=config.rollout.max_staleness if data.is_rolling else 0,

@@ -23,6 +23,7 @@ from temper.objectives import PolicyObjective
 from temper.protocols import Trainer
 from temper.stages.kinds import kind_of
 from temper.trainer.local import LocalTrainer, TrainerSettings
+from temper.trainer.ranks.context import go_together
 from temper.trainer.ranks.ranked import OPEN, RankedTrainer, Together
 from temper.trainer.ranks.sums import rank_and_world
 
@@ -53,6 +54,8 @@ def open_here(order: TrainerOrder, tokenizer: Any = None) -> tuple[LocalTrainer,
     """The trainer of this rank. tokenizer: needed by the one that writes checkpoints."""
     config = order.config
     objective = resolve_objective(config)
+    if rank_and_world()[1] > 1:
+        go_together(config.cluster.context, config.cluster.rank_seconds)
     models = load_models(config, objective, order.folder)
     if (routers := config.model.routers) is not None:
         if config.model.lora is not None:
@@ -85,7 +88,7 @@ def open_here(order: TrainerOrder, tokenizer: Any = None) -> tuple[LocalTrainer,
         pack=partial(
             pack_over_ranks,
             tokens_per_microbatch=choice.tokens_per_microbatch,
-            num_ranks=rank_and_world()[1],
+            num_ranks=rank_and_world()[1] // config.cluster.context,
             together=kind_of(config).together,
         ),
         shard=shard,

@@ -29,6 +29,9 @@ class ClusterConfig(Section):
     experts: bool = False
     """Whether, with parts, each trainer computes its own experts of every layer, to which all send their tokens (expert
     parallelism); otherwise experts are gathered as the rest of a layer is."""
+    context: int = Field(1, ge=1)
+    """Trainers that go over each row together, each over a stretch of its tokens (context parallelism): for rows that
+    are too long for one GPU. Divides cluster.trainers; microbatches may have so many times the tokens."""
     rank_seconds: float = Field(600.0, gt=0)
     """What trainers do together (a step, a save) may take so long; one that is silent for longer ends the run, and
     --resume goes on."""

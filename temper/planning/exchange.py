@@ -57,6 +57,17 @@ def expert_seconds(work: Workload, gpu: Gpu) -> float:
     return ways * work.shape.num_layers * tokens_seconds(exchanged_bytes(work), work.trainers, gpu)
 
 
+def context_seconds(work: Workload, gpu: Gpu) -> float:
+    """Of all tokens of a microbatch to the heads of one layer's attention and back, where GPUs go over rows together;
+    as often as those to experts."""
+    if work.context == 1:
+        return 0.0
+    shape, ways = work.shape, 3 if work.choice.gradient_checkpointing else 2
+    there, back = shape.query_width + 2 * max(shape.kv_width, shape.head_dim * work.context), shape.query_width
+    sent = (tokens_seconds(work.packed_tokens * width * work.itemsize, work.context, gpu) for width in (there, back))
+    return ways * shape.num_layers * sum(sent)
+
+
 def weight_bytes(work: Workload) -> float:
     """Of all weights as they are sent."""
     return float(work.shape.parameters * work.itemsize)
@@ -88,16 +99,16 @@ def exchange_seconds(work: Workload, gpu: Gpu, computing: float) -> float:
     Copies add up gradients when the last microbatch is done, and nothing hides it. Parts gather every layer in the
     forward pass and again in the backward pass of each microbatch, while the layer before is computed, and add up
     gradients with each of them: waiting for the last one would need whole gradients on every GPU. So a microbatch takes
-    as long as the longer of the two, and the first layer is waited for; so are tokens that travel to experts.
+    as long as the longer of the two, and the first layer is waited for; so are tokens that travel to experts or heads.
     """
     if work.trainers == 1:
         return 0.0
     if work.share == 1:
-        return gradient_seconds(work, gpu)
+        return gradient_seconds(work, gpu) + work.microbatches * context_seconds(work, gpu)
     gathering = gather_seconds(work, gpu)
     sent = 2 * gathering + gradient_seconds(work, gpu)
     first = gathering / (work.shape.num_layers + 1)
-    tokens = expert_seconds(work, gpu)
+    tokens = expert_seconds(work, gpu) + context_seconds(work, gpu)
     return work.microbatches * (max(0.0, sent - computing / work.microbatches) + first + tokens)
 
 

@@ -111,7 +111,7 @@ def _step_rows(work: Workload) -> int:
 
 def _trained_share(work: Workload) -> float:
     """Of a batch, on the GPU that has most of it."""
-    return work.trainer_rows / work.rows_per_update
+    return work.trainer_rows / work.rows_per_update / work.context
 
 
 def _pass(work: Workload, *, has_backward: bool) -> PassWork:
@@ -233,5 +233,6 @@ def _exchange(work: Workload, gpu: Gpu, computing: float) -> tuple[float, str]:
     seconds = updates * models * exchange_seconds(work, gpu, computing / (updates * models))
     sent = "layers are gathered, gradients added up" if work.share > 1 else "gradients are added up"
     sent += ", tokens sent to experts" if work.staying_parameters else ""
+    sent += ", tokens sent to heads" if work.context > 1 else ""
     where = "network" if work.trainers > gpu.per_machine else "links between GPUs"
     return seconds, f"{where}: {sent}"

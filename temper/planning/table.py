@@ -50,11 +50,13 @@ def cluster_lines(layout: Layout, work: Workload, time: TimePlan, reason: str) -
         return []
     values = {"trainers": layout.trainers, "samplers": layout.samplers, "parts": layout.parts}
     values |= {"experts": True} if work.staying_parameters else {}
+    values |= {"context": work.context} if work.context > 1 else {}
     draws = layout.samplers > 1 or layout.is_apart
     table = {key: value for key, value in values.items() if key != "samplers" or draws}
     written = f"cluster = {to_toml_value(table)}" + (', engine.place = "process"' if draws else "")
     trainers = "trainers hold a part each" if layout.parts else "trainers hold a copy each"
     trainers += " and compute their own experts for all" if work.staying_parameters else ""
+    trainers += f" and go over rows in groups of {work.context}" if work.context > 1 else ""
     where = "samplers have GPUs of their own" if layout.is_apart else "all draw, then all train"
     words = f"{trainers}, {where}" if draws else trainers
     lines = [f"{written}: {words}" + (f"; {reason}" if reason else "")]
@@ -92,7 +94,7 @@ def facts_line(work: Workload) -> str:
     return (
         f"{shape.family}, {shape.parameters / 1e9:.3g} billion parameters{active}"
         + (f", {work.trained_parameters / 1e6:,.0f} million trained" if work.trained_parameters else "")
-        + f"; rows of up to {work.row_tokens:,} tokens, {work.packed_tokens:,} in a microbatch"
+        + f"; rows of up to {work.row_tokens:,} tokens, {work.microbatch_tokens:,} in a microbatch"
     )
 
 

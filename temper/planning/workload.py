@@ -52,6 +52,8 @@ class Workload:
     """Whether each of them holds a part of weights, gradients and states, in place of all."""
     experts: bool = False
     """Whether, with parts, each of them computes its own experts for all, in place of gathering them."""
+    context: int = 1
+    """Trainers that go over each row together."""
     engine: Literal["shared", "copied", "apart", "elsewhere"] = "shared"
     """Whose weights the sampler draws with: the trainer's, a copy on the same GPU, a copy on a GPU of its own, or those
     of a server that is not planned here."""
@@ -99,13 +101,13 @@ class Workload:
 
     @property
     def trainer_rows(self) -> int:
-        """Of an update, on the GPU that has most of them: a row is never cut."""
-        return -(-self.rows_per_update // self.trainers)
+        """Of an update, on the GPU that has most of them, or on those that go over them together."""
+        return -(-self.rows_per_update * self.context // self.trainers)
 
     @property
     def microbatches(self) -> int:
         """Of an update, on each GPU."""
-        return -(-self.trainer_rows * self.row_tokens // self.packed_tokens)
+        return -(-self.trainer_rows * self.row_tokens // self.microbatch_tokens)
 
     @property
     def engines_here(self) -> int:
@@ -122,15 +124,20 @@ class Workload:
         return self.engine == "apart" and self.ahead > 0
 
     @property
-    def packed_tokens(self) -> int:
-        """Of the largest microbatch: a row is never cut, and there are no more rows than an update has on a GPU."""
+    def microbatch_tokens(self) -> int:
+        """Of the largest microbatch: a row is in one, and there are no more rows than an update has on a GPU."""
         most = min(self.choice.tokens_per_microbatch, self.trainer_rows * self.row_tokens)
         return max(self.row_tokens, most)
 
     @property
+    def packed_tokens(self) -> int:
+        """Of that microbatch, on one GPU."""
+        return -(-self.microbatch_tokens // self.context)
+
+    @property
     def num_rows(self) -> int:
         """Of that microbatch."""
-        return max(1, self.packed_tokens // self.row_tokens)
+        return max(1, self.microbatch_tokens // self.row_tokens)
 
     @property
     def computed_tokens(self) -> int:
@@ -143,7 +150,7 @@ class Workload:
 
     def shared_part(self, num_rows: int) -> float:
         """Share of the tokens of so many rows that is not computed because a row of the group has them already."""
-        alike = min(self.group_size, num_rows)
+        alike = min(self.group_size, num_rows) if self.context == 1 else 1
         saved = (1 - 1 / alike) * self.prompt_tokens / self.row_tokens
         return saved if saved >= LEAST_SHARED else 0.0
 
@@ -162,8 +169,8 @@ def by_gpu(work: Workload) -> dict[str, Workload]:
         return {"trainer": work}
     adapter = work.adapter if work.has_four_bit_base else None  # others are merged into what is published
     sampler = replace(
-        work, trainers=1, parts=False, engine="shared", num_samplers=1, adapter=adapter, frozen=(), has_critic=False,
-        trains=False,
+        work, trainers=1, parts=False, context=1, engine="shared", num_samplers=1, adapter=adapter, frozen=(),
+        has_critic=False, trains=False,
     )  # fmt: skip
     return {"trainer": work, "sampler": sampler}
 

@@ -113,9 +113,36 @@ def test_what_cannot_be_done_with_experts_that_stay_is_refused_by_name(shared: d
         check_stages(stages_of({}, engine={"place": "process"}, **shared))
 
 
+@pytest.mark.parametrize(
+    ("stage", "shared", "message"),
+    [
+        ({"kind": "reward_model"}, {}, 'a reward model reads whole rows (objective "reward_model")'),
+        ({}, {"objective": {"preset": "ppo"}}, 'a critic reads whole rows (objective "ppo")'),
+        ({}, {"objective": {"preset": "trpo"}}, "takes steps of its own, over whole rows"),
+        ({}, {"objective": {"preset": "rspo"}}, "routers are read from states of all tokens"),
+        ({}, {"model": {"new": {"experts": 4}, "routers": {"balance": 0.1}}}, "routers are read from whole rows"),
+        ({}, {"sampling": {"top_k": 5}}, "Leave out sampling.top_k, top_p and min_p"),
+        ({}, {"sampling": {"top_p": 0.9}}, "Leave out sampling.top_k, top_p and min_p"),
+        ({"kind": "sft"}, {"objective": {"preset": "sft", "loss": {"noise": 5.0}}}, "noise on embeddings"),
+        ({"kind": "sft"}, {"objective": {"preset": "sft", "loss": {"smoothing": 0.1}}}, "label smoothing reads states"),
+    ],
+)
+def test_what_cannot_be_done_where_several_go_over_a_row_is_refused_by_name(
+    stage: dict[str, Any], shared: dict[str, Any], message: str
+) -> None:
+    for context in (1, 2):
+        config = stages_of(stage, **{"cluster": {"trainers": 2, "context": context}, **shared})
+        if context == 1:
+            check_stages(config)
+            continue
+        with pytest.raises(UserError, match=re.escape(message)) as raised:
+            check_stages(config)
+        assert "or use cluster.context = 1" in str(raised.value)
+
+
 def test_trainers_are_those_of_all_stages() -> None:
     stages = [*stages_of({"kind": "sft"}, cluster={"trainers": 2}), *stages_of({}, cluster={"trainers": 3})]
-    with pytest.raises(UserError, match=r"cluster.trainers and cluster.parts are those of all stages"):
+    with pytest.raises(UserError, match=r"cluster.trainers, .*cluster.context are those of all stages"):
         check_stages(stages)
 
 

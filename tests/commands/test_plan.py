@@ -152,6 +152,17 @@ def test_experts_that_stay_are_counted_where_the_recipe_asks_for_them(
     assert "exchanged tokens" in shown
 
 
+def test_rows_that_several_go_over_need_less_on_each(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ("cluster.parts=true", "cluster.trainers=2", "cluster.context=2", "engine.place=process")
+    change = tuple(word for key in keys for word in ("--set", key))
+    assert plan(monkeypatch, recipe, "--gpu", "h200", "--gpus", "2", *change) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "cluster = {trainers = 2, parts = true, context = 2}" in shown
+    assert "go over rows in groups of 2" in shown
+
+
 def test_what_fits_on_none_of_these_gpus_says_on_how_many_it_would(
     tiny_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from temper.planning.exchange import (
     MACHINE_HOP_SECONDS,
     NETWORK_HOP_SECONDS,
     START_SECONDS,
+    context_seconds,
     exchange_seconds,
     exchanged_bytes,
     expert_seconds,
@@ -114,6 +115,29 @@ def test_weights_go_to_samplers_by_the_way_that_is_there(make_workload: Make) ->
     assert publishing_seconds(parts, H200) == pytest.approx(size / (450e9 * LINK_REACH) + gather_seconds(parts, H200))
     assert publishing_seconds(make_workload("7b", engine="copied"), H200) == pytest.approx(3 * size / 4.8e12)
     assert publishing_seconds(make_workload("7b"), H200) == 0.0
+
+
+def test_tokens_travel_to_heads_where_several_go_over_a_row(make_workload: Make) -> None:
+    alone = make_workload("7b", trainers=8, parts=True)
+    four = replace(alone, context=4)
+    assert four.trainer_rows == 4 * alone.trainer_rows
+    assert four.packed_tokens == -(-four.microbatch_tokens // 4)
+    assert context_seconds(alone, H200) == 0.0
+    shape, size = four.shape, four.packed_tokens * four.itemsize
+    assert shape.num_kv_heads % 4 == 0
+    there, back = size * (shape.query_width + 2 * shape.kv_width), size * shape.query_width
+    once = tokens_seconds(there, 4, H200) + tokens_seconds(back, 4, H200)
+    ways = 3 if four.choice.gradient_checkpointing else 2
+    assert context_seconds(four, H200) == pytest.approx(ways * shape.num_layers * once)
+    copied = replace(four, context=8)
+    assert shape.num_kv_heads < 8, "heads of keys are copied"
+    more = size / 2 * (shape.query_width + 2 * 8 * shape.head_dim)
+    assert context_seconds(copied, H200) == pytest.approx(
+        ways * shape.num_layers * (tokens_seconds(more, 8, H200) + tokens_seconds(back / 2, 8, H200)), rel=1e-3
+    )
+    waited = exchange_seconds(four, H200, 1e9)
+    first = gather_seconds(four, H200) / (shape.num_layers + 1)
+    assert waited == pytest.approx(four.microbatches * (first + context_seconds(four, H200)))
 
 
 def test_experts_that_stay_are_not_gathered_and_their_tokens_travel(make_workload: Make) -> None:

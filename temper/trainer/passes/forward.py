@@ -83,7 +83,7 @@ def score_drawn(
 
 def _scored(model: nn.Module, states: DrawnStates, microbatch: Microbatch, temperature: float) -> Scored:
     top_ids = microbatch.top_ids
-    logprobs_A, entropy_A, top_AK, whole_A = drawn_logprobs(
+    said = drawn_logprobs(
         Head.of(model),
         states.hidden_AD,
         states.token_ids_A,
@@ -91,6 +91,8 @@ def _scored(model: nn.Module, states: DrawnStates, microbatch: Microbatch, tempe
         top_ids_AK=None if top_ids is None else top_ids.to(states.drawn_A.device)[states.drawn_A].long(),
         keep=keep_sets(microbatch, states.drawn_A.device),
     )
+    logprobs_A, entropy_A = states.gather(said[0]), states.gather(said[1])
+    top_AK, whole_A = (column if column is None else states.gather(column) for column in said[2:])
     shift_A = None if microbatch.router_ids is None else _router_shift(states, microbatch)
     return Scored(
         logprobs=logprobs_A, entropy=entropy_A, whole_logprobs=whole_A, top_logprobs=top_AK, router_shift=shift_A

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from temper.trainer.passes.gathering import take_rows
 from temper.trainer.passes.packed_attention import ExactPackedAttention, PackedAttention
 from temper.trainer.passes.routers import hidden_and_router_logits
 from temper.trainer.passes.sharing import shared_prompts
+from temper.trainer.ranks.context import Context, context_of_rank
 from temper.types import Microbatch
 
 MakeAttention = Callable[[Sequence[int], torch.device], Attend]
@@ -32,14 +34,16 @@ MakeAttention = Callable[[Sequence[int], torch.device], Attend]
 
 @dataclass(frozen=True, slots=True)
 class DrawnStates:
-    """What the decoder says where tokens were drawn."""
+    """What the decoder says where tokens were drawn; of several ranks that go together, where this one computed."""
 
     hidden_AD: Tensor
     token_ids_A: Tensor
     drawn_A: Tensor
     """Places of the drawn tokens among all of the microbatch."""
-    router_logits: tuple[Tensor, ...]
+    router_logits: tuple[Tensor, ...] = ()
     """[T, experts] by layer; empty unless asked for."""
+    gather: Callable[[Tensor], Tensor] = lambda own: own
+    """A column of all drawn tokens from that of these, where other ranks have the rest of them."""
 
 
 def require_room(model: Any, microbatch: Microbatch) -> None:
@@ -74,6 +78,19 @@ def _replay(model: nn.Module, microbatch: Microbatch, computed_U: Tensor | None)
     return Replay(route_shape(model), routes_TW, is_routed_T)
 
 
+def _stretch(context: Context, model: Any, asked: tuple[Tensor, Tensor, Attend], drawn_A: Tensor) -> DrawnStates:
+    """What this rank has of them. Prompts that rows share are computed for each: they lie with many ranks."""
+    token_ids_T, positions_T, attend = asked
+    num_tokens = len(token_ids_T)
+    own, ends = context.own(num_tokens), context.ends(num_tokens)
+    hidden_tD = hidden_states(model, token_ids_T[own], positions_T[own], context.attend(attend, num_tokens))
+    before_A = drawn_A - 1
+    counts = [int(((before_A >= start) & (before_A < end)).sum()) for start, end in pairwise(ends)]
+    own_A = drawn_A[(before_A >= own.start) & (before_A < own.stop)].to(token_ids_T.device)
+    hidden_AD = take_rows(hidden_tD, own_A - 1 - own.start)
+    return DrawnStates(hidden_AD, token_ids_T[own_A], own_A, gather=partial(context.gather, counts))
+
+
 def drawn_states(
     model: nn.Module,
     microbatch: Microbatch,
@@ -100,6 +117,10 @@ def drawn_states(
     assert bool((microbatch.positions[drawn_A] > 0).all()), "the first token of a row cannot be a drawn one"
     attend = (make_attention or attention_of(model))(microbatch.lengths, device)
     token_ids_T, positions_T = microbatch.token_ids.to(device), microbatch.positions.to(device)
+    if (context := context_of_rank()) is not None:
+        assert not routers, "refused before (build/check.py)"
+        assert microbatch.keep_ids is None, "refused before (build/check.py)"
+        return _stretch(context, model, (token_ids_T, positions_T, attend), drawn_A)
     drawn_A = drawn_A.to(device)
     logits: tuple[Tensor, ...] = ()
     shares = shares and not routers and not (watch is not None and watch.pulls)

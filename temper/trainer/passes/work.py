@@ -18,6 +18,7 @@ from temper.models.load import shape_of
 from temper.models.nf4.layers import four_bit_sizes
 from temper.runs.flops import ModelSize, PassWork, active_parameters
 from temper.trainer.passes.sharing import shared_places
+from temper.trainer.ranks.context import context_of_rank, is_counted
 from temper.trainer.ranks.sums import sum_over_ranks
 from temper.types import Microbatch
 
@@ -72,7 +73,9 @@ class FlopCounter:
         self._total = 0.0
 
     def count(self, microbatch: Microbatch, *, has_backward: bool) -> None:
-        self._total += self._size.flops(work_of(microbatch, shares=self._shares, has_backward=has_backward))
+        if is_counted():
+            shares = self._shares and context_of_rank() is None
+            self._total += self._size.flops(work_of(microbatch, shares=shares, has_backward=has_backward))
 
     def take(self) -> float:
         """FLOPs since the last call, over all ranks."""

@@ -8,7 +8,7 @@ Shapes: N ranks, E experts, S rows of this rank's tokens sorted by expert, R row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from temper.errors import UserError
 from temper.models.experts.routing import expert_layers, has_experts, num_experts_of
+from temper.trainer.ranks.exchange import exchange_rows
 
 Say = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(gate and up projections, down projections, rows sorted by expert, their ends) -> what experts say to each row."""
@@ -66,7 +67,7 @@ def exchange(say: Say, experts: Any, rows_SD: Tensor, ends_E: Tensor) -> Tensor:
     dist.all_to_all_single(counts_NO, counts_E)
     counts_NO = counts_NO.view(world, -1)  # from each rank, for each expert here
     sent, received = counts_E.view(world, -1).sum(1).tolist(), counts_NO.sum(1).tolist()
-    arrived_RD = _Exchange.apply(rows_SD, sent, received)  # type: ignore[no-untyped-call]
+    arrived_RD = exchange_rows(rows_SD, sent, received)
     # They come by rank and then by expert; products want them by expert and then by rank.
     expert_R = torch.arange(counts_NO.shape[1], device=rows_SD.device).repeat(world)
     order_R = expert_R.repeat_interleave(counts_NO.flatten()).argsort(stable=True)
@@ -76,24 +77,4 @@ def exchange(say: Say, experts: Any, rows_SD: Tensor, ends_E: Tensor) -> Tensor:
     own_ends[-1] += 1
     said_RD = say(*(getattr(experts, name).to_local() for name in STACKS), padded_RD, own_ends)[:-1]  # type: ignore[call-arg]
     back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-    return _Exchange.apply(said_RD.index_select(0, back_R), received, sent)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows to other ranks, and theirs to this one. Gradients go back the way that rows came, and are not added up or
-    averaged: every row is one token's."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_SD: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        ctx.sent, ctx.received = sent, received
-        return _exchanged(rows_SD, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _exchanged(grads[0], ctx.received, ctx.sent), None, None
-
-
-def _exchanged(rows_SD: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    arrived_RD = rows_SD.new_empty(sum(received), rows_SD.shape[1])
-    dist.all_to_all_single(arrived_RD, rows_SD.contiguous(), list(received), list(sent))
-    return arrived_RD
+    return exchange_rows(said_RD.index_select(0, back_R), received, sent)

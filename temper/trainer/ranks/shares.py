@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from temper.errors import BackendError
 from temper.trainer.passes.scoring import Share
+from temper.trainer.ranks.context import context_of_rank
 from temper.trainer.ranks.sums import rank_and_world
 from temper.types import Microbatch
 
@@ -19,6 +20,8 @@ Shard = Callable[[Sequence[Microbatch], int, int], list[int]]
 def share_of(microbatches: list[Microbatch], shard: Shard | None, *, is_even: bool) -> Share:
     """is_even: all ranks make as many passes. Whoever has fewer microbatches goes over the smallest of all instead."""
     rank, world = rank_and_world()
+    if (context := context_of_rank()) is not None:  # its ranks have the same share
+        rank, world = rank // context.size, world // context.size
     if world == 1:
         return Share(microbatches, list(range(len(microbatches))))
     if shard is None:

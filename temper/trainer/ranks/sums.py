@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from temper.objectives import MetricSums, Tokens
+from temper.trainer.ranks.context import is_counted
 
 BUCKET_BYTES = 64 << 20
 """Gradients sent together: hundreds of small tensors one by one would wait for the network hundreds of times."""
@@ -51,6 +52,7 @@ def merge_over_ranks(metrics: MetricSums) -> MetricSums:
     world = rank_and_world()[1]
     if world == 1:
         return metrics
+    metrics = metrics if is_counted() else MetricSums()
     plain = {field: {name: value.tolist() for name, value in getattr(metrics, field).items()} for field in _FIELDS}
     gathered: list[dict[str, dict[str, float | list[float]]]] = [{} for _ in range(world)]
     dist.all_gather_object(gathered, plain)

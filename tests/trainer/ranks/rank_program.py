@@ -21,7 +21,7 @@ from temper.objectives import POLICY_GRADIENTS, DirectLoss, resolve
 from temper.trainer.critic import Critic
 from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.ranks import experts
+from temper.trainer.ranks import context, exchange
 from temper.trainer.ranks import sums as ranks
 from temper.trainer.ranks.parts import cut
 from temper.types import Batch, Sample
@@ -85,9 +85,15 @@ def average_parts(module: Any, factor: float) -> None:
     sum_parts(module, factor * dist.get_world_size())
 
 
-def swapped(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+def swapped(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> torch.Tensor:
     """Rows that come in another order than they went."""
-    return exchanged(rows, sent, received).flip(0)
+    return exchanged(rows, sent, received, group).flip(0)
+
+
+def added_up(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    """Gradients of all that have the same loss, added up: what a gather of torch does."""
+    own, *rest = own_gradient(ctx, *grads)
+    return own * len(ctx.counts), *rest
 
 
 class Averaging:
@@ -97,7 +103,7 @@ class Averaging:
         return average if name == "all_reduce" else getattr(dist, name)
 
 
-exchanged = experts._exchanged
+exchanged, own_gradient = exchange._exchanged, context._Gather.backward
 sum_parts = FSDPModule.set_gradient_divide_factor
 
 
@@ -112,7 +118,12 @@ def main(rank: int, world: int, folder: Path) -> None:
         needs = resolve(preset).needs
         kind = "rows" if preset in POLICY_GRADIENTS else "scores" if "scores" in needs else "pairs"
         ranks.dist = Averaging() if fault == "average" else dist  # type: ignore[attr-defined, assignment]
-        experts._exchanged = swapped if "swapped" in fault else exchanged
+        exchange._exchanged = swapped if "swapped" in fault else exchanged
+        context._Gather.backward = staticmethod(added_up if "added" in fault else own_gradient)  # type: ignore[method-assign]
+        ranks.is_counted = (lambda: True) if "everyone" in fault else context.is_counted  # type: ignore[attr-defined, assignment]
+        if world > 1:
+            together = {"together": world, "twos": 2}
+            context.go_together(next((together[word] for word in fault.split() if word in together), 1), 100.0)
         FSDPModule.set_gradient_divide_factor = average_parts if "average" in fault else sum_parts  # type: ignore[method-assign]
         own = next((word for word in fault.split() if word in models), "scorer" if kind == "scores" else "policy")
         reports[preset, budget, fault] = train(
