@@ -35,6 +35,8 @@ LAYOUTS = {
     "2": {"trainers": 2},
     "2-parts": {"trainers": 2, "parts": True},
     "4-parts": {"trainers": 4, "parts": True},
+    "2-context": {"trainers": 2, "parts": True, "context": 2},
+    "2-experts": {"trainers": 2, "parts": True, "experts": True},
 }
 
 

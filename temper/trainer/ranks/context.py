@@ -109,26 +109,31 @@ def require_heads(config: Any, size: int) -> None:
         )
 
 
-_current: Context | None = None
+_current: tuple[Any, Context | None] = None, None
+"""The group of all ranks that it was made for, and this rank's. Another run in this process has another group."""
 
 
 def context_of_rank() -> Context | None:
     """None: this rank goes over its rows alone."""
-    return _current
+    world, context = _current
+    return context if context is not None and world is dist.group.WORLD else None
 
 
 def is_counted() -> bool:
     """Whether what this rank says of its rows counts: those that go together say the same."""
-    return _current is None or _current.rank == 0
+    context = context_of_rank()
+    return context is None or context.rank == 0
 
 
 def go_together(size: int, seconds: float) -> None:
     """From now on so many neighbours of all ranks go over each row together; 1: each alone. All ranks call it."""
     global _current
-    if size == (1 if _current is None else _current.size):
+    context, rank = context_of_rank(), dist.get_rank()
+    if size == (1 if context is None else context.size):
         return
-    _current, rank = None, dist.get_rank()
-    for first in range(0, dist.get_world_size(), size):
+    context = None
+    for first in range(0, dist.get_world_size(), size) if size > 1 else ():
         group = dist.new_group(list(range(first, first + size)), timeout=datetime.timedelta(seconds=seconds))
-        if size > 1 and first <= rank < first + size:
-            _current = Context(size, rank - first, group)
+        if first <= rank < first + size:
+            context = Context(size, rank - first, group)
+    _current = dist.group.WORLD, context
