@@ -139,7 +139,9 @@ class VllmEngine:
             if self._engine is not None:
                 return
             if self._starting is None:
-                self._starting = asyncio.ensure_future(asyncio.to_thread(self._make))
+                self._starting = asyncio.ensure_future(
+                    asyncio.to_thread(_make, self._settings, self._shape, self._monitor)
+                )
             # Not wait_for: a caller that gives up must not leave an engine behind that nobody can close.
             if not (await asyncio.wait((self._starting,), timeout=self._settings.start_seconds))[0]:
                 raise BackendError(f"vLLM did not start within {self._settings.start_seconds:g} seconds")
@@ -326,48 +328,49 @@ class VllmEngine:
                 raise TaskError(f"{name} has ids outside of the vocabulary of {vocabulary}: {foreign[:3]}")
         require_supported(request.params)
 
-    def _make(self) -> Any:
-        settings, shape = self._settings, self._shape
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        if settings.device == "cpu" and settings.tensor_parallel > 1:
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it wants a NUMA node for each rank
-        try:
-            from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
-            from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found]
-        except ImportError as error:
-            raise UserError(f'engine.kind="vllm" needs vLLM, which cannot be imported: {error}. {INSTALL}') from error
-        register()
-        # Bytes are those of each rank, which has its share of the heads.
-        numbers_per_token = 2 * shape.num_layers * shape.num_kv_heads // settings.tensor_parallel * shape.head_dim
-        arguments = AsyncEngineArgs(
-            model=str(settings.folder),
-            skip_tokenizer_init=True,
-            trust_remote_code=False,
-            dtype=settings.dtype,
-            seed=settings.seed,
-            max_model_len=settings.max_length,
-            max_num_seqs=settings.max_running,
-            max_num_batched_tokens=max(settings.tokens_per_step, settings.max_running, settings.max_length),
-            # Seeded requests whose prompts are cut into chunks end vLLM 0.32.0 on a CPU: its generators have no offset.
-            enable_chunked_prefill=settings.device != "cpu",
-            kv_cache_memory_bytes=settings.kv_tokens * numbers_per_token * getattr(torch, settings.dtype).itemsize,
-            block_size=settings.block_size,
-            enable_prefix_caching=settings.prefix_cache,
-            enforce_eager=settings.device == "cpu" or not settings.cuda_graphs,
-            enable_sleep_mode=settings.can_sleep,
-            generation_config="vllm",
-            logprobs_mode="processed_logprobs",
-            max_logprobs=-1,
-            worker_extension_cls=WORKER,
-            weight_transfer_config={"backend": BACKEND},
-            tensor_parallel_size=settings.tensor_parallel,
-            disable_log_stats=True,
-        )
-        try:
-            return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._monitor])
-        except Exception as error:  # whatever its configuration or its process did not like
-            raise BackendError(f"vLLM did not start: {error}") from error
+
+def _make(settings: VllmSettings, shape: ModelShape, monitor: Monitor) -> Any:
+    """vLLM's engine, started."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if settings.device == "cpu" and settings.tensor_parallel > 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it wants a NUMA node for each rank
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
+        from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise UserError(f'engine.kind="vllm" needs vLLM, which cannot be imported: {error}. {INSTALL}') from error
+    register()
+    # Bytes are those of each rank, which has its share of the heads.
+    numbers_per_token = 2 * shape.num_layers * shape.num_kv_heads // settings.tensor_parallel * shape.head_dim
+    arguments = AsyncEngineArgs(
+        model=str(settings.folder),
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        max_model_len=settings.max_length,
+        max_num_seqs=settings.max_running,
+        max_num_batched_tokens=max(settings.tokens_per_step, settings.max_running, settings.max_length),
+        # Seeded requests whose prompts are cut into chunks end vLLM 0.32.0 on a CPU: its generators have no offset.
+        enable_chunked_prefill=settings.device != "cpu",
+        kv_cache_memory_bytes=settings.kv_tokens * numbers_per_token * getattr(torch, settings.dtype).itemsize,
+        block_size=settings.block_size,
+        enable_prefix_caching=settings.prefix_cache,
+        enforce_eager=settings.device == "cpu" or not settings.cuda_graphs,
+        enable_sleep_mode=settings.can_sleep,
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        max_logprobs=-1,
+        worker_extension_cls=WORKER,
+        weight_transfer_config={"backend": BACKEND},
+        tensor_parallel_size=settings.tensor_parallel,
+        disable_log_stats=True,
+    )
+    try:
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[monitor])
+    except Exception as error:  # whatever its configuration or its process did not like
+        raise BackendError(f"vLLM did not start: {error}") from error
 
 
 def _seed_of(request: Request, seed: int) -> int:
