@@ -19,6 +19,8 @@ from temper.errors import BackendError
 from temper.types import Publication
 
 HASHING_THREADS = 8
+HASHING_SECONDS = 600.0
+"""Longest wait for the hash of one tensor."""
 MAX_NAMED = 5
 """Differences written out in an error; the others are counted."""
 
@@ -96,7 +98,7 @@ class Hashing:
 
     def _take(self) -> None:
         name, facts = self._waiting.popleft()
-        self._facts[name] = facts.result()
+        self._facts[name] = facts.result(timeout=HASHING_SECONDS)
 
 
 class HashedTensors(Mapping[str, Tensor]):
