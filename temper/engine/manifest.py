@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import deque
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -82,23 +82,19 @@ class Hashing:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(HASHING_THREADS)  # hashing lets go of the interpreter lock
-        self._facts: dict[str, TensorFacts] = {}
-        self._waiting: deque[tuple[str, Future[TensorFacts]]] = deque()
+        self._free = threading.Semaphore(HASHING_THREADS)
+        self._facts: dict[str, Future[TensorFacts]] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        self._waiting.append((name, self._threads.submit(facts_of, tensor)))
-        if len(self._waiting) > HASHING_THREADS:
-            self._take()
+        if not self._free.acquire(timeout=HASHING_SECONDS):
+            raise BackendError(f"no tensor before {name} was hashed within {HASHING_SECONDS:g} seconds")
+        self._facts[name] = self._threads.submit(facts_of, tensor)
+        self._facts[name].add_done_callback(lambda _: self._free.release())
 
     def manifest(self, version: int) -> Manifest:
-        while self._waiting:
-            self._take()
+        facts = {name: hashed.result(timeout=HASHING_SECONDS) for name, hashed in self._facts.items()}
         self._threads.shutdown()
-        return Manifest(version, self._facts, hash_of_all(self._facts))
-
-    def _take(self) -> None:
-        name, facts = self._waiting.popleft()
-        self._facts[name] = facts.result(timeout=HASHING_SECONDS)
+        return Manifest(version, facts, hash_of_all(facts))
 
 
 class HashedTensors(Mapping[str, Tensor]):
