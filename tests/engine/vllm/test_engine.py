@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import temper.engine.vllm.engine as vllm_engine
-from temper.engine.manifest import Manifest, TensorFacts, differences, manifest_of
+import temper.engine.vllm.sending as sending
+from temper.engine.manifest import Manifest, differences, manifest_of
 from temper.engine.vllm.engine import VllmEngine, VllmSettings
 from temper.engine.vllm.sampling import NEUTRAL, read_back, require_supported, to_completion
-from temper.engine.vllm.worker import plan_of
+from temper.engine.vllm.sending import WeightSender
 from temper.errors import BackendError, ContextFull, TaskError, UserError
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 
@@ -32,7 +32,7 @@ VOCABULARY = 100
 PROMPT = (5, 6, 7, 8, 9)
 
 
-def tiny_model(seed: int) -> Any:
+def tiny_model(seed: int, **changes: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -41,8 +41,7 @@ def tiny_model(seed: int) -> Any:
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        **({"num_attention_heads": 2, "num_key_value_heads": 1} | changes),
         max_position_embeddings=512,
         tie_word_embeddings=True,
         initializer_range=0.2,
@@ -392,12 +391,14 @@ def test_a_publication_that_does_not_fit_leaves_the_old_weights(fresh: Live, fau
 def test_a_tensor_that_is_spoiled_on_the_way_is_noticed_before_it_counts(
     fresh: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = vllm_engine.save_file
+    real = sending.SharedWeights.write
 
-    def spoiling(tensors: dict[str, Tensor], file: Path) -> None:
-        real({name: -tensor if name == "model.norm.weight" else tensor for name, tensor in tensors.items()}, file)
+    def spoiling(memory: sending.SharedWeights, given: Publication) -> dict[str, Any]:
+        told = real(memory, given)
+        memory.read(told).tensors["model.norm.weight"].neg_()
+        return told
 
-    monkeypatch.setattr(vllm_engine, "save_file", spoiling)
+    monkeypatch.setattr(sending.SharedWeights, "write", spoiling)
     version = fresh.engine.version
     with pytest.raises(BackendError, match=r"model\.norm\.weight holds other numbers"):
         fresh.run(fresh.engine.load(publication(tiny_model(1), version + 1)))
@@ -410,11 +411,12 @@ def test_a_tensor_that_is_spoiled_on_the_way_is_noticed_before_it_counts(
 def test_after_a_publication_that_failed_half_way_nothing_is_drawn_until_one_succeeds(
     fresh: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = fresh.engine._manifest
+    sender = fresh.engine._sender
+    assert sender is not None
+    real = sender.held
 
-    async def lost_acknowledgement(method: str, *arguments: str) -> Manifest:
-        answer = await real(method, *arguments)
-        return replace(answer, tensors={}) if method == "temper_commit" else answer
+    async def lost_acknowledgement(manifest: Manifest) -> Manifest:
+        return replace(await real(manifest), tensors={})
 
     async def scenario() -> None:
         running = asyncio.create_task(fresh.engine.generate(request("running", max_new_tokens=200)))
@@ -425,7 +427,7 @@ def test_after_a_publication_that_failed_half_way_nothing_is_drawn_until_one_suc
             await running
 
     with monkeypatch.context() as patch:
-        patch.setattr(fresh.engine, "_manifest", lost_acknowledgement)
+        patch.setattr(sender, "held", lost_acknowledgement)
         fresh.run(scenario())
     with pytest.raises(BackendError, match="publish them again"):
         fresh.draw(request("refused"))
@@ -590,36 +592,6 @@ def test_a_keep_set_that_was_cut_short_is_refused() -> None:
         to_completion(Request(id="r", prompt_ids=(1,), params=params), params, cut)
 
 
-PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-
-
-def facts(*shape: int, dtype: str = "float32") -> TensorFacts:
-    return TensorFacts(shape, dtype, "")
-
-
-def test_fused_parameters_are_filled_in_vllms_order() -> None:
-    own = {"a.qkv_proj.weight": torch.zeros(8, 2), "embed.weight": torch.zeros(128, 2)}
-    given = {
-        "a.v_proj.weight": facts(2, 2),
-        "a.q_proj.weight": facts(4, 2),
-        "embed.weight": facts(100, 2),
-        "a.k_proj.weight": facts(2, 2),
-    }
-    assert plan_of(given, own, PACKED) == {
-        "a.qkv_proj.weight": ["a.q_proj.weight", "a.k_proj.weight", "a.v_proj.weight"],
-        "embed.weight": ["embed.weight"],
-    }
-    for broken in (
-        {name: tensor for name, tensor in given.items() if "k_proj" not in name},
-        {**given, "embed.weight": facts(50, 2)},
-        {**given, "embed.weight": facts(100, 3)},
-        {**given, "embed.weight": facts(100, 2, dtype="bfloat16")},
-        {**given, "a.gate.weight": facts(1, 2)},
-    ):
-        with pytest.raises(BackendError, match="nothing was loaded"):
-            plan_of(broken, own, PACKED)
-
-
 class SleepyVllm:
     """What VllmEngine asks of vLLM around sleep and a publication."""
 
@@ -631,20 +603,22 @@ class SleepyVllm:
             self.calls.append(f"{name} {named['level']}" if "level" in named else name)
             if name != "collective_rpc":
                 return True
-            if arguments[0] == "temper_prepare":
-                self.manifest = named["args"][1]
-            return [self.manifest]
+            return [(*named["args"], "")] if arguments[0] == "temper_manifest" else [""]
 
         return answer
 
 
-def test_after_sleeping_without_its_weights_it_wants_them_back_before_it_draws(tmp_path: Path) -> None:
+def test_after_sleeping_without_its_weights_it_wants_them_back_before_it_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "update_request", lambda *told: told)  # vLLM's own class
     model = tiny_model(0)
     model.save_pretrained(tmp_path)
 
     async def scenario() -> None:
         engine, fake = VllmEngine(settings(tmp_path, device="cuda", can_sleep=True)), SleepyVllm()
         engine._engine = fake
+        engine._sender = WeightSender(fake, engine._ask, num_ranks=1, answer_seconds=10.0)
         await engine.sleep(discard_weights=True)
         for forbidden in (engine.generate(request("r")), engine.load(publication(model, 1))):
             with pytest.raises(BackendError, match=r"call wake\(\) first"):
@@ -657,6 +631,8 @@ def test_after_sleeping_without_its_weights_it_wants_them_back_before_it_draws(t
         await engine.sleep()
         await engine.wake()
         assert engine._refusal is None
+        verbs = [call for call in fake.calls if "weight" in call and "version" not in call]
+        assert verbs == ["start_weight_update", "update_weights", "finish_weight_update"]
         assert [call for call in fake.calls if call.startswith("sleep")] == ["sleep 2", "sleep 1"]
 
     asyncio.run(scenario())
