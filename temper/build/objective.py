@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from temper.build.agents import asks_policy
 from temper.config import RunConfig
 from temper.errors import UserError
 from temper.objectives import DirectLoss, Objective, PolicyObjective, check_objective, resolve
@@ -36,6 +37,12 @@ def resolve_objective(config: RunConfig) -> Objective:
         raise UserError(
             f"objective {objective.name} plays episodes anew from their turns, and an agent that leads its own cannot "
             f"be taken back to one. Use an advantage without step values"
+        )
+    has_opponent = isinstance(objective, DirectLoss) and objective.loss.opponent_share is not None
+    if asks_policy(config) and (has_opponent or "step_values" in objective.needs):
+        raise UserError(
+            f"objective {objective.name} has episodes that the policy does not play from the start: in them judge = "
+            f'"policy" would not be the same one. Name an address in env.options.judge'
         )
     for check in _CHECKS:
         if (problem := check(config, objective)) is not None:
