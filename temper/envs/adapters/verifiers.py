@@ -18,7 +18,7 @@ from typing import Any
 from temper.asking.endpoint import Endpoint
 from temper.asking.verdicts import RecordLog
 from temper.envs.adapters.third_party import EpisodeThread, require_package
-from temper.envs.adapters.verifiers_models import AskLimits, Judging, ModelCalls, read_judging, shared_endpoint
+from temper.envs.adapters.verifiers_models import POLICY, AskLimits, Judging, ModelCalls, read_judging, shared_endpoint
 from temper.envs.adapters.verifiers_rollout import Rollout, group_functions, readable
 from temper.envs.tool_calls import find_parser, parse
 from temper.envs.tool_env import Presentation
@@ -132,19 +132,20 @@ def _missing(task: Task) -> str | None:
 
 
 def _calls(judging: Judging | None, own: Endpoint | None = None) -> ModelCalls:
-    """own: where the policy answers."""
+    """own: where the run itself answers."""
     if judging is None:
         return ModelCalls(AskLimits(), None)
     if judging.endpoint is not None:
         return ModelCalls(judging.limits, shared_endpoint(judging.endpoint))
-    return ModelCalls(judging.limits, own, 'judge = "policy" is answered by temper train only. Name an address instead')
+    unserved = f'judge = "{judging.folder or POLICY}" is answered by temper train only. Name an address instead'
+    return ModelCalls(judging.limits, own, unserved)
 
 
 class VerifiersEnv:
     """One episode. The rubric judges the state the episode ended in, and its verdict is the last turn's reward.
 
     call_format, show_tools: how the policy writes tool calls and sees tools, see tool_env.Presentation. Calls are JSON.
-    judge: who answers when the environment asks a model by itself, an address or "policy".
+    judge: who answers when the environment asks a model by itself: an address, the directory of a model, or "policy".
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class VerifiersEnv:
         self._calls: ModelCalls | None = None
 
     def serve(self, own: Endpoint) -> None:
-        """Where the policy answers this episode, before start()."""
+        """Where the run answers this episode, before start()."""
         self._own = own
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
@@ -211,8 +212,8 @@ class VerifiersReward(Reward):
         self._judging = read_judging('reward "verifiers"', judge, judge_options)
         if self._judging is not None and self._judging.endpoint is None:
             raise UserError(
-                'reward "verifiers": judge = "policy" is answered during an episode, and this reward scores it '
-                'afterwards. Use the reward "env" with env.options.judge = "policy"'
+                f'reward "verifiers": judge = "{judge}" is answered during an episode, and this reward scores it '
+                f'afterwards. Use the reward "env" with env.options.judge = "{judge}", or name an address'
             )
         self.log = RecordLog()
 

@@ -19,10 +19,11 @@ import time
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from temper.asking.endpoint import Endpoint, EndpointOptions, Reply, read_reply
-from temper.errors import TaskError, UserError, did_you_mean
+from temper.errors import TaskError, UserError, did_you_mean, nearest_file
 from temper.plugins import require_options
 from temper.types import Event, EventKind, Scalar
 
@@ -39,7 +40,7 @@ UNSERVED = (
     "this environment asks a model by itself. Say who answers, in the options of env or reward: "
     'judge = "http://127.0.0.1:8000/v1" and judge_model = "name", or judge = "policy" (docs/adapters.md)'
 )
-_ASKING: contextvars.ContextVar[ModelCalls] = contextvars.ContextVar("verifiers_asking")
+_ASKING: contextvars.ContextVar[ModelCalls | None] = contextvars.ContextVar("verifiers_asking", default=None)
 """Whose calls they are; in an episode's thread, and in whatever it starts with its context."""
 
 
@@ -64,9 +65,11 @@ class AskLimits:
 class Judging:
     """Who answers an environment, and how often."""
 
-    endpoint: EndpointOptions | None
-    """None: the policy."""
     limits: AskLimits
+    endpoint: EndpointOptions | None = None
+    """None: the run itself answers."""
+    folder: str = ""
+    """Directory of the model that answers; empty, without an endpoint: the policy does."""
 
 
 def read_judging(where: str, judge: str, options: Mapping[str, Scalar]) -> Judging | None:
@@ -78,25 +81,34 @@ def read_judging(where: str, judge: str, options: Mapping[str, Scalar]) -> Judgi
         if name not in known:
             raise UserError(f'{where}: option "{name}" is unknown.{did_you_mean(name, known)}')
     if not judge and given:
-        raise UserError(f'{where}: {PREFIX}{next(iter(given))} needs judge, an address or "{POLICY}".')
+        raise UserError(f'{where}: {PREFIX}{next(iter(given))} needs judge: an address, a directory, or "{POLICY}".')
     if not judge:
         return None
-    if judge == POLICY and (idle := sorted(set(given) - limits)):
-        raise UserError(f'{where}: {PREFIX}{idle[0]} would change nothing where judge = "{POLICY}". Remove it.')
-    if judge != POLICY and not judge.startswith(("http://", "https://")):
-        raise UserError(
-            f'{where}: judge="{judge}" is neither an address nor "{POLICY}". A model of your own: run '
-            f'temper serve FOLDER, and write judge = "http://127.0.0.1:8000/v1"'
-        )
     own = {name: value for name, value in given.items() if name in limits}
     require_options(AskLimits, own, where=where)
-    if judge == POLICY:
-        return Judging(endpoint=None, limits=AskLimits(**own))  # type: ignore[arg-type]  # checked above
-    address: dict[str, Any] = {"base_url": judge, **{name: given[name] for name in given if name in asked}}
+    bounds = AskLimits(**own)  # type: ignore[arg-type]  # checked above
+    if is_address(judge):
+        return Judging(limits=bounds, endpoint=_read_address(where, judge, given, asked))
+    if idle := sorted(set(given) - limits):
+        raise UserError(f'{where}: {PREFIX}{idle[0]} would change nothing where judge = "{judge}". Remove it.')
+    if judge != POLICY and not Path(judge).expanduser().is_dir():
+        raise UserError(
+            f'{where}: judge="{judge}" is neither an address ("http://..."), nor "{POLICY}", nor the directory of a '
+            f"model.{nearest_file(Path(judge))}"
+        )
+    return Judging(limits=bounds, folder="" if judge == POLICY else judge)
+
+
+def is_address(judge: str) -> bool:
+    return judge.startswith(("http://", "https://"))
+
+
+def _read_address(where: str, judge: str, given: Mapping[str, Scalar], known: set[str]) -> EndpointOptions:
+    address: dict[str, Any] = {"base_url": judge, **{name: given[name] for name in given if name in known}}
     if "model" not in address:
         raise UserError(f"{where}: {PREFIX}model is missing. Name the model that {judge} serves.")
     require_options(EndpointOptions, address, where=where)
-    return Judging(endpoint=EndpointOptions(**address), limits=AskLimits(**own))  # type: ignore[arg-type]
+    return EndpointOptions(**address)
 
 
 @functools.lru_cache(maxsize=16)
@@ -212,6 +224,12 @@ def take_over(calls: ModelCalls) -> None:
     _ASKING.set(calls)
 
 
+def _current() -> ModelCalls:
+    calls = _ASKING.get(None)
+    assert calls is not None, "only what an episode asks comes here"
+    return calls
+
+
 @functools.cache
 def _patch_openai() -> None:
     openai, httpx = importlib.import_module("openai"), importlib.import_module("httpx")
@@ -219,11 +237,11 @@ def _patch_openai() -> None:
 
     class TakenOver(httpx.AsyncBaseTransport, httpx.BaseTransport):  # type: ignore[name-defined, misc]
         async def handle_async_request(self, request: Any) -> Any:
-            answer = await _ASKING.get().ask(request.url.path, await request.aread())
+            answer = await _current().ask(request.url.path, await request.aread())
             return httpx.Response(200, headers=headers, content=answer)
 
         def handle_request(self, request: Any) -> Any:
-            answer = _ASKING.get().ask_blocking(request.url.path, request.read())
+            answer = _current().ask_blocking(request.url.path, request.read())
             return httpx.Response(200, headers=headers, content=answer)
 
     for kind, http in ((openai.AsyncOpenAI, httpx.AsyncClient), (openai.OpenAI, httpx.Client)):

@@ -318,7 +318,7 @@ def test_rewards_of_whole_groups_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"judge": "models/judge"}, "temper serve FOLDER"),
+        ({"judge": "models/judge"}, "nor the directory of a model"),
         ({"judge": "http://127.0.0.1:1/v1"}, "judge_model is missing"),
         ({"judge": "http://127.0.0.1:1/v1", "judge_modle": "x"}, 'Did you mean "judge_model"'),
         ({"judge_model": "x"}, "judge_model needs judge"),

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from temper.build import check_stages
+from temper.build.policy import open_policy
 from temper.commands.serve import ServeSettings, open_app
 from temper.commands.training import train as training
 from temper.config import load_recipe
 from temper.envs.adapters import verifiers as adapter
 from temper.errors import TemperError, UserError
 from temper.listening import listen
+from temper.models.tiny import make_tiny_model
 from temper.runs.reader import RunReader
 from temper.serve.server import make_server, serve
 from tests.test_resume import write_recipe
@@ -122,6 +124,31 @@ def _ask_the_served_model(tiny_recipe: dict[str, Any], tmp_path: Path, run: Path
         assert not file.is_file() or b"key-of-the-server" not in file.read_bytes()
 
 
+def test_a_model_of_its_own_judges_from_a_directory_beside_the_recipe(
+    tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe = judged_recipe(tiny_recipe, tmp_path, {"judge": "critic", "judge_max_tokens": 4}, steps=1)
+    new = load_recipe(recipe, [])[0].model.new
+    assert new is not None
+    make_tiny_model(tmp_path / "critic", **{**new.model_dump(exclude_none=True), "seed": 5})
+    training.train(recipe, run=tmp_path / "run")
+    with RunReader(tmp_path / "run") as reader:
+        assert [point.value for point in reader.metric("gen/turns_mean")] == [1.0]
+        events = [event for record in reader.trajectories(0, 1) for event in record.events]
+    assert events
+    assert {event["name"] for event in events} == {"critic"}
+    said = [event["detail"].removeprefix("asked: ").split("\nanswered: ") for event in events]
+    assert [answer for _, answer in said] == asyncio.run(_ask(tmp_path / "critic", [question for question, _ in said]))
+
+
+async def _ask(folder: Path, questions: list[str]) -> list[str]:
+    policy = open_policy(folder)
+    asked = [[{"role": "user", "content": question}] for question in questions]
+    answers = await policy.answer(asked, 1, temperature=0.0, max_new_tokens=4)
+    await policy.engine.close()
+    return [answer.partition("z")[0] for (answer,) in answers]
+
+
 def test_a_judge_that_cannot_answer_stops_the_run_with_its_reason(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe = judged_recipe(tiny_recipe, tmp_path, {"judge": "policy"}, name="too_long")
     with pytest.raises(TemperError, match="judge failed: status 400"):
@@ -131,7 +158,7 @@ def test_a_judge_that_cannot_answer_stops_the_run_with_its_reason(tiny_recipe: d
 @pytest.mark.parametrize(
     ("options", "tables", "message"),
     [
-        ({"judge": "policy"}, {"objective": {"advantage": "step_values"}}, "would not be the same one"),
+        ({"judge": "policy"}, {"objective": {"advantage": "step_values"}}, "cannot answer their environments alike"),
         ({"judge": "policy", "judge_model": "x"}, {}, "judge_model would change nothing"),
         ({"judg": "policy"}, {}, 'option "judg" is unknown'),
     ],
