@@ -157,7 +157,7 @@ def _shown(message: Any, names: dict[str, str]) -> Message:
 def group_functions(rubric: Any) -> list[str]:
     """Names of the reward functions that score all members of a group together."""
     parts = [name for part in getattr(rubric, "rubrics", ()) for name in group_functions(part)]
-    return parts + [func.__name__ for func in rubric.funcs if rubric._is_group_func(func)]
+    return parts + [getattr(func, "__name__", repr(func)) for func in rubric.funcs if rubric._is_group_func(func)]
 
 
 def _watch(rubric: Any) -> None:
