@@ -136,7 +136,11 @@ class ModelCalls:
 
     async def ask(self, path: str, body: bytes) -> bytes:
         """The answer to a request of OpenAI's client, from any event loop."""
-        return await asyncio.wrap_future(self._begin(path, body))
+        try:
+            return await asyncio.wrap_future(self._begin(path, body))
+        except asyncio.CancelledError:  # a deadline of the environment's own; noted before it can make a number of it
+            self._failure = self._failure or "the environment's judge failed: it was not waited for to the end"
+            raise
 
     def ask_blocking(self, path: str, body: bytes) -> bytes:
         """The same from a thread without one."""

@@ -23,6 +23,7 @@ if not hasattr(package, "SingleTurnEnv"):
     pytest.skip(f"verifiers {package.__version__} has no SingleTurnEnv", allow_module_level=True)
 
 MODULE = '''
+import asyncio
 import openai
 import verifiers as vf
 from datasets import Dataset
@@ -41,6 +42,13 @@ async def careless(judge, prompt, completion, answer, state):
         return 0.0
 
 
+async def impatient(judge, prompt, completion, answer, state):
+    try:
+        return float("yes" in await asyncio.wait_for(judge(prompt, completion, answer, state), 0.2))
+    except TimeoutError:
+        return 0.0
+
+
 def judged(function=agrees, **options):
     rubric = vf.JudgeRubric(**options)
     rubric.add_reward_func(function)
@@ -49,6 +57,10 @@ def judged(function=agrees, **options):
 
 def swallowing():
     return judged(careless)
+
+
+def hurried():
+    return judged(impatient)
 
 
 def eager():
@@ -255,6 +267,12 @@ def test_a_judge_that_hangs_costs_its_deadline_and_no_more(model: FakeModel) -> 
     model.act = lambda question: time.sleep(3) or "yes"  # type: ignore[func-returns-value]
     with pytest.raises(TaskError, match=r"judge failed: timeout after 0\.3 s"):
         asyncio.run(play(task("swallowing"), "four", **model.options, judge_deadline_seconds=0.3, judge_retries=0))
+
+
+def test_a_judge_for_whom_the_rubric_does_not_wait_is_an_error_and_no_zero(model: FakeModel) -> None:
+    model.act = lambda question: time.sleep(1) or "yes"  # type: ignore[func-returns-value]
+    with pytest.raises(TaskError, match="judge failed: it was not waited for"):
+        asyncio.run(play(task("hurried"), "four", **model.options))
 
 
 def test_calls_and_tokens_of_an_episode_are_bounded(model: FakeModel) -> None:
