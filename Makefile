@@ -33,7 +33,8 @@ adapters:
 	$(PYTHON) -m venv $(VENV)-adapters
 	$(VENV)-adapters/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-e ".[verifiers,openenv,ray,serve]" pytest pytest-rerunfailures
-	$(VENV)-adapters/bin/python -m pytest --reruns 1 tests/envs/adapters/test_verifiers.py tests/envs/adapters/test_openenv.py \
+	$(VENV)-adapters/bin/python -m pytest --reruns 1 tests/envs/adapters/test_verifiers.py \
+		tests/envs/adapters/test_verifiers_models.py tests/envs/adapters/test_verifiers_runs.py tests/envs/adapters/test_openenv.py \
 		tests/rewards/test_workers_ray.py tests/cluster/test_ray.py
 	$(PYTHON) -m venv $(VENV)-agents
 	$(VENV)-agents/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \

@@ -142,6 +142,7 @@ DONE_ALREADY = {
     ("rollout/group.py", "member.result()"),
     ("rollout/source.py", "taking.result()"),
     ("rollout/agents.py", "calls.broken.result()"),
+    ("rollout/judged.py", "calls.broken.result()"),
     ("evals/evaluate.py", "member.result()"),
     ("engine/local/engine.py", "future.result()"),
     ("engine/local/engine.py", "self._may_step.wait()"),  # under a deadline, like the next

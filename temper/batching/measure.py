@@ -197,6 +197,7 @@ def _event_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         "gen/tool_timeout_rate": counts[EventKind.TOOL_TIMEOUT] / calls,
         "gen/bad_call_rate": counts[EventKind.BAD_CALL] / num_episodes,
         "gen/permission_denied": counts[EventKind.DENIED] / num_episodes,
+        "gen/model_calls_mean": counts[EventKind.MODEL_CALL] / num_episodes,
         "gen/side_effect_rate": counts[EventKind.SIDE_EFFECT] / num_episodes,
         "gen/cost_per_success": sum(event.cost for event in events) / max(1, num_solved),
     }

@@ -1,21 +1,35 @@
-"""Agents that only know HTTP: their endpoint over the run's own sampler.
+"""Agents that only know HTTP, and environments that ask a model by themselves: their endpoint in the run itself.
 
-Owns: what such an agent is wired to, and which stages cannot have one. Refuses: running them (rollout/agents.py).
+Owns: what they are wired to, and which stages cannot have them. Refuses: running them (rollout/agents.py, judged.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from temper.asking.endpoint import Endpoint, EndpointOptions
+from temper.build.policy import Room, describe_policy, open_engine
 from temper.config import RunConfig
-from temper.envs.agents.agent import NAME, AgentEnv
+from temper.envs.adapters.verifiers import VerifiersEnv
+from temper.envs.adapters.verifiers_models import is_address
+from temper.envs.agents.agent import NAME, AgentEnv, AgentSettings
 from temper.envs.agents.launch import Nursery
 from temper.envs.env import find_env
 from temper.errors import UserError
+from temper.protocols import Env
 from temper.rollout.agents import AgentPlayer
 from temper.rollout.episode import TURN_LOOP, Player
+from temper.rollout.judged import JudgedPlayer, JudgeModel
 from temper.serve.agents import AgentEndpoint
 from temper.serve.conversation import Conversations
+from temper.serve.text import Words
 from temper.stages.kinds import kind_of
 from temper.stages.reading.data import StageData
+
+JUDGED_TOGETHER = 16
+"""Answers that a judge of the run's own draws at one time: its cache has room for them."""
 
 
 def check_agent(config: RunConfig) -> None:
@@ -35,22 +49,71 @@ def check_agent(config: RunConfig) -> None:
         )
 
 
+def check_judge(config: RunConfig) -> None:
+    """Raises UserError for what a recipe says wrongly of a model that its environment asks."""
+    if config.env.name == "verifiers":
+        find_env(config.env.name, config.env.options)()
+
+
+def answers_env(config: RunConfig) -> bool:
+    """Whether environments ask a model by themselves, and the run answers: by the policy or by a model of its own."""
+    judge = str(config.env.options.get("judge", ""))
+    return config.env.name in ("", "verifiers") and bool(judge) and not is_address(judge)
+
+
 def may_stop_at_text(config: RunConfig) -> bool:
-    """Whether requests may have stop texts: the recipe's, or those of an agent."""
-    return bool(config.sampling.stop) or config.env.name == NAME
+    """Whether requests may have stop texts: the recipe's, or those of an agent or an environment that asks."""
+    return bool(config.sampling.stop) or config.env.name == NAME or answers_env(config)
 
 
 def make_player(config: RunConfig, data: StageData) -> Player:
     """Who leads the episodes of a stage."""
+    if answers_env(config):
+        return _make_judged(config, data)
     if config.env.name != NAME:
         return TURN_LOOP
     env = find_env(NAME, config.env.options)()
     assert isinstance(env, AgentEnv), "a recipe cannot replace it"
     settings = env.settings
-    endpoint = AgentEndpoint(
-        lambda records: Conversations(data.tokenizer, data.renderer, records, settings.untold_format),
-        model=settings.model,
-        max_length=data.shape.max_context,
-        has_socket=settings.is_sandboxed,
-    )
+    endpoint = _open_endpoint(data, settings)
     return AgentPlayer(endpoint, Nursery(settings), max_running=settings.max_running)
+
+
+def _open_endpoint(data: StageData, settings: AgentSettings | None = None) -> AgentEndpoint:
+    """settings: of agents; None: environments ask."""
+    untold_format = settings.untold_format if settings is not None else ""
+    return AgentEndpoint(
+        lambda records: Conversations(data.tokenizer, data.renderer, records, untold_format),
+        model=settings.model if settings is not None else "",
+        max_length=data.shape.max_context,
+        has_socket=settings is not None and settings.is_sandboxed,
+    )
+
+
+def _make_judged(config: RunConfig, data: StageData) -> Player:
+    env = find_env("verifiers", config.env.options)()
+    assert isinstance(env, VerifiersEnv), "a recipe cannot replace it"
+    judging = env.judging
+    assert judging is not None, "answers_env() has looked"
+    serve = partial(_serve, config.rollout.episode_seconds)
+    if not judging.folder:
+        return JudgedPlayer(_open_endpoint(data), judging.limits, serve)
+    policy = describe_policy(Path(judging.folder).expanduser())
+    renderer = policy.make_renderer()
+    door = AgentEndpoint(
+        lambda records: Conversations(policy.tokenizer, renderer, records),
+        model=policy.folder.resolve().name,
+        max_length=policy.shape.max_context,
+    )
+    room = Room(seed=config.seed, max_running=JUDGED_TOGETHER)
+    engine = open_engine(policy, room, numerics=config.engine.numerics, decode=Words(policy.tokenizer).decode)
+    return JudgedPlayer(door, judging.limits, serve, JudgeModel(sampler=engine, stop_ids=renderer.stop_ids))
+
+
+def _serve(seconds: float, env: Env, variables: Mapping[str, str]) -> Env:
+    """The environment, told where it is answered. seconds: for an answer; those of its steps come before."""
+    assert isinstance(env, VerifiersEnv), "no other environment has the option"
+    address, model = variables["OPENAI_BASE_URL"], variables["OPENAI_MODEL"]
+    options = EndpointOptions(base_url=address, model=model, deadline_seconds=seconds, retries=0)
+    env.serve(Endpoint(options, key=variables["OPENAI_API_KEY"]))
+    return env

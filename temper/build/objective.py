@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from temper.build.agents import answers_env
 from temper.config import RunConfig
 from temper.errors import UserError
 from temper.objectives import DirectLoss, Objective, PolicyObjective, check_objective, resolve
@@ -36,6 +37,12 @@ def resolve_objective(config: RunConfig) -> Objective:
         raise UserError(
             f"objective {objective.name} plays episodes anew from their turns, and an agent that leads its own cannot "
             f"be taken back to one. Use an advantage without step values"
+        )
+    has_opponent = isinstance(objective, DirectLoss) and objective.loss.opponent_share is not None
+    if answers_env(config) and (has_opponent or "step_values" in objective.needs):
+        raise UserError(
+            f"objective {objective.name} has episodes that the policy does not play from the start: the run cannot "
+            f"answer their environments alike. Give env.options.judge the address of a model"
         )
     for check in _CHECKS:
         if (problem := check(config, objective)) is not None:

@@ -51,6 +51,8 @@ def _env(env: EnvConfig, folder: Path) -> EnvConfig:
     options = dict(env.options)
     if isinstance(function := options.get("function"), str):
         options["function"] = find_function(function, folder)
+    if isinstance(judge := options.get("judge"), str) and judge != "policy" and "://" not in judge:
+        options["judge"] = find_file(judge, folder)
     return env.model_copy(update={"name": find_function(env.name, folder), "options": options})
 
 

@@ -234,6 +234,7 @@ DEEDS: Mapping[str, Callable[[SampleResult], float]] = {
     "timeouts": lambda sample: _tool_timeouts(sample) + float(sample.status == Status.TIMEOUT),
     "denied": _events(EventKind.DENIED),
     "side_effects": _events(EventKind.SIDE_EFFECT),
+    "model_calls": _events(EventKind.MODEL_CALL),
 }
 """Counted per attempt."""
 

@@ -195,6 +195,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("gen/format_valid_rate", "share", RESPONSES, SHARE, "Not given up by the environment as unreadable"),
         Metric("gen/turns_mean", "turns", RESPONSES, MEAN, "Turns of an episode"),
         Metric("gen/tool_calls_mean", "calls", RESPONSES, MEAN, "Tool calls of an episode"),
+        Metric("gen/model_calls_mean", "calls", RESPONSES, MEAN, "Questions of the environment to a model by itself"),
         Metric("gen/tool_error_rate", "share", CALLS, SHARE, "The tool ran and failed"),
         Metric("gen/tool_timeout_rate", "share", CALLS, SHARE, "The tool did not answer in time"),
         Metric("gen/bad_call_rate", "calls", RESPONSES, MEAN, "No such tool, or arguments that do not fit"),

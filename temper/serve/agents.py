@@ -1,4 +1,4 @@
-"""Where agents ask while they are trained: one address for all, a key for each episode.
+"""Where agents ask while they are trained, and environments that ask the policy: one address, a key for each episode.
 
 Owns: the server, which episode a key stands for, and what of OpenAI's interface means something else in training.
 Refuses: drawing and limits (rollout/agents.py), starting agents (envs/agents/), being reached from other machines.
@@ -201,7 +201,7 @@ class AgentEndpoint:
         async with self._lock:
             if self._bound is None:
                 self._bound = listen(HOST, 0)
-                missing = f'env "agent" needs uvicorn. Run: {install_line("serve")}'
+                missing = f"the policy's endpoint needs uvicorn. Run: {install_line('serve')}"
                 self._server = make_server(self, shutdown_seconds=SHUTDOWN_SECONDS, missing=missing)
                 # By itself it would take over Ctrl-C and SIGTERM, which are the run's.
                 self._server.capture_signals = contextlib.nullcontext

@@ -79,6 +79,8 @@ class EventKind(StrEnum):
     """Asked for and refused: a limit, a missing permission, an irreversible act that nobody approved."""
     SIDE_EFFECT = "side_effect"
     """Something outside the conversation changed."""
+    MODEL_CALL = "model_call"
+    """The environment asked a model by itself: a judge, or a user that a model plays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

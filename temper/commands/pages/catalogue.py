@@ -9,10 +9,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from temper.asking.endpoint import EndpointOptions
 from temper.catalogue import ENVIRONMENTS, GENERATORS, REWARDS
 from temper.commands.pages.entries import doc_of, fields_of, first_line, options_line, plain, table
+from temper.envs.adapters.verifiers import VerifiersEnv, VerifiersReward
 from temper.rewards.form.text import COMPARISONS
-from temper.rewards.judges.endpoint import EndpointOptions
 from temper.rewards.judges.judge import JudgeOptions
 
 REWARDS_INTRO = """# Rewards by name
@@ -50,6 +51,10 @@ A generator makes task number `index` from a seed; what follows may be set in `t
 """
 JUDGES_OPTIONS = "and the [options of judges](#options-of-judges)"
 PASSED_ON = "and what it passes on to its package"
+OWN_FURTHER: Mapping[Callable[..., Any], str] = dict.fromkeys(
+    (VerifiersEnv, VerifiersReward), "and [those of its judge](../adapters.md#models-that-an-environment-asks)"
+)
+"""What else those take whose further options are neither a judging reward's nor a package's."""
 JUDGES_INTRO = """## Options of judges
 
 Of `judge`, `pairwise`, `rubric` and `evolving_rubric`, beside their own:
@@ -91,6 +96,6 @@ def _entries(
         lines += [
             f"### {titles[name]}\n",
             f"{plain(doc(name))}\n",
-            f"{options_line(builders[name], further, without)}\n",
+            f"{options_line(builders[name], OWN_FURTHER.get(builders[name], further), without)}\n",
         ]
     return "\n".join(lines)

@@ -1,8 +1,8 @@
 """One rollout of a verifiers environment, driven turn by turn. Checked with verifiers 0.2.1.
 
 Owns: state, responses, the rubric's verdict. Synchronous, with an event loop of its own: environments are written as
-coroutines and block all the same, and that must cost a thread and not the run. Refuses: group rewards; Temper compares
-the members of a group itself.
+coroutines and block all the same, and that must cost a thread and not the run. Refuses: group rewards (verifiers.py),
+and answering what an environment asks of models (verifiers_models.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from temper.envs.adapters.verifiers_models import ModelCalls, take_over, verifiers_client
 from temper.envs.tool_calls import BadCall, Call
 from temper.errors import TaskError
 from temper.types import Message
@@ -28,7 +29,9 @@ _FAILED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("veri
 class Rollout:
     """State of one episode. All calls come from one thread."""
 
-    def __init__(self, environment: Any, row: dict[str, Any]) -> None:
+    def __init__(self, environment: Any, row: dict[str, Any], calls: ModelCalls) -> None:
+        """calls: where it goes when the environment asks a model by itself."""
+        take_over(calls)  # first: the runner keeps the context that it finds
         self._environment = environment
         self._runner = asyncio.Runner()
         self._prompt: list[Any] = []
@@ -71,10 +74,12 @@ class Rollout:
 
     async def _opened(self, row: dict[str, Any]) -> Any:
         environment = self._environment
-        state = await environment.init_state(row, client=_no_client(), model="policy", sampling_args={})
+        state = await environment.init_state(row, client=verifiers_client(), model="policy", sampling_args={})
         changed = await environment.setup_state(state)
         state = state if changed is None else changed
-        self._prompt = list(await environment.get_prompt_messages(state))
+        prompt = await environment.get_prompt_messages(state)
+        messages = importlib.import_module("verifiers.utils.message_utils")
+        self._prompt = list(messages.maybe_normalize_messages(prompt, field_name="prompt"))
         return state
 
     async def _said(self, text: str, calls: Sequence[Call]) -> tuple[Message, ...] | None:
@@ -149,6 +154,12 @@ def _shown(message: Any, names: dict[str, str]) -> Message:
     return Message(role=message.role, content=content, name=name)
 
 
+def group_functions(rubric: Any) -> list[str]:
+    """Names of the reward functions that score all members of a group together."""
+    parts = [name for part in getattr(rubric, "rubrics", ()) for name in group_functions(part)]
+    return parts + [getattr(func, "__name__", repr(func)) for func in rubric.funcs if rubric._is_group_func(func)]
+
+
 def _watch(rubric: Any) -> None:
     """Lets exceptions of reward functions be seen. Rubrics are shared by all episodes, so each is wrapped once."""
     for part in getattr(rubric, "rubrics", ()):
@@ -169,14 +180,3 @@ def _watched(func: Any) -> Any:
 
     watched._temper_watched = True  # type: ignore[attr-defined]
     return watched
-
-
-def _no_client() -> Any:
-    """Temper asks the model; an environment that does so itself is told."""
-    client: Any = importlib.import_module("verifiers.clients").Client
-
-    def refuse(self: Any, *arguments: Any, **named: Any) -> Any:
-        raise RuntimeError("this environment asks a model by itself, which Temper's adapter does not serve")
-
-    methods = dict.fromkeys(client.__abstractmethods__, refuse)
-    return type("NoClient", (client,), {**methods, "__init__": lambda self: None})()

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from temper.asking.endpoint import Endpoint
+from temper.asking.verdicts import RecordLog
 from temper.errors import UserError
 from temper.protocols import Reward
 from temper.rewards.judges.agreement import LabelledSet
-from temper.rewards.judges.endpoint import Endpoint
 from temper.rewards.judges.judge import (
     Judge,
     JudgeOptions,
     Option,
-    RecordLog,
     control_length,
     identity_of,
     labelled_set,

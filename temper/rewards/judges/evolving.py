@@ -12,12 +12,13 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from temper.asking.endpoint import Endpoint, EndpointFailed
+from temper.asking.verdicts import RecordLog
 from temper.errors import BackendError, UserError
 from temper.protocols import Reward
 from temper.rewards.judges.agreement import LABELLED, LabelledSet
 from temper.rewards.judges.criteria import Item, ItemJudge, RubricSource
-from temper.rewards.judges.endpoint import Endpoint, EndpointFailed
-from temper.rewards.judges.judge import Judge, Option, RecordLog, labelled_set, read_judge_options
+from temper.rewards.judges.judge import Judge, Option, labelled_set, read_judge_options
 from temper.rewards.judges.prompts import Unparsable, proposal_prompt
 from temper.types import Group, Scalar, Score, Task, Trajectory
 

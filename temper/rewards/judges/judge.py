@@ -11,17 +11,17 @@ import asyncio
 import hashlib
 import json
 import re
-from collections import Counter, deque
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from temper.asking.endpoint import Endpoint, EndpointFailed, EndpointOptions
+from temper.asking.verdicts import RecordLog
 from temper.errors import UserError
 from temper.plugins import require_options
 from temper.protocols import Reward
 from temper.rewards.form.visible import visible
 from temper.rewards.judges.agreement import LabelledSet
-from temper.rewards.judges.endpoint import Endpoint, EndpointFailed, EndpointOptions
 from temper.rewards.judges.prompts import (
     PAIRWISE,
     POINTWISE,
@@ -33,12 +33,9 @@ from temper.rewards.judges.prompts import (
 )
 from temper.types import Scalar, Score, ScoreKind, Task, Trajectory
 
-MAX_RECORDS = 100_000
-"""Kept until someone takes them; older ones are forgotten."""
 ROLE = re.compile(r"\[\s*(?:system|user|assistant|tool)\s*\]", re.IGNORECASE)
 
 Option = Scalar | list[Scalar]
-Record = dict[str, Scalar]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,36 +81,6 @@ def read_judge_options(kind: str, options: Mapping[str, Option], *, unused: Sequ
     if idle := sorted(set(options) & set(unused)):
         raise UserError(f'reward "{kind}": option "{idle[0]}" would change nothing here. Remove it.')
     return JudgeOptions(**options)  # type: ignore[arg-type]  # checked above
-
-
-class RecordLog:
-    """What was judged, by whom, how: one record per verdict, and counts."""
-
-    def __init__(self) -> None:
-        self._records: deque[Record] = deque(maxlen=MAX_RECORDS)
-        self._counts: Counter[str] = Counter()
-
-    def add(self, trajectory: Trajectory, score: Score, **detail: Scalar) -> Score:
-        """Notes the score and hands it back."""
-        outcome: dict[str, Scalar] = {"kind": score.kind.value}
-        outcome |= {"reason": score.reason or ""} if score.value is None else {"value": score.value}
-        place: dict[str, Scalar] = {"task": trajectory.task_id, "group": trajectory.group_id, "index": trajectory.index}
-        self._records.append({**place, **outcome, **detail})
-        self.count(score.kind.value)
-        return score
-
-    def count(self, what: str, times: int = 1) -> None:
-        self._counts[what] += times
-
-    def take(self) -> list[Record]:
-        """The records since the last call."""
-        records = list(self._records)
-        self._records.clear()
-        return records
-
-    def metrics(self) -> dict[str, float]:
-        """Counts since the start."""
-        return {name: float(times) for name, times in sorted(self._counts.items())}
 
 
 class Judge:

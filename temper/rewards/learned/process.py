@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from temper.asking.endpoint import Endpoint
+from temper.asking.verdicts import RecordLog
 from temper.errors import UserError, did_you_mean
 from temper.protocols import Reward
-from temper.rewards.judges.endpoint import Endpoint
-from temper.rewards.judges.judge import Judge, Option, RecordLog, identity_of, read_judge_options, settle
+from temper.rewards.judges.judge import Judge, Option, identity_of, read_judge_options, settle
 from temper.rewards.judges.prompts import STEP, score_prompt
 from temper.rewards.learned.model import (
     Batcher,

@@ -95,9 +95,10 @@ def read_key(variable: str) -> str:
 class Endpoint:
     """Keeps its connections open between questions. Belongs to one event loop at a time."""
 
-    def __init__(self, options: EndpointOptions) -> None:
+    def __init__(self, options: EndpointOptions, *, key: str = "") -> None:
+        """key: of a server that Temper itself has started; others' keys stand in variables."""
         self.options = options
-        self._key = read_key(options.key_variable)
+        self._key = key or read_key(options.key_variable)
         self._url: SplitResult = urlsplit(options.base_url)
         self._idle: list[_Connection] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -105,9 +106,12 @@ class Endpoint:
 
     async def ask(self, messages: Sequence[Message], decoding: Mapping[str, float]) -> Reply:
         """The model's answer; `decoding` is sent as it is, e.g. temperature. Raises EndpointFailed with the reason."""
-        self._enter_loop()
         question = {"model": self.options.model, "messages": [m.as_dict() for m in messages], **decoding}
-        body = json.dumps(question).encode()
+        return read_reply(await self.complete(json.dumps(question).encode()))
+
+    async def complete(self, body: bytes) -> bytes:
+        """The chat completion that answers a request as it is, in the server's own words. Raises EndpointFailed."""
+        self._enter_loop()
         async with self._slots:
             tried = _Tries()
             try:
@@ -129,7 +133,7 @@ class Endpoint:
             self._slots = asyncio.Semaphore(self.options.max_concurrent)
             self._loop = loop
 
-    async def _until_answered(self, body: bytes, tried: _Tries) -> Reply:
+    async def _until_answered(self, body: bytes, tried: _Tries) -> bytes:
         while True:
             was_reused = bool(self._idle)
             try:
@@ -144,14 +148,19 @@ class Endpoint:
                 tried.count += 1
                 await asyncio.sleep(failure.pause_seconds or min(pause, MAX_BACKOFF_SECONDS))
 
-    async def _attempt(self, body: bytes) -> Reply:
+    async def _attempt(self, body: bytes) -> bytes:
         try:
             status, headers, answer = await self._exchange(self._head(len(body)) + body)
         except (OSError, EOFError) as error:
             raise _Flaky(f"{type(error).__name__}: {error}", is_connection=True) from error
         except (ValueError, asyncio.LimitOverrunError) as error:
             raise _Flaky(f"broken HTTP: {error}") from error
-        return read_reply(answer) if status == 200 else _refuse(status, headers, answer)
+        if self._key:  # servers repeat it in their complaints, and those are kept
+            answer = answer.replace(self._key.encode(), b"[key]")
+        if status != 200:
+            _refuse(status, headers, answer)
+        read_reply(answer)  # what is no chat completion is worth another attempt
+        return answer
 
     async def _exchange(self, request: bytes) -> tuple[int, dict[str, str], bytes]:
         connection = self._idle.pop() if self._idle else await _connect(self._url)

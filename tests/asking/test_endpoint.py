@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from temper.asking.endpoint import Endpoint, EndpointFailed, EndpointOptions
 from temper.errors import UserError
-from temper.rewards.judges.endpoint import Endpoint, EndpointFailed, EndpointOptions
 from temper.types import Message
 
 QUESTION = (Message(role="user", content="Is it good?"),)

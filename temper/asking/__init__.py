@@ -1,0 +1,1 @@
+"""Models behind an address: how they are asked, and what is kept of their answers."""
