@@ -23,7 +23,7 @@ from temper.envs.library.game import game
 from temper.envs.library.problems import PROBLEMS
 from temper.envs.library.repair import repair, repair_demo
 from temper.envs.library.search import search
-from temper.envs.library.shop import shop
+from temper.envs.library.shop import shop, shop_demo
 from temper.models.lora.materialize import whole
 from temper.protocols import Reward
 from temper.rewards import registry
@@ -56,6 +56,7 @@ GENERATORS: Mapping[str, Generator] = {
     "repair_demo": repair_demo,
     "search": search,
     "shop": shop,
+    "shop_demo": shop_demo,
     "textarena": textarena,
     "verifiers": verifiers,
 }

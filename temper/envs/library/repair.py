@@ -23,10 +23,15 @@ from temper.types import Message, Scalar, Task
 LEVELS = (1, 2, 3, 4)
 
 
-def repair(index: int, seed: int, *, level: int = 1, modules: list[Scalar] | None = None) -> Task:
+def repair(
+    index: int, seed: int, *, level: int = 1, modules: list[Scalar] | None = None, max_characters: int = 0
+) -> Task:
     """Level 1: one operator of a function of two lines, shown with the lines' numbers; 2: anything in one function;
-    3: one place in a module; 4: two places in six modules. Train on odd seeds, hold out even ones, or reverse."""
-    mutants = _draw(index, seed, level, tuple(MODULES if modules is None else map(str, modules)))
+    3: one place in a module; 4: two places in six modules. Train on odd seeds, hold out even ones, or reverse.
+
+    max_characters: only break functions that are then no longer than this; 0: all.
+    """
+    mutants = _draw(index, seed, level, tuple(MODULES if modules is None else map(str, modules)), max_characters)
     known = read_modules()
     if level < 3:
         files = {f"{mutants[0].module}.py": f"{mutants[0].source}\n"}
@@ -58,9 +63,11 @@ def repair(index: int, seed: int, *, level: int = 1, modules: list[Scalar] | Non
     )
 
 
-def repair_demo(index: int, seed: int, *, modules: list[Scalar] | None = None, call_format: str = "plain") -> Task:
+def repair_demo(
+    index: int, seed: int, *, modules: list[Scalar] | None = None, max_characters: int = 0, call_format: str = "plain"
+) -> Task:
     """Turns of right episodes of level 1 as single-turn examples: the call; in every fourth, the word after it."""
-    task = repair(index, seed, modules=modules)
+    task = repair(index, seed, modules=modules, max_characters=max_characters)
     right, wrong = (next(iter(json.loads(str(task.extra[name])).values())) for name in ("solution", "files"))
     lines = zip(right.splitlines(), wrong.splitlines(), strict=True)
     number, text = next((place, one) for place, (one, other) in enumerate(lines, start=1) if one != other)
@@ -72,8 +79,8 @@ def repair_demo(index: int, seed: int, *, modules: list[Scalar] | None = None, c
     return Task(id=name, messages=(*task.messages, *said), env="shell", answer="done", extra=task.extra)
 
 
-def _draw(index: int, seed: int, level: int, modules: tuple[str, ...]) -> list[Mutant]:
-    pool = _pool(seed % 2, level, modules)
+def _draw(index: int, seed: int, level: int, modules: tuple[str, ...], max_characters: int) -> list[Mutant]:
+    pool = _pool(seed % 2, level, modules, max_characters)
     first = pool[shuffled(index, seed, len(pool))]
     if level < 4:
         return [first]
@@ -85,7 +92,7 @@ def _draw(index: int, seed: int, level: int, modules: tuple[str, ...]) -> list[M
 
 
 @functools.lru_cache(maxsize=64)
-def _pool(parity: int, level: int, modules: tuple[str, ...]) -> Sequence[Mutant]:
+def _pool(parity: int, level: int, modules: tuple[str, ...], max_characters: int) -> Sequence[Mutant]:
     if level not in LEVELS:
         raise UserError(f"level={level} is unknown. Known: {', '.join(map(str, LEVELS))}.")
     for name in modules:
@@ -94,8 +101,14 @@ def _pool(parity: int, level: int, modules: tuple[str, ...]) -> Sequence[Mutant]
     own = [mutant for mutant in read_mutants() if mutant.module in modules and parity_of(mutant) == parity]
     if level == 1:
         own = [mutant for mutant in own if mutant.kind == "operator" and mutant.source.count("\n") == 1]
+    if max_characters:
+        own = [mutant for mutant in own if len(mutant.source) <= max_characters]
     if not own:
-        raise UserError(f"modules={list(modules)} have no mutants of level {level}. Name more of {', '.join(MODULES)}.")
+        within = f" within max_characters={max_characters}" if max_characters else ""
+        raise UserError(
+            f"modules={list(modules)} have no mutants of level {level}{within}. Name more of {', '.join(MODULES)}"
+            f"{', or allow more characters' if max_characters else ''}."
+        )
     return own
 
 

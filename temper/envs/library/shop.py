@@ -1,7 +1,7 @@
 """A small web shop: browse, fill a cart, use a coupon, pay, cancel. The final state is judged, never the words.
 
-Owns: environment and generator "shop", the shop's rules. Refuses: state that outlives an episode; each one starts from
-the snapshot in its task.
+Owns: environment "shop", generators "shop" and "shop_demo", the shop's rules. Refuses: state that outlives an episode;
+each one starts from the snapshot in its task.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from temper.envs.permissions import Permissions
+from temper.envs.tool_calls import write_call
 from temper.envs.tool_env import Presentation, ToolEnv, ToolLimits
 from temper.envs.tools import Effect, Tool, ToolError, make_tool
 from temper.errors import TaskError, UserError
@@ -181,6 +182,23 @@ def shop(index: int, seed: int, *, items: int = 8, max_wishes: int = 2) -> Task:
     )
 
 
+def shop_demo(index: int, seed: int, *, items: int = 8, max_wishes: int = 2, call_format: str = "plain") -> Task:
+    """A whole right episode to imitate: it browses for the kind before it adds an item, pays, and says done.
+
+    The words between are those of an env with call_format = "plain", show_tools = "no". All its turns are trained.
+    """
+    task = shop(index, seed, items=items, max_wishes=max_wishes)
+    visited = read_shop(str(task.extra["start"]))
+    said = list(task.messages)
+    for name, arguments in json.loads(str(task.extra["solution"])):
+        looks = [("browse", {"kind": visited.items[arguments["item"]]["kind"]})] if name == "add" else []
+        for tool, given in (*looks, (name, arguments)):
+            said.append(Message(role="assistant", content=write_call(call_format, tool, given)))
+            said.append(Message(role="tool", content=getattr(visited, tool)(**given), name=tool))
+    extra = {**task.extra, "trained_turns": "all"}
+    return Task(id=f"shop_demo:{seed}:{index}", messages=tuple(said), env="shop", answer="done", extra=extra)
+
+
 def _stocked(items: int, draw: random.Random) -> Shop:
     """Prices are all different, so that the cheapest is one item."""
     names = draw.sample([(kind, colour) for kind in KINDS for colour in COLOURS], items)
@@ -248,7 +266,12 @@ class ShopEnv(ToolEnv):
                 effects=frozenset({"read", "write"}),
                 approve=(lambda tool, arguments: True) if approve_payments else None,
             ),
-            presentation=Presentation(call_format=call_format, show_tools=show_tools),
+            # A small model that was taught the shop's words by heart sees them without the marks of untrusted output.
+            presentation=Presentation(
+                call_format=call_format,
+                show_tools=show_tools,
+                mark_untrusted=(call_format, show_tools) != ("plain", "no"),
+            ),
         )
 
     def reward(self, answer: str) -> float | None:

@@ -111,7 +111,18 @@ def test_bad_options_are_told() -> None:
         repair(0, 1, modules=["word"])
     with pytest.raises(UserError, match="at least two"):
         repair(0, 1, level=4, modules=["words"])
+    with pytest.raises(UserError, match=r"within max_characters=9\. .*allow more"):
+        repair(0, 1, max_characters=9)
     assert {"repair", "repair_demo"} <= GENERATORS.keys()
+
+
+def test_functions_can_be_chosen_by_their_length() -> None:
+    def lengths(**options: int) -> list[int]:
+        tasks = [make(index, 1, **options) for make in (repair, repair_demo) for index in range(200)]
+        return [len(next(iter(json.loads(str(task.extra["files"])).values())).rstrip()) for task in tasks]
+
+    assert max(lengths(max_characters=40)) == 40
+    assert max(lengths()) > 60
 
 
 @pytest.mark.parametrize("index", range(20))

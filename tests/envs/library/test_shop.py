@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from temper.envs.library.shop import ACTIONS, Shop, ShopEnv, judge, read_shop, shop, write_shop
+from temper.catalogue import GENERATORS
+from temper.envs.library.shop import ACTIONS, Shop, ShopEnv, judge, read_shop, shop, shop_demo, write_shop
 from temper.envs.threads import check_isolation_of_episodes, play_script
 from temper.envs.tool_calls import write_call
 from temper.envs.tools import Tool, ToolError, make_tool
@@ -189,3 +190,25 @@ def test_wrong_options_and_foreign_tasks_are_refused() -> None:
     with pytest.raises(TaskError, match="generator"):
         asyncio.run(ShopEnv().start(Task(id="x", messages=(Message(role="user", content="?"),)), 0))
     assert Shop(items={}, coupons={}, wallet=0).browse() == "nothing; kinds are "
+
+
+def test_a_demonstration_is_a_right_visit_in_the_very_words_of_the_shop() -> None:
+    assert GENERATORS["shop_demo"] is shop_demo
+    for index in range(40):
+        task = shop_demo(index, 1, items=6, max_wishes=2)
+        said = [message.content for message in task.messages if message.role == "assistant"]
+        replies = play(task, said, call_format="plain", show_tools="no")
+        assert [message for reply in replies for message in reply.messages] == [
+            message for message in task.messages if message.role == "tool"
+        ]
+        assert (replies[-1].reward, task.answer, task.extra["trained_turns"]) == (1.0, "done", "all")
+        adds = [place for place, call in enumerate(said) if call.startswith("add(")]
+        assert all(said[place - 1].startswith("browse(") for place in adds), "an id is looked up before it is used"
+
+
+def test_output_is_marked_as_untrusted_unless_the_model_was_taught_the_plain_words() -> None:
+    task = shop(0, 1)
+    look = {name: write_call(name, "browse", {"kind": ""}) for name in ("hermes", "plain")}
+    for call_format, show_tools, is_marked in (("hermes", "no", True), ("plain", "text", True), ("plain", "no", False)):
+        reply = play(task, [look[call_format]], call_format=call_format, show_tools=show_tools)[0]
+        assert ("no instructions" in reply.messages[0].content) == is_marked
