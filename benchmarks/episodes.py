@@ -1,34 +1,36 @@
 """Many episodes of a slow environment at once: is the engine kept busy, and does the event loop stay awake?
 
-    python benchmarks/episodes.py --kinds async threads  # 512 episodes of 4 turns, 0.5 to 5 s a step; about a minute
-    python benchmarks/episodes.py --kinds busy --episodes 64
+    python benchmarks/episodes.py --kinds async threads processes  # 512 episodes of 4 turns, 0.5 to 5 s a step
+    python benchmarks/episodes.py --kinds burn-threads burn-processes --episodes 64 --low 0 --high 0
 
-Real episodes (rollout/episode.py), real threads, and an engine that takes a second for an answer. Of the three
-environments "async" awaits, "threads" sleeps in a thread of its own (envs/threads.py), and "busy" computes in one for a
-hundredth of its step, in Python: then all threads share one interpreter.
+Real episodes (rollout/episode.py), real threads and workers, and an engine that takes a second for an answer. Of the
+environments "async" awaits, "threads" sleeps in a thread of its own (envs/threads.py), "processes" in one of a worker
+(envs/processes/). The other two compute for 50 ms of each step, in Python: threads share one interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
-from temper.envs.threads import InThread
+from slow_worlds import SlowSteps
+
+from temper.build.environments import Environments
+from temper.config.sections import EnvConfig
 from temper.interpreter import quick_turns, seldom_collected
 from temper.models.tiny import character_tokenizer
-from temper.protocols import Env, EnvOpening, EnvReply
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.tasks.render import Renderer
 from temper.types import Completion, Finish, Message, Request, SamplingParams, Score, Status, Task, Trajectory
 
 LOOK_SECONDS = 0.005
 ANSWER_SECONDS = 1.0
-BUSY_SHARE = 0.01
+BURN_SECONDS = 0.05
 
 
 @dataclass
@@ -62,55 +64,24 @@ class Paid:
         return parts
 
 
-class SlowSteps:
-    """Without async: each step takes between `low` and `high` seconds, by the seed."""
-
-    def __init__(self, low: float, high: float, turns: int, is_busy: bool = False) -> None:
-        self._span, self._turns, self._is_busy = (low, high), turns, is_busy
-
-    def start(self, task: Task, seed: int) -> EnvOpening:
-        self._draws = random.Random(f"{seed}/{task.id}")
-        return EnvOpening(messages=task.messages)
-
-    def seconds(self) -> float:
-        self._turns -= 1
-        return self._draws.uniform(*self._span)
-
-    def step(self, message: Message) -> EnvReply:
-        seconds = self.seconds()
-        computes = seconds * BUSY_SHARE if self._is_busy else 0.0
-        time.sleep(seconds - computes)
-        until = time.thread_time() + computes
-        while time.thread_time() < until:
-            pass
-        return self.reply()
-
-    def reply(self) -> EnvReply:
-        return EnvReply(messages=(Message(role="user", content="go on"),), is_done=self._turns == 0)
-
-    def close(self) -> None: ...
+WORLDS = Path(__file__).with_name("slow_worlds.py")
 
 
-class SlowAsync:
-    """The same with async."""
+@dataclass(frozen=True)
+class Kind:
+    """Where environments live, and how long a step of one computes."""
 
-    def __init__(self, low: float, high: float, turns: int) -> None:
-        self._inside = SlowSteps(low, high, turns)
-
-    async def start(self, task: Task, seed: int) -> EnvOpening:
-        return self._inside.start(task, seed)
-
-    async def step(self, message: Message) -> EnvReply:
-        await asyncio.sleep(self._inside.seconds())
-        return self._inside.reply()
-
-    async def close(self) -> None: ...
+    env: str
+    place: Literal["here", "process"]
+    burns: float = 0.0
 
 
-KINDS: dict[str, Callable[[float, float, int], Env]] = {
-    "async": SlowAsync,
-    "threads": lambda low, high, turns: InThread(lambda: SlowSteps(low, high, turns), seconds=60 + high),
-    "busy": lambda low, high, turns: InThread(lambda: SlowSteps(low, high, turns, is_busy=True), seconds=60 + high),
+KINDS = {
+    "async": Kind("SlowAsync", "here"),
+    "threads": Kind("threaded", "here"),
+    "processes": Kind("threaded", "process"),
+    "burn-threads": Kind("threaded", "here", BURN_SECONDS),
+    "burn-processes": Kind("threaded", "process", BURN_SECONDS),
 }
 
 
@@ -124,7 +95,7 @@ class Measured:
     """Of the time: at least one request at the engine."""
     running_mean: float
     lags: tuple[float, ...]
-    """Seconds that the event loop was late, look by look, sorted."""
+    """Seconds that the event loop was late for what was due every 5 ms, sorted."""
 
     def lag(self, share: float) -> float:
         return self.lags[min(len(self.lags) - 1, int(share * len(self.lags)))]
@@ -133,23 +104,27 @@ class Measured:
 async def measure(kind: str, episodes: int, low: float, high: float, *, turns: int = 4) -> Measured:
     """Plays all episodes at once."""
     renderer = Renderer(character_tokenizer("abcdefghijklmnopqrstuvwxyz "))
-    engine = IdleEngine(renderer.completion_ids("ok"), min(ANSWER_SECONDS, high))
+    engine = IdleEngine(renderer.completion_ids("ok"), min(ANSWER_SECONDS, high) or ANSWER_SECONDS)
+    options = {"low": low, "high": high, "turns": turns, "burns": KINDS[kind].burns}
+    env = EnvConfig(name=f"{WORLDS}:{KINDS[kind].env}", options=options, place=KINDS[kind].place)
+    environments = Environments(env)
     setup = EpisodeSetup(
-        sampler=engine, renderer=renderer, scorer=Paid(), make_env=lambda name: KINDS[kind](low, high, turns),  # type: ignore[arg-type]
+        sampler=engine, renderer=renderer, scorer=Paid(), make_env=environments,  # type: ignore[arg-type]
         params=SamplingParams(max_new_tokens=8, stop_ids=renderer.stop_ids), max_turns=turns,
         episode_seconds=600.0, seed=0,
     )  # fmt: skip
     tasks = [Task(id=f"t:{n}", messages=(Message(role="user", content="ask"),)) for n in range(episodes)]
     lags: list[float] = []
-    watcher = asyncio.create_task(_watch(engine, lags))
-    started = time.monotonic()
     with seldom_collected(), quick_turns():  # as the loop plays them
+        watcher = asyncio.create_task(_watch(engine, lags))
+        started = time.monotonic()
         played = await asyncio.gather(
             *(run_episode(setup, task, group_id=task.id, index=0, request_id=task.id) for task in tasks)
         )
     seconds = time.monotonic() - started
     watcher.cancel()
-    alone = [_alone(task, low, high, turns, engine.seconds) for task in tasks]
+    await environments.close()
+    alone = [_alone(task, options, engine.seconds) for task in tasks]
     return Measured(
         seconds=seconds,
         shortest=max(alone),
@@ -160,17 +135,19 @@ async def measure(kind: str, episodes: int, low: float, high: float, *, turns: i
     )
 
 
-def _alone(task: Task, low: float, high: float, turns: int, answer_seconds: float) -> float:
-    env = SlowSteps(low, high, turns)
+def _alone(task: Task, options: dict[str, float], answer_seconds: float) -> float:
+    env = SlowSteps(**options)  # type: ignore[arg-type]
     env.start(task, 0)
-    return sum(env.seconds() + answer_seconds for _ in range(turns))
+    return sum(env.seconds() + options["burns"] + answer_seconds for _ in range(int(options["turns"])))
 
 
 async def _watch(engine: IdleEngine, lags: list[float]) -> None:
     while True:
         wanted = time.monotonic() + LOOK_SECONDS
         await asyncio.sleep(LOOK_SECONDS)
-        lags.append(time.monotonic() - wanted)
+        late = time.monotonic() - wanted
+        # Whatever else was due meanwhile was late, too: else a loop that stands still would be looked at only once.
+        lags += [late - LOOK_SECONDS * place for place in range(1 + int(late / LOOK_SECONDS))]
         engine.looks.append(engine.running)
 
 

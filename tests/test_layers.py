@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "temper"
 LAYERS: dict[str, int] = {
     **dict.fromkeys(("types", "protocols", "errors", "plugins", "calls", "storable", "sandbox", "asking"), 0),
-    **dict.fromkeys(("listening", "version", "interpreter"), 0),
+    **dict.fromkeys(("listening", "version", "interpreter", "children", "turnstile"), 0),
     **dict.fromkeys(("folders", "markers", "terminal"), 0),
     **dict.fromkeys(("config", "guide", "objectives", "rewards", "tasks", "envs", "runs", "models"), 1),
     **dict.fromkeys(("batching", "catalogue"), 2),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from temper.build.check import check_stage, check_stages
+from temper.build.environments import Environments
 from temper.build.full import explain_out_of_memory
 from temper.build.memory import PlanRequest, StagePlan, describe_peak, explain_misfit, plan_stage, settle_for_cpu
 from temper.build.models import first_model, pick_device, pick_dtype
 from temper.build.objective import doubts_about, resolve_objective, with_sampler_correction
 from temper.build.plan import make_plan
-from temper.build.stage import Around, Listeners, Stage, build_stage, check_data, env_maker
+from temper.build.stage import Around, Listeners, Stage, build_stage, check_data
 
 __all__ = [
     "Around",
+    "Environments",
     "Listeners",
     "PlanRequest",
     "Stage",
@@ -22,7 +24,6 @@ __all__ = [
     "check_stages",
     "describe_peak",
     "doubts_about",
-    "env_maker",
     "explain_misfit",
     "explain_out_of_memory",
     "first_model",

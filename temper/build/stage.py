@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from temper.build.agents import make_player
+from temper.build.environments import Environments
 from temper.build.full import explain_out_of_memory
 from temper.build.memory import settle
 from temper.build.objective import resolve_objective
@@ -25,10 +25,9 @@ from temper.cluster.ray import RayPlace
 from temper.config import RunConfig
 from temper.engine.fleet.kept import KeptFleet
 from temper.engine.local.mixture import WithOpponent
-from temper.envs.env import find_env
 from temper.models.nf4.holding import require_family
 from temper.objectives import Objective
-from temper.protocols import BatchSource, Env, Sampler, Trainer
+from temper.protocols import BatchSource, Sampler, Trainer
 from temper.rollout.controls.pressure import Pressure
 from temper.rollout.episode import EpisodeSetup, Scorer
 from temper.stages.distill import NoReward
@@ -96,6 +95,7 @@ class Stage:
     """The sampler's weights: the model, or a copy when it samples while the model is trained. None: elsewhere."""
     source: BatchSource
     setup: EpisodeSetup
+    environments: Environments
     measure: Measure
     must_be_ready: bool
     """Whether the policy must be shown to be fit for this stage, because of the kind of stage that made it."""
@@ -117,6 +117,7 @@ class Stage:
     async def close(self, kept: KeptFleet | None = None) -> None:
         """kept: where its sampler processes may stay, because the stage begins anew; None: they end."""
         await self.setup.player.close()
+        await self.environments.close()
         if kept is None or not await kept.keep(self.sampler):
             await self.sampler.close()
         await self.data.rubric.close()
@@ -145,7 +146,8 @@ def build_stage(
         hosting = Hosting(note=listeners.warn, ray=around.ray, kept=around.kept)
         sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder, hosting)
         opponent = make_opponent(config, objective, data, models.others.reference, sampler_model)
-    setup = _episode_setup(config, objective, data, sampler)
+    environments = Environments(config.env)
+    setup = _episode_setup(config, objective, data, sampler, environments)
     everybody = sampler if opponent is None else WithOpponent(sampler, opponent)
     pressure = Pressure(everybody.stats)
     parts = Parts(
@@ -175,6 +177,7 @@ def build_stage(
         sampler_model=sampler_model,
         source=source,
         setup=setup,
+        environments=environments,
         measure=kind.make_measure(parts),
         must_be_ready=data.is_rolling and bool(kind.ready_after.intersection(around.earlier)),
         listeners=listeners,
@@ -204,13 +207,15 @@ def check_data(config: RunConfig, kind: StageKind, objective: Objective, data: S
         require_rows(config, make_rows, data)
 
 
-def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sampler: Sampler) -> EpisodeSetup:
+def _episode_setup(
+    config: RunConfig, objective: Objective, data: StageData, sampler: Sampler, environments: Environments
+) -> EpisodeSetup:
     scorer: Scorer = data.rubric if config.reward else NoReward()
     return EpisodeSetup(
         sampler=sampler,
         renderer=data.renderer,
         scorer=scorer,
-        make_env=env_maker(config),
+        make_env=environments,
         params=SamplingParams(
             temperature=config.sampling.temperature,
             max_new_tokens=config.sampling.max_new_tokens,
@@ -228,9 +233,3 @@ def _episode_setup(config: RunConfig, objective: Objective, data: StageData, sam
         seed=config.seed,
         player=make_player(config, data),
     )
-
-
-def env_maker(config: RunConfig) -> Callable[[str], Env]:
-    """What makes fresh environments: the recipe's, or those that tasks name. Each kind is looked up once."""
-    find = cache(lambda name: find_env(name, config.env.options))
-    return lambda name: find(config.env.name or name)()

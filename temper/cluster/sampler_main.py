@@ -13,9 +13,9 @@ import socket
 import sys
 from functools import partial
 
+from temper.children import die_with_parent
 from temper.engine.process.server import ServedSampler, serve
 from temper.engine.process.weights import SharedWeights
-from temper.rewards.workers.program import die_with_parent
 
 
 def open_sampler(order: str, own_folder: str = "") -> ServedSampler:

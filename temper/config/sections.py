@@ -31,6 +31,22 @@ class EnvConfig(Section):
     says, which is single_turn unless its source says otherwise."""
     options: dict[str, Scalar | list[Scalar]] = {}
     """Arguments of the environment."""
+    place: Literal["here", "process"] = "here"
+    """Where environments live: in this process, whose interpreter they share with everything else; or in worker
+    processes, for code that computes in Python or holds the interpreter. An episode stays in one worker to its end."""
+    workers: int = Field(2, ge=1)
+    """Processes, each with many episodes: about as many as cores that may be used. Needs place = "process"."""
+    call_seconds: float = Field(30.0, gt=0)
+    """Deadline of one start, step or close in a worker. One that gives no sign of life for so long is killed, and all
+    its episodes are errors. Needs place = "process"."""
+
+    @model_validator(mode="after")
+    def _has_workers(self) -> EnvConfig:
+        fields = type(self).model_fields
+        for name in ("workers", "call_seconds"):
+            if self.place == "here" and getattr(self, name) != fields[name].default:
+                raise ValueError(f'{name} is of environments in processes: set place = "process", or leave it out')
+        return self
 
 
 class RolloutConfig(Section):

@@ -21,6 +21,7 @@ from temper.errors import BackendError, ContextFull, TaskError, TemperError
 from temper.protocols import Env, Sampler
 from temper.rollout.thinking import Thinking, draw
 from temper.storable import as_float, without_halves
+from temper.turnstile import take_turn
 from temper.types import (
     TRAINABLE_STATUSES,
     Completion,
@@ -200,6 +201,7 @@ async def _play(setup: EpisodeSetup, task: Task, played: Played, request_id: str
                 if not turns:
                     raise
                 return Status.TRUNCATED_LENGTH  # the conversation has filled the context: cut, not broken
+            await take_turn()
             if is_given:
                 _require_same(completion.prompt_ids == prompt_ids, name, number)
             message = Message(role="assistant", content=setup.renderer.decode(completion.token_ids))

@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from temper.children import die_with_parent
 from temper.engine.process.server import serve
-from temper.rewards.workers.program import die_with_parent
 from temper.types import Completion, Finish, Publication, Request
 
 

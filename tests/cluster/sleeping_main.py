@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from temper.rewards.workers.program import die_with_parent
+from temper.children import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))

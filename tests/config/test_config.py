@@ -185,6 +185,7 @@ READ_ELSEWHERE = {
     "EngineConfig.address", "EngineConfig.tensor_parallel",  # by SGLang, by vLLM
     # Before the first stage: commands/training/ranks.py.
     "ClusterConfig.place", "ClusterConfig.address", "ClusterConfig.trainers", "ClusterConfig.rank_seconds",
+    "EnvConfig.workers", "EnvConfig.call_seconds",  # by worker processes
     # By sampler processes.
     "EngineConfig.threads", "ClusterConfig.samplers", "ClusterConfig.max_restarts", "ClusterConfig.silent_seconds",
     "ClusterConfig.parts",  # by the planner

@@ -9,11 +9,11 @@ import socket
 import time
 from typing import Any
 
+from temper.children import die_with_parent
 from temper.cluster.sampler_main import open_sampler
 from temper.engine.process.client import ProcessSampler
 from temper.engine.process.server import serve
 from temper.engine.process.weights import SharedWeights
-from temper.rewards.workers.program import die_with_parent
 
 
 class ForkedChild:

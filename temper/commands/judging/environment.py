@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.table import Table
 
 from temper import calls
-from temper.build import build_stage, env_maker, first_model
+from temper.build import Environments, build_stage, first_model
 from temper.build.objective import resolve_objective
 from temper.commands.find import find_model
 from temper.config import RunConfig, load_recipe
@@ -68,7 +68,8 @@ async def _try(config: RunConfig, data: StageData, tasks: Sequence[Task]) -> lis
         await data.rubric.start()
         return await check_environment(
             EnvTrial(
-                make_env=env_maker(config),
+                # What it does is seen in this process alone, wherever it is to be played.
+                make_env=Environments(config.env.model_copy(update={"place": "here"})),
                 tasks=tasks,
                 seed=config.seed,
                 seconds=config.rollout.episode_seconds,

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -24,13 +23,12 @@ from rich.table import Table
 from rich.text import Text
 
 from temper import calls
-from temper.build import pick_device
+from temper.build import Environments, pick_device
 from temper.build.policy import Room, describe_policy, open_engine
 from temper.build.thinking import read_thinking, with_budget
 from temper.catalogue import reward_of
 from temper.commands.find import find_model
 from temper.commands.progress import show_work
-from temper.envs.env import find_env
 from temper.errors import UserError
 from temper.evals.attempts import Attempts, constant_score, play
 from temper.evals.scores import ROUNDING, suite_metrics
@@ -38,7 +36,6 @@ from temper.evals.suites import DecodingConfig, Suite, answer_of, load_suite, pr
 from temper.folders.integrity import sha256_of
 from temper.models.decoder import WALKED_FAMILIES
 from temper.plugins import load_function
-from temper.protocols import Env
 from temper.rewards.composite import CompositeReward
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.openings import try_openings
@@ -247,7 +244,7 @@ def open_setup(
         sampler=engine,
         renderer=renderer,
         scorer=rubric,
-        make_env=partial(_env_of, suite),
+        make_env=Environments(suite.env),
         params=_params(decoding, renderer),
         max_turns=decoding.max_turns,
         episode_seconds=decoding.episode_seconds,
@@ -276,10 +273,6 @@ def _params(decoding: DecodingConfig, renderer: Renderer) -> SamplingParams:
         min_p=decoding.min_p,
         stop=tuple(decoding.stop),
     )
-
-
-def _env_of(suite: Suite, name: str) -> Env:
-    return find_env(suite.env.name or name, suite.env.options)()
 
 
 def weights_sha256(folder: Path) -> str:

@@ -19,6 +19,7 @@ import torch
 
 from temper.build import pick_device
 from temper.build.trainer import open_here
+from temper.children import die_with_parent
 from temper.cluster.handshake import KEY_VARIABLE
 from temper.cluster.ranks import Place, Ranks, as_children, find_place, join_ranks, start_ranks
 from temper.cluster.ray import RayPlace
@@ -28,7 +29,6 @@ from temper.config.cluster import ClusterConfig
 from temper.engine.fleet.kept import KeptFleet
 from temper.engine.process.client import Process
 from temper.errors import TemperError, UserError
-from temper.rewards.workers.program import die_with_parent
 from temper.trainer.ranks.ranked import END, Together, follow
 
 MODULE = "temper.commands.training.ranks"

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 
-from temper.build import env_maker
+from temper.build import Environments
 from temper.config import RewardConfig, RunConfig
 from temper.errors import UserError
 from temper.evals.environments import say_once
@@ -34,7 +34,7 @@ TRAINING, HELD_OUT = "training tasks", "held-out ones"
 
 async def try_environment(config: RunConfig, data: StageData) -> dict[str, str]:
     """Makes, starts and closes the environments of a few tasks. Raises UserError with what went wrong, and where."""
-    make_env = env_maker(config)
+    make_env = Environments(config.env)
     openings = await try_openings(
         make_env, data.renderer, data.asked, seed=config.seed, seconds=config.rollout.episode_seconds
     )
@@ -63,7 +63,7 @@ async def try_reward(
     groups = _tried_tasks(data, rubric, has_own=any(":" in part.kind for part in parts))
     tasks = [task for group in groups.values() for task in group]
     # Only a reward that the environment pays needs the environment.
-    make_env = env_maker(config) if any(part.kind == "env" for part in parts) else None
+    make_env = Environments(config.env) if any(part.kind == "env" for part in parts) else None
     say = partial(say_once, make_env, seed=config.seed, seconds=config.rollout.episode_seconds)
 
     async def score(text_of: Callable[[Task], str]) -> list[Score]:

@@ -20,9 +20,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
+from temper.children import worker_command
 from temper.errors import TaskError
 from temper.rewards.workers import program
 from temper.types import Score
@@ -185,7 +185,6 @@ class WorkerPool:
             if self._is_closed:
                 raise _Lost(WorkerFailed("the worker pool was closed"))
             hello = {
-                "path": sys.path,
                 "target": self.target,
                 "cpu_seconds": self.deadline_seconds if self.is_pure else None,
                 "memory_bytes": self.memory_bytes,
@@ -255,10 +254,9 @@ class _Worker:
         self._show = show
         self.connection, theirs = socket.socketpair()
         with theirs:
-            # -P: the script's folder stays off sys.path, where a file could shadow the standard library's.
             # A new session: a signal typed at the terminal is for the run, which then closes its pools.
             self.process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(program.__file__)), str(os.getpid())],
+                worker_command(program.__name__),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -1,17 +1,16 @@
 """The program a worker process runs: import one function, then answer calls until the pool hangs up.
 
-Owns: the child's side of the pipe. Refuses: importing Temper or torch; a worker must start fast and stay small.
+Owns: the child's side of the pipe. Refuses: importing torch, or of Temper what it needs not; a worker must start fast
+and stay small.
 Frames are a 4-byte length and JSON, both ways: the parent never unpickles what a poisoned worker wrote.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import io
 import json
-import os
 import resource
 import signal
 import socket
@@ -21,7 +20,8 @@ import time
 import traceback
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+from temper.children import die_with_parent, take_over_stdin
+
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_PRINTED = 4000
 """Characters of what one call printed that are told."""
@@ -57,33 +57,11 @@ def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes
     return b"".join(chunks)
 
 
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process with its parent, also while it is stuck in C code that holds the GIL.
-
-    Elsewhere than on Linux an idle worker ends when its pipe closes, a busy one after the call at hand.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
-        os._exit(1)
-
-
-def take_over_stdin() -> socket.socket:
-    """The pool's socket arrives as standard input; move it out of reach of code that reads or closes stdin."""
-    connection = socket.socket(fileno=os.dup(0))
-    devnull = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(devnull, 0)
-    os.close(devnull)
-    return connection
-
-
 def main() -> None:
     die_with_parent(int(sys.argv[1]))
     connection = take_over_stdin()
     try:
         hello = receive(connection)
-        sys.path[:] = hello["path"]
         try:
             function = find(hello["target"])
         except Exception as error:

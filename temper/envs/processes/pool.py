@@ -1,0 +1,241 @@
+"""Environments in worker processes: code that holds the interpreter holds one of theirs.
+
+Owns: starting, feeding, ending and replacing workers, and which episode lives where. Refuses: judging; an episode whose
+worker is lost is an error, as are all others in that worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+from temper.children import worker_command
+from temper.envs.processes.frames import NO_CALL, Frames
+from temper.errors import BackendError, TaskError
+from temper.protocols import EnvOpening, EnvReply
+from temper.types import Message, Scalar, Task
+
+START_SECONDS = 120.0
+"""For starting Python and importing Temper, until the first sign of life."""
+END_SECONDS = 2.0
+"""For a worker that is no longer needed to end by itself."""
+KILL_SECONDS = 10.0
+"""For the system to end one that was killed."""
+LOOK_SECONDS = 1.0
+POLL_SECONDS = 0.01
+
+
+class EnvProcesses:
+    """Makes environments that live in up to `num_workers` processes, each of them the home of many episodes.
+
+    None is started before it is needed. They end with close(), with the event loop, and with this process. seconds:
+    the deadline of one call; a worker that gives no sign of life for so long is killed.
+    """
+
+    def __init__(self, options: Mapping[str, Scalar | list[Scalar]], *, num_workers: int, seconds: float) -> None:
+        self._order = pickle.dumps((dict(options), seconds))
+        self._num_workers = num_workers
+        self._seconds = seconds
+        self._episodes = itertools.count()
+        self._workers: list[EnvProcess] = []
+
+    @property
+    def process_ids(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers if worker.is_alive and worker.process is not None]
+
+    def __call__(self, name: str) -> InProcess:
+        return InProcess(self, name, next(self._episodes))
+
+    def take(self) -> EnvProcess:
+        """The worker with the fewest episodes, or a new one while there is room and all have some."""
+        self._workers = [worker for worker in self._workers if worker.is_alive]
+        best = min(self._workers, key=lambda worker: worker.num_episodes, default=None)
+        if best is None or (best.num_episodes and len(self._workers) < self._num_workers):
+            best = EnvProcess(self._order, self._seconds)
+            self._workers.append(best)
+        best.num_episodes += 1
+        return best
+
+    async def close(self) -> None:
+        """Returns when every worker is gone."""
+        workers, self._workers = self._workers, []
+        await asyncio.gather(*(worker.close() for worker in workers))
+
+
+class InProcess:
+    """Implements Env: one episode in one worker."""
+
+    def __init__(self, workers: EnvProcesses, name: str, episode: int) -> None:
+        self._workers, self._name, self._episode = workers, name, episode
+        self._worker: EnvProcess | None = None
+
+    async def start(self, task: Task, seed: int) -> EnvOpening:
+        assert self._worker is None, "an environment is single-use"
+        self._worker = self._workers.take()
+        return await self._ask(self._worker, "start", self._name, task, seed)  # type: ignore[no-any-return]
+
+    async def step(self, message: Message) -> EnvReply:
+        assert self._worker is not None, "start() comes first"
+        return await self._ask(self._worker, "step", message)  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        try:
+            if worker.is_alive:
+                await self._ask(worker, "close")
+        finally:
+            worker.num_episodes -= 1
+
+    async def _ask(self, worker: EnvProcess, verb: str, *given: object) -> Any:
+        try:
+            asked = pickle.dumps((verb, self._episode, *given))
+        except Exception as error:  # objects decide how they are pickled, and raise what they please
+            raise TaskError(
+                f"a task cannot be sent to the process of {self._name} ({error}). Make it of plain values, or use "
+                'env.place = "here"'
+            ) from error
+        return await worker.ask(asked)
+
+
+class EnvProcess:
+    """A worker from its start to its end, whichever way it ends."""
+
+    def __init__(self, order: bytes, seconds: float) -> None:
+        self.num_episodes = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._seconds = seconds
+        self._numbers = itertools.count(NO_CALL + 1)
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._has_spoken = False
+        self._silent_seconds = 0.0
+        self._lost: TaskError | BackendError | None = None
+        """Why it is over; None: it is not, or not yet known."""
+        self._frames = Frames(self._hear, self._hang_up)
+        self._frames.send(NO_CALL, order)
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # When the event loop ends it cancels this, and so ends the worker.
+        self._life = asyncio.create_task(self._live())
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._over.done() and not self._life.done()
+
+    async def ask(self, asked: bytes) -> Any:
+        """What the worker answers; raises what it raised, or that it is lost."""
+        if self._lost is not None:
+            raise type(self._lost)(str(self._lost))
+        number = next(self._numbers)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        if not self._answers:
+            self._silent_seconds = 0.0
+        self._answers[number] = answer
+        self._frames.send(number, asked)
+        try:
+            body = await answer
+        finally:
+            del self._answers[number]
+            if answer.cancelled():  # whoever asked was
+                self._frames.send(next(self._numbers), pickle.dumps(("cancel", number)))
+        try:
+            value, error = pickle.loads(body)
+        except Exception as why:
+            raise TaskError(f'an answer from another process cannot be read ({why}). Use env.place = "here"') from why
+        if error is not None:
+            raise error
+        return value
+
+    async def close(self) -> None:
+        self._life.cancel()
+        await asyncio.wait({self._life}, timeout=END_SECONDS + KILL_SECONDS)
+
+    def _hear(self, number: int, body: bytes) -> None:
+        self._has_spoken, self._silent_seconds = True, 0.0
+        if (answer := self._answers.get(number)) is not None and not answer.done():
+            answer.set_result(body)
+
+    def _hang_up(self) -> None:
+        if not self._over.done():
+            self._over.set_result(None)
+
+    async def _live(self) -> None:
+        why = ""
+        try:
+            why = await self._watch()
+        except OSError as error:
+            why = f"it could not be started: {error}"
+        finally:
+            self._hang_up()
+            self._frames.close()
+            how = await _end(self.process, 0.0 if why else END_SECONDS)
+            self._lose(why or how)
+
+    async def _watch(self) -> str:
+        """Starts it and returns when it has hung up, or why it must be ended."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # Sets have the same order in every worker, or equal seeds might not give equal episodes.
+            environment = {"PYTHONHASHSEED": "0", **os.environ}
+            # A new session: a signal typed at the terminal is for the run, which then ends its workers.
+            self.process = subprocess.Popen(
+                worker_command("temper.envs.processes.program"),
+                stdin=theirs.fileno(),
+                start_new_session=True,
+                env=environment,
+            )
+        await asyncio.get_running_loop().create_connection(lambda: self._frames, sock=ours)
+        look = min(LOOK_SECONDS, self._seconds / 4)
+        # Looks are counted, not the clock: after something held the event loop, what was said meanwhile is heard first.
+        while not self._over.done():
+            await asyncio.wait({self._over}, timeout=look)
+            self._silent_seconds += look if self._answers else 0.0
+            if self._silent_seconds > (limit := self._seconds if self._has_spoken else START_SECONDS):
+                return (
+                    f"no sign of life for {limit:g} s, so it was killed: code in it holds the interpreter, or it was "
+                    "stopped. env.call_seconds is that limit"
+                )
+        return ""
+
+    def _lose(self, how: str) -> None:
+        is_broken = not self._has_spoken and how.startswith("exit code")
+        text = (
+            f'env.place = "process": a worker did not start ({how}); what it wrote is above'
+            if is_broken
+            else f"the process of its environment is lost ({how}), and every episode that it played with it: "
+            f"{self.num_episodes}. A new one takes its place"
+        )
+        self._lost = (BackendError if is_broken else TaskError)(text)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(type(self._lost)(text))
+
+
+async def _end(process: subprocess.Popen[bytes] | None, seconds: float) -> str:
+    """How it ended by itself within `seconds`; after that it is killed, with whatever it started in its session."""
+    if process is None:
+        return "it was never started"
+    try:
+        await _gone(process, seconds)
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    await _gone(process, KILL_SECONDS)
+    code = process.returncode
+    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+
+
+async def _gone(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Returns when it is, or after `seconds`."""
+    for _ in range(int(seconds / POLL_SECONDS)):
+        if process.poll() is not None:
+            return
+        await asyncio.sleep(POLL_SECONDS)

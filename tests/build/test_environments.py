@@ -1,0 +1,100 @@
+"""What a recipe says of where environments live, and that it is so."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from temper.build import check_stages
+from temper.build.environments import Environments
+from temper.commands.training.preflight import dry_run
+from temper.commands.training.train import train
+from temper.config import resolve, to_toml
+from temper.config.sections import EnvConfig
+from temper.errors import UserError
+from temper.plugins import name_function
+
+ENV = """
+import os
+from pathlib import Path
+from temper import EnvOpening, EnvReply, Message
+
+class Twice:
+    async def start(self, task, seed):
+        with (Path(__file__).parent / "pids").open("a") as file:
+            file.write(f"{os.getpid()}\\n")
+        self.turns, self.answer = 0, task.answer
+        return EnvOpening(messages=task.messages)
+
+    async def step(self, message):
+        self.turns += 1
+        paid = float(message.content[:1] == self.answer[:1])
+        return EnvReply(messages=(Message(role="user", content="ab"),), is_done=self.turns == 2, reward=paid)
+
+    async def close(self): ...
+"""
+
+
+def recipe_of(tiny_recipe: dict[str, Any], folder: Path, **env: Any) -> Path:
+    """RL in that environment."""
+    (folder / "world.py").write_text(ENV)
+    stage = {**tiny_recipe["stage"][-1], "steps": 2, "rollout": {"groups_per_step": 4, "group_size": 4, "max_turns": 2}}
+    env["name"] = f"{folder / 'world.py'}:Twice"
+    path = folder / "recipe.toml"
+    table = {**tiny_recipe, "reward": [{"kind": "env"}], "env": env, "stage": [stage]}
+    path.write_text(to_toml(resolve(table, [], where="tiny")))
+    return path
+
+
+@pytest.mark.heavy
+def test_a_run_with_workers_ends_with_the_weights_of_one_without(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    weights = {}
+    for place in ("here", "process"):
+        folder = tmp_path / place
+        folder.mkdir()
+        path = recipe_of(tiny_recipe, folder, place=place)
+        assert "Twice: started for" in dry_run(path)
+        run = train(path, run=folder / "run")
+        weights[place] = [file.read_bytes() for file in sorted((run / "checkpoints").rglob("*.safetensors"))]
+        pids = {int(line) for line in (folder / "pids").read_text().split()}
+        assert (os.getpid() in pids) == (place == "here")
+        assert all(pid == os.getpid() or not Path(f"/proc/{pid}").exists() for pid in pids)
+    assert weights["here"] == weights["process"] != []
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"workers": 3}, 'workers is of environments in processes: set place = "process"'),
+        ({"call_seconds": 3}, "call_seconds is of environments in processes"),
+        ({"place": "process", "workers": 0}, "workers"),
+        ({"place": "elsewhere"}, "place"),
+    ],
+)
+def test_keys_that_would_do_nothing_are_refused(
+    tiny_recipe: dict[str, Any], tmp_path: Path, env: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        recipe_of(tiny_recipe, tmp_path, **env)
+
+
+def test_an_agent_and_a_closure_have_no_place_in_workers(tiny_recipe: dict[str, Any]) -> None:
+    def closure() -> object:
+        return object()
+
+    wanted = ((name_function(closure), "closure was handed over in Python"), ("agent", "processes of its own"))
+    for name, message in wanted:
+        config = EnvConfig(name=name, place="process")
+        with pytest.raises(UserError, match=rf'env\.place = "process": .*{message}'):
+            Environments(config)
+    tiny_recipe["env"] = {"name": wanted[0][0], "place": "process"}
+    with pytest.raises(UserError, match="closure was handed over"):
+        check_stages(resolve(tiny_recipe, [], where="tiny"))
+
+
+def test_a_wrong_option_is_said_here_before_a_worker_is_started() -> None:
+    with pytest.raises(UserError, match='option "largest" is unknown'):
+        Environments(EnvConfig(name="calculator", options={"largest": 3}, place="process"))("single_turn")
