@@ -53,6 +53,11 @@ def check_judge(config: RunConfig) -> None:
     """Raises UserError for what a recipe says wrongly of a model that its environment asks."""
     if config.env.name == "verifiers":
         find_env(config.env.name, config.env.options)()
+    if config.env.place == "process" and answers_env(config):
+        raise UserError(
+            'env.place = "process": what this run answers is asked in its own process. Give env.options.judge an '
+            'address, or use env.place = "here"'
+        )
 
 
 def answers_env(config: RunConfig) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from temper.build import check_stages
+from temper.build.agents import check_judge
 from temper.build.environments import Environments
 from temper.commands.training.preflight import dry_run
 from temper.commands.training.train import train
@@ -19,6 +21,7 @@ from temper.plugins import name_function
 
 ENV = """
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from temper import EnvOpening, EnvReply, Message
 
@@ -98,3 +101,12 @@ def test_an_agent_and_a_closure_have_no_place_in_workers(tiny_recipe: dict[str, 
 def test_a_wrong_option_is_said_here_before_a_worker_is_started() -> None:
     with pytest.raises(UserError, match='option "largest" is unknown'):
         Environments(EnvConfig(name="calculator", options={"largest": 3}, place="process"))("single_turn")
+
+
+def test_what_the_run_answers_is_not_asked_from_a_worker(tiny_recipe: dict[str, Any]) -> None:
+    """With an address it may: whoever plays can reach that."""
+    for judge, is_refused in (("policy", True), ("http://127.0.0.1:9/v1", False)):
+        env = {"place": "process", "options": {"judge": judge}}
+        (config,) = resolve({**tiny_recipe, "env": env, "stage": tiny_recipe["stage"][1:]}, (), where="test")
+        with pytest.raises(UserError, match="Give env.options.judge an address") if is_refused else nullcontext():
+            check_judge(config)
