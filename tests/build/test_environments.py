@@ -108,5 +108,5 @@ def test_what_the_run_answers_is_not_asked_from_a_worker(tiny_recipe: dict[str, 
     for judge, is_refused in (("policy", True), ("http://127.0.0.1:9/v1", False)):
         env = {"place": "process", "options": {"judge": judge}}
         (config,) = resolve({**tiny_recipe, "env": env, "stage": tiny_recipe["stage"][1:]}, (), where="test")
-        with pytest.raises(UserError, match="Give env.options.judge an address") if is_refused else nullcontext():
+        with pytest.raises(UserError, match=r"Give env.options.judge an address") if is_refused else nullcontext():
             check_judge(config)
