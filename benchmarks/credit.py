@@ -16,7 +16,6 @@ import os
 import statistics
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ from learning import interval
 
 from temper.config import RunConfig, load_recipe, merge, to_toml
 from temper.envs.library.calculator import Calculator
-from temper.envs.library.shop import Shop, ShopEnv, judge
 from temper.protocols import EnvOpening, EnvReply
 from temper.runs.reader import RunReader
 from temper.types import Message, Task
@@ -60,38 +58,6 @@ class PayingCalculator(Calculator):
         return dataclasses.replace(reply, reward=WAY * is_first)
 
 
-class PayingShop(ShopEnv):
-    """Pays the turn that makes a call of the solution hold, and takes it back from one that undoes it; then the end."""
-
-    async def start(self, task: Task, seed: int) -> EnvOpening:
-        self._calls, self._held = json.loads(str(task.extra["solution"])), 0.0
-        return await super().start(task, seed)
-
-    async def step(self, message: Message) -> EnvReply:
-        reply = await super().step(message)
-        before, self._held = self._held, share_held(self._calls, self._start, self._shop)
-        is_reached = judge(self._start, self._shop, self._goal, 0.0) == 1.0
-        reward = WAY * (self._held - before) + (reply.reward or 0.0)
-        return dataclasses.replace(reply, reward=reward, result="reached" if is_reached else "missed")
-
-
-def share_held(calls: Sequence[tuple[str, dict[str, Any]]], start: Shop, shop: Shop) -> float:
-    """The share of these calls whose effect is seen in the shop."""
-    placed = [order for id, order in shop.orders.items() if id not in start.orders]
-    holds = {
-        "cancel": lambda order: shop.orders[order]["is_cancelled"],
-        "add": lambda item, count: (Counter(shop.cart) + shop.bought)[item] == count,
-        "use_coupon": lambda code: code in (shop.coupon, *(order["coupon"] for order in placed)),
-        "pay": lambda: bool(placed),
-    }
-    return statistics.fmean(holds[name](**arguments) for name, arguments in calls)
-
-
-def is_reached(prompt: str, response: str, answer: str | None) -> float:
-    """The held-out score of a visit: PayingShop says what became of it in place of the last message."""
-    return float(response == "reached")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What the credits are compared on."""
@@ -114,13 +80,6 @@ COMPARISONS = {
         outcome={"kind": "exact"},
         practice={"steps": 8, "rollout": {"groups_per_step": 32}},
         num_heldout=256,
-    ),
-    "shop": Comparison(
-        recipe=ROOT / "recipes" / "agent_shop.toml",
-        env="PayingShop",
-        outcome={"kind": f"{FILE}:is_reached"},
-        practice={},
-        num_heldout=128,
     ),
 }
 

@@ -11,7 +11,6 @@ import pytest
 
 from temper.config import load_recipe
 from temper.envs.library.calculator import arithmetic
-from temper.envs.library.shop import shop_demo
 from temper.envs.threads import play_script
 from temper.protocols import Env, EnvReply
 from temper.types import Task
@@ -43,21 +42,8 @@ def test_the_calculator_pays_the_first_right_call_and_the_right_answer(credit: M
         assert [reply.reward for reply in play(credit.PayingCalculator(), task, words)] == paid
 
 
-def test_the_shop_pays_what_brings_the_goal_nearer_takes_it_back_and_tells_the_end(credit: ModuleType) -> None:
-    task = shop_demo(2, 1, items=4, max_wishes=1)  # cancel, browse, add, use_coupon, pay, done
-    right = [message.content for message in task.messages if message.role == "assistant"]
-    replies = play(credit.PayingShop(call_format="plain", show_tools="no"), task, [*right, "done"])
-    assert [reply.reward for reply in replies] == [0.125, 0.0, 0.125, 0.125, 0.125, 1.0]
-    assert [credit.is_reached("", str(reply.result), None) for reply in replies] == [0, 0, 0, 0, 1, 1]
-    undone = play(
-        credit.PayingShop(call_format="plain", show_tools="no"), task, ["add(i4, 1)", "remove(i4, 1)", "done"]
-    )
-    assert [reply.reward for reply in undone] == [0.125, -0.125, 0.0]
-
-
-@pytest.mark.parametrize("name", ["calculator", "shop"])
-def test_runs_differ_in_their_advantage_alone_and_are_judged_by_the_end(credit: ModuleType, name: str) -> None:
-    comparison = credit.COMPARISONS[name]
+def test_runs_differ_in_their_advantage_alone_and_are_judged_by_the_end(credit: ModuleType) -> None:
+    comparison = credit.COMPARISONS["calculator"]
     _, practice = load_recipe(comparison.recipe)
     configs = [credit.configured(practice, comparison, kind, Path("checkpoint")) for kind in credit.CREDITS]
     tables = [config.model_dump(exclude={"objective"}) for config in configs]
