@@ -127,9 +127,7 @@ def test_an_export_that_is_another_model_is_refused(
     adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutation: an adapter that is forgotten in the merge."""
-    monkeypatch.setattr(
-        "temper.models.lora.wrapping.merged_weight", lambda layer, read: layer.base_layer.weight.detach()
-    )
+    monkeypatch.setattr("temper.models.lora.wrapping.merged_weight", lambda layer, *_: layer.base_layer.weight.detach())
     with pytest.raises(BackendError):
         export(adapted, tmp_path / "policy")
     assert not (tmp_path / "policy").exists()
