@@ -76,7 +76,7 @@ LEAVING_SECONDS = 15.0
 ROLES = {
     "trainer": b"temper.commands.training.ranks",
     "sampler": b"temper.cluster.sampler_main",
-    "reward worker": b"workers/program.py",
+    "reward worker": b"temper.rewards.workers.program",
 }
 """What the command line of each has in it. The driver is the process that was started."""
 FAULTS = (
