@@ -103,6 +103,27 @@ def test_a_checkpoint_goes_on_with_another_number_of_trainers(
     assert gap(resumed, whole) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("new", "cluster", "message"),
+    [
+        ({}, {"trainers": 3}, "3 trainers do not divide into such groups"),
+        ({}, {"trainers": 1}, "1 trainers do not divide into such groups"),
+        (
+            {"heads": 3, "kv_heads": 3, "width": 48},
+            {"trainers": 2},
+            "3 heads of attention, 3 of keys, do not divide over 2",
+        ),
+        ({"experts": 4}, {"trainers": 2}, "is a model with experts. Use cluster.context = 1"),
+    ],
+)
+def test_rows_that_trainers_cannot_go_over_together_are_refused(
+    tiny_recipe: dict[str, Any], tmp_path: Path, new: dict[str, int], cluster: dict[str, int], message: str
+) -> None:
+    tiny_recipe["model"]["new"] |= new
+    with pytest.raises(UserError, match=message):
+        run(make_table(tiny_recipe, context=2, **cluster), tmp_path / "run")
+
+
 MUCH = {
     "critic and epochs": {"objective": {"preset": "ppo"}, "trainer": {"epochs": 2, "tokens_per_microbatch": 48}},
     "moving reference and states in bfloat16": {
