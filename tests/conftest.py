@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from temper.interpreter import seldom_collected
+from tests.fakes.selection import marks_of, read_selection
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -46,9 +47,15 @@ WAITERS = {
 _STACK = ExitStack()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits for others gets a second try, since a busy machine may let them wait too long; the summary counts
-    those. What computes gets none: there a failure now and then is a race in the product."""
+    """Marks of tests/selection.toml. What waits for others gets a second try, since a busy machine may let them wait
+    too long; the summary counts those. What computes gets none: there a failure now and then is a race in the
+    product."""
+    selection = read_selection()
+    for item in items:
+        for mark in marks_of(item.nodeid.removeprefix("tests/"), selection):
+            item.add_marker(mark)
     if find_spec("pytest_rerunfailures"):  # absent where only engines or adapters are tested
         for item in items:
             assert isinstance(item, pytest.Function)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -40,18 +40,24 @@ MORE_PARAMETERS = {
 UNBOUNDED = {"get", "join", "wait", "result", "acquire", "recv", "communicate"}
 
 
-def definitions() -> Iterator[tuple[str, ast.AST]]:
+@cache
+def definitions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
+    """Classes and functions of all files, by file and name; read once, without what is inside them."""
+    found = []
     for path in sorted((ROOT / "temper").rglob("*.py")):
         name = str(path.relative_to(ROOT / "temper"))
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                yield f"{name}:{node.name}", node
+        found += [
+            (f"{name}:{node.name}", node)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        ]
+    for _, node in found:
+        node.body = []
+    return found
 
 
-def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for name, node in definitions():
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield name, node
+def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    return [(name, node) for name, node in definitions() if not isinstance(node, ast.ClassDef)]
 
 
 def length(node: ast.AST) -> int:

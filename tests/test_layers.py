@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent / "temper"
 LAYERS: dict[str, int] = {
@@ -40,6 +39,7 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
 
 
+@cache
 def imports_of(path: Path) -> list[tuple[str, int, bool]]:
     """(module, line, is it at the top of the file)."""
     tree = ast.parse(path.read_text())
@@ -57,24 +57,28 @@ def imports_of(path: Path) -> list[tuple[str, int, bool]]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_modules_import_only_lower_layers_and_their_own_package(path: Path) -> None:
-    own = package_of(dotted(path))
-    assert own in LAYERS, f"{own} has no layer: add it to LAYERS and to docs/walk.md"
-    for module, line, _ in imports_of(path):
-        if module.split(".")[0] != "temper":
-            continue
-        other = package_of(module)
-        assert other == own or LAYERS[other] < LAYERS[own] or LAYERS[other] == LAYERS[own] == 0, (
-            f"{path}:{line} (layer {LAYERS[own]}) imports {module} (layer {LAYERS[other]}). "
-            f"Pass the object in from build/, or move what both need to a lower layer"
-        )
+def test_modules_import_only_lower_layers_and_their_own_package() -> None:
+    found = []
+    for path in MODULES:
+        own = package_of(dotted(path))
+        assert own in LAYERS, f"{own} has no layer: add it to LAYERS and to docs/walk.md"
+        for module, line, _ in imports_of(path):
+            if module.split(".")[0] != "temper":
+                continue
+            other = package_of(module)
+            if not (other == own or LAYERS[other] < LAYERS[own] or LAYERS[other] == LAYERS[own] == 0):
+                found.append(f"{path}:{line} (layer {LAYERS[own]}) imports {module} (layer {LAYERS[other]})")
+    assert found == [], "pass the object in from build/, or move what both need to a lower layer"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_heavy_third_parties_are_imported_inside_functions(path: Path) -> None:
-    for module, line, is_top in imports_of(path):
-        assert not (is_top and module.split(".")[0] in HEAVY), f"{path}:{line}: import {module} inside its function"
+def test_heavy_third_parties_are_imported_inside_functions() -> None:
+    found = [
+        f"{path}:{line}: {module}"
+        for path in MODULES
+        for module, line, is_top in imports_of(path)
+        if is_top and module.split(".")[0] in HEAVY
+    ]
+    assert found == [], "import them inside their functions"
 
 
 def test_no_drawer_is_called_miscellaneous() -> None:

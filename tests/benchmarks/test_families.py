@@ -1,4 +1,5 @@
-"""The table of families says what trying them says: the common ones in every run, all others among the heavy tests."""
+"""The table of families says what trying them says: the common ones in every run, some of
+the others among the heavy tests, and all of them among the slow ones."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from types import ModuleType
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.fakes.selection import mostly_heavy
+from tests.fakes.selection import mostly_heavy, mostly_slow
 
 FOLDER = Path(__file__).parents[2]
 TABLE = json.loads((FOLDER / "temper" / "models" / "families.json").read_text())
@@ -51,7 +52,7 @@ def test_the_documentation_lists_every_family_of_the_table() -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", mostly_slow(OTHERS, keep=OTHERS[::6]))
 def test_every_family_of_the_table_is_what_the_table_says(name: str, families: ModuleType) -> None:
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         pytest.skip("not in this version of transformers")

@@ -27,7 +27,7 @@ from temper.trainer.optim import OptimizerSettings
 from temper.trainer.passes.forward import StepFacts, forward_backward
 from temper.trainer.passes.scoring import ScoringPasses, Share
 from temper.types import Batch, Sample
-from tests.fakes.selection import mostly_heavy
+from tests.fakes.selection import mostly_heavy, mostly_slow
 
 OPTIMIZER = OptimizerSettings(learning_rate=0.01, max_grad_norm=1e6)
 FREQUENT = {"clip_cov": {"corrections": [{"name": "clip_cov", "share": 0.1, "low": 0.0}]}}
@@ -148,7 +148,7 @@ def half_without_credit(rows: Sequence[Sample]) -> list[Sample]:
     return [replace(row, advantages=[0.0] * len(row.advantages)) if row.group_id in groups else row for row in rows]
 
 
-@pytest.mark.parametrize("name", mostly_heavy([*WITH_GRADIENT, *WITH_TERMS], keep=[*USUAL, *WITH_TERMS]))
+@pytest.mark.parametrize("name", mostly_slow([*WITH_GRADIENT, *WITH_TERMS], keep=[*USUAL, *WITH_TERMS]))
 def test_rows_without_credit_train_as_if_they_had_a_backward_pass(
     make_model: Callable[..., Any],
     make_rows: Callable[..., list[Sample]],

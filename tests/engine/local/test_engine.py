@@ -34,7 +34,7 @@ from temper.models.load import prepare
 from temper.models.save import saved_tensors
 from temper.models.states import Head, hidden_states
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
-from tests.fakes.selection import mostly_heavy
+from tests.fakes.selection import mostly_slow
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -130,7 +130,7 @@ def greedy_by_transformers(family: str) -> list[list[int]]:
     return expected
 
 
-@pytest.mark.parametrize("family", mostly_heavy(CONFIGS, keep=("llama", "gemma3")))
+@pytest.mark.parametrize("family", mostly_slow(CONFIGS, keep=("llama", "gemma3")))
 @SETTINGS
 def test_greedy_output_equals_transformers_generate(family: str, settings: dict[str, int]) -> None:
     expected, engine = greedy_by_transformers(family), make_engine(make_model(family), **settings)
@@ -584,7 +584,7 @@ def decode_bytes(ids: list[int]) -> str:
 
 
 @SETTINGS
-@pytest.mark.parametrize("stop", mostly_heavy(STOPS, keep=STOPS[1:3]))
+@pytest.mark.parametrize("stop", mostly_slow(STOPS, keep=STOPS[1:3]))
 def test_a_stop_text_ends_the_completion_with_the_token_that_completes_it(
     stop: tuple[str, ...], settings: dict[str, int]
 ) -> None:

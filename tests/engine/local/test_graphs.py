@@ -23,7 +23,7 @@ from temper.models.load import prepare
 from temper.models.nf4.holding import hold_in_four_bits
 from temper.models.save import saved_tensors
 from temper.types import Completion, Publication, Request, SamplingParams
-from tests.fakes.selection import mostly_heavy
+from tests.fakes.selection import mostly_slow
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 pytestmark = [
@@ -230,9 +230,9 @@ def test_prefills_of_every_size_need_few_recordings(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("as_gpu", [False, True], ids=["cpu", "recorded"])
 @pytest.mark.parametrize(
-    "asked", mostly_heavy([{}, {"top_k": 5}, {"top_p": 0.9}, {"top_logprobs": 2}], keep=({}, {"top_k": 5})), ids=str
+    "asked", mostly_slow([{}, {"top_k": 5}, {"top_p": 0.9}, {"top_logprobs": 2}], keep=({}, {"top_k": 5})), ids=str
 )
-@pytest.mark.parametrize("temperature", mostly_heavy([0.0, 1.0], keep=(1.0,)))
+@pytest.mark.parametrize("temperature", mostly_slow([0.0, 1.0], keep=(1.0,)))
 def test_logits_that_are_nan_stop_the_engine_and_name_the_weights(
     temperature: float, asked: dict[str, Any], as_gpu: bool
 ) -> None:
