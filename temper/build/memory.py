@@ -113,6 +113,11 @@ def plan_stage(
 def _layouts(config: RunConfig, data: StageData, work: Workload, asked: PlanRequest) -> list[Layout]:
     """Those to choose from: what the [cluster] table says, or what is worth trying where it says nothing."""
     written = written_layouts(config, data)
+    if asked.gpus is not None and asked.gpus < work.engine_gpus:
+        raise UserError(
+            f"--gpus {asked.gpus}: engine.tensor_parallel = {work.engine_gpus} shares every matrix out over as many. "
+            f"Plan it for {work.engine_gpus} GPUs at least"
+        )
     if asked.gpus is None:
         return [written[max(written) if torch.cuda.device_count() > config.cluster.trainers else min(written)]]
     if not _has_table(config):
@@ -223,6 +228,7 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         context=config.cluster.context,
         engine=_engine_weights(config, data),
         num_samplers=config.cluster.num_samplers if data.is_rolling else 1,
+        engine_gpus=config.engine.tensor_parallel,
         ahead=config.rollout.max_staleness if data.is_rolling else 0,
         has_processes=config.engine.kind == "local" and not _has_opponents(objective),
         samples=not is_scorer,

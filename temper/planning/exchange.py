@@ -68,6 +68,13 @@ def context_seconds(work: Workload, gpu: Gpu) -> float:
     return ways * shape.num_layers * sum(sent)
 
 
+def layer_sums_seconds(work: Workload, tokens: int, gpu: Gpu) -> float:
+    """Of an engine whose matrices are shared out: behind attention and behind the feed-forward layer, what each GPU has
+    of a token's states is added up on all of them. Of so many tokens, in all layers; nothing hides it."""
+    size = tokens * work.shape.width * work.itemsize
+    return work.shape.num_layers * 4 * ring_seconds(size, work.engine_gpus, gpu)
+
+
 def weight_bytes(work: Workload) -> float:
     """Of all weights as they are sent."""
     return float(work.shape.parameters * work.itemsize)

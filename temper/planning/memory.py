@@ -149,6 +149,7 @@ def _engine(work: Workload) -> dict[str, float]:
     tokens = min(CHUNK_TOKENS, work.tokens_per_step)
     # One pool for all recordings, made before step 1: the largest decode step, and the largest pass over prompts.
     graphs = bucket(work.max_running) * shape.vocabulary * 4 + tokens * _pass_width(work) * work.itemsize
+    own, cache = own / work.engine_gpus, cache / work.engine_gpus
     parts = {"sampler's weights": own, "KV cache": cache, "graphs": float(graphs) if work.has_graphs else 0.0}
     return {name: work.engines_here * size for name, size in parts.items()}
 

@@ -5,12 +5,13 @@ Owns: the estimate and what dominates it. Refuses: rewards, environments and eve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from temper.planning.exchange import exchange_seconds, publishing_seconds
+from temper.planning.exchange import exchange_seconds, layer_sums_seconds, publishing_seconds
 from temper.planning.gpus import Gpu
 from temper.planning.memory import kv_bytes_per_token
 from temper.planning.workload import Workload
@@ -28,6 +29,9 @@ LAYER_SECONDS = 50e-6
 UPDATE_TRAFFIC = {"float32": 320.0, "bfloat16": 160.0, "8bit": 130.0}
 """Bytes of bandwidth that an update takes for each parameter, by optim.states: 0.51 s in float32 for 7.6 billion
 parameters on an H200, 0.042 s in 8 bits for 1.5 billion; bfloat16 by the bytes it moves more than those."""
+
+
+SUMS = "links between GPUs: layers are added up"
 
 
 DRAWING, PUBLISHING = ("prompts", "decoding"), "publishing"
@@ -129,7 +133,11 @@ def _groups(work: Workload) -> float:
 def _prefill(work: Workload, gpu: Gpu) -> tuple[float, str]:
     positions = np.arange(max(1, work.prompt_tokens))
     one = model_size(work).flops(PassWork(positions=positions, num_scored=1, has_backward=False))
-    return _groups(work) / work.drawing_gpus * one / (_rate(work, gpu) * ROLLOUT_REACH), "matrix rate"
+    prompts = _groups(work) / work.drawing_gpus
+    computed = prompts * one / (_rate(work, gpu) * ROLLOUT_REACH) / work.engine_gpus
+    passes = math.ceil(prompts * len(positions) / work.tokens_per_step)
+    sums = passes * layer_sums_seconds(work, work.tokens_per_step, gpu)
+    return computed + sums, "matrix rate" if computed >= sums else SUMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +148,8 @@ class DecodeCost:
     """Reading the weights, whoever is in the step: of experts those that any sequence of a usual step needs."""
     kernels: float
     """Launching what the layers are made of."""
+    sums: float
+    """Adding up over GPUs that share matrices out, for the sequences of a usual step."""
     row: float
     """Computing one sequence."""
     cached_token: float
@@ -151,12 +161,14 @@ def decode_cost(work: Workload, gpu: Gpu) -> DecodeCost:
     active, length = shape.active_layers + shape.embedding, _mid_length(work)
     bandwidth = gpu.bandwidth * ROLLOUT_REACH
     seen = sum(length if window is None else min(window, length) for window in shape.windows)
-    read = shape.read_layers(_running_rows(work)) + shape.embedding
+    rows, each = _running_rows(work), 1 / work.engine_gpus
+    read = shape.read_layers(rows) + shape.embedding
     return DecodeCost(
-        weights=read * work.itemsize / bandwidth,
+        weights=each * read * work.itemsize / bandwidth,
         kernels=shape.num_layers * LAYER_SECONDS,
-        row=2 * active / (_rate(work, gpu) * ROLLOUT_REACH),
-        cached_token=seen / length * kv_bytes_per_token(shape, work.itemsize) / shape.num_layers / bandwidth,
+        sums=layer_sums_seconds(work, rows, gpu),
+        row=each * 2 * active / (_rate(work, gpu) * ROLLOUT_REACH),
+        cached_token=each * seen / length * kv_bytes_per_token(shape, work.itemsize) / shape.num_layers / bandwidth,
     )
 
 
@@ -187,11 +199,12 @@ def _decode(work: Workload, gpu: Gpu) -> tuple[float, str]:
     answer drawn alone, of which the steps that are under way together each wait for a part."""
     cost, length, rows = decode_cost(work, gpu), _mid_length(work), _running_rows(work)
     turns = -(-_step_rows(work) // work.drawing_gpus) / rows
-    alone = work.longest_tokens / _steps_under_way(work) * (cost.weights + cost.kernels + cost.row)
+    alone = work.longest_tokens / _steps_under_way(work) * (cost.weights + cost.kernels + cost.sums + cost.row)
     by_reason = {
         "bandwidth: weights and keys are read": cost.weights + rows * length * cost.cached_token,
         "matrix rate": rows * cost.row,
         "launching kernels": cost.kernels,
+        SUMS: cost.sums,
     }
     seconds = sum(by_reason.values()) * work.completion_tokens * turns
     if seconds < alone:

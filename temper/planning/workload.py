@@ -59,6 +59,8 @@ class Workload:
     of a server that is not planned here."""
     num_samplers: int = 1
     """Engines in all, each with a copy of the weights and a cache."""
+    engine_gpus: int = 1
+    """GPUs that one engine's matrices and cache are shared out over, the trainers' among them (tensor parallelism)."""
     ahead: int = 0
     """Steps whose rollouts may be under way beside those of the step that is trained (rollout.max_staleness)."""
     has_processes: bool = True

@@ -19,7 +19,7 @@ def roofline_speeds(work: Workload, gpu: Gpu, *, lengths: AnswerLengths | None =
     prompts = rows / usual.group_size * max(1, usual.prompt_tokens) / usual.drawing_gpus
     trained = usual.trainer_rows * usual.updates * usual.row_tokens
     return Speeds(
-        decode_step=decode.weights + decode.kernels,
+        decode_step=decode.weights + decode.kernels + decode.sums,
         decode_row=decode.row,
         decode_kv=decode.cached_token,
         prefill_token=seconds.get("prompts", 0.0) / prompts,

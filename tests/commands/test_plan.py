@@ -152,6 +152,21 @@ def test_experts_that_stay_are_counted_where_the_recipe_asks_for_them(
     assert "exchanged tokens" in shown
 
 
+def test_an_engine_over_more_gpus_than_there_are_is_refused(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned(ranks: int, gpus: int) -> tuple[int, str]:
+        change = ("--set", "engine.kind=vllm", "--set", f"engine.tensor_parallel={ranks}", "--gpus", str(gpus))
+        code = plan(monkeypatch, recipe, "--gpu", "h200", *change)
+        told = capsys.readouterr()
+        return code, told.out + told.err
+
+    code, said = planned(4, 2)
+    assert code == 2
+    assert "--gpus 2: engine.tensor_parallel = 4 shares every matrix out over as many. Plan it for 4 GPUs" in said
+    assert planned(4, 4)[0] == 0
+
+
 def test_rows_that_several_go_over_need_less_on_each(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -249,3 +249,11 @@ def test_experts_that_stay_are_not_gathered(make_workload: Make) -> None:
     assert before["weights"] == after["weights"], "an eighth, either way"
     assert after["exchanged tokens"] == 2 * stays.computed_tokens * 8 * 2048 * 2
     assert "exchanged tokens" not in before
+
+
+def test_an_engine_over_four_gpus_holds_a_quarter_of_weights_and_cache_on_each(make_workload: Make) -> None:
+    work = make_workload("7b", engine="copied")
+    alone, shared = (plan_memory(replace(work, engine_gpus=gpus)).phases["rollout"] for gpus in (1, 4))
+    for part in ("sampler's weights", "KV cache"):
+        assert shared[part] == pytest.approx(alone[part] / 4)
+    assert shared["weights"] == alone["weights"], "the trainer's own are whole"

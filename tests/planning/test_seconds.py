@@ -134,6 +134,21 @@ def test_experts_that_a_token_does_not_use_cost_no_products(make_workload: Make)
     assert least < one.seconds["forward and backward"] < 1.3 * least
 
 
+def test_an_engine_over_four_gpus_reads_a_quarter_on_each_and_adds_up_what_they_computed(make_workload: Make) -> None:
+    work, gpu = make_workload("7b", engine="copied"), GPUS["h200"]
+    four = replace(work, engine_gpus=4)
+    alone, shared = decode_cost(work, gpu), decode_cost(four, gpu)
+    assert alone.sums == 0.0
+    for part in ("weights", "row", "cached_token"):
+        assert getattr(shared, part) == pytest.approx(getattr(alone, part) / 4)
+    # Worked: two sums in each of 28 layers, each a ring there and one back over 256 states of 3,584 numbers.
+    ring = 256 * 3584 * 2 * (3 / 4) / gpu.peer_link / 0.75 + 8.4e-6 + 3 * 3.4e-6
+    assert shared.sums == pytest.approx(28 * 2 * 2 * ring)
+    one, some = plan_seconds(work, gpu).seconds, plan_seconds(four, gpu).seconds
+    assert 0.25 < some["decoding"] / one["decoding"] < 1
+    assert some["prompts"] / one["prompts"] > 0.25
+
+
 def test_few_sequences_read_few_experts(make_workload: Make) -> None:
     work = replace(make_workload("1.5b"), shape=decoder_shape(EXPERTS), max_running=1)
     shape = work.shape
