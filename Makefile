@@ -7,6 +7,8 @@ AS_ROOT := $(shell [ "$$(id -u)" -eq 0 ] || echo sudo)
 # One process more than cores, since some always wait for another process or a clock; each with one thread, or they
 # would fight over the cores.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# pytest rewrites the asserts of hundreds of files: once, and not in every process.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # An environment beside the main one sees its packages and adds those that differ: torch is installed once. (Packages'
