@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
+
+import pytest
 
 from tests.fakes.selection import marks_of, read_selection
 
@@ -24,3 +27,13 @@ def test_a_case_is_marked_by_itself_and_with_its_test() -> None:
     assert marks_of("a.py::one", selection) == marks_of("a.py::one[y]", selection) == ["heavy"]
     assert marks_of("a.py::two[x]", selection) == ["slow"]
     assert marks_of("a.py::two[y]", selection) == []
+
+
+def test_every_folder_of_tests_is_walked(pytestconfig: pytest.Config) -> None:
+    """By default pytest passes by folders that are called "build"."""
+    skipped = pytestconfig.getini("norecursedirs")
+    folders = {path.parent for path in TESTS.rglob("test_*.py")}
+    assert TESTS / "build" in folders
+    for folder in folders:
+        for part in folder.relative_to(TESTS.parent).parts:
+            assert not any(fnmatch(part, pattern) for pattern in skipped), folder

@@ -140,9 +140,31 @@ def test_what_cannot_be_done_where_several_go_over_a_row_is_refused_by_name(
         assert "or use cluster.context = 1" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "shared", "message"),
+    [
+        ({"parts": True, "context": 2}, {}, "go over rows together already. Leave out cluster.context"),
+        ({}, {}, "Set cluster.parts = true, too"),
+        ({"parts": True}, {"model": {"new": {}, "lora": {"rank": 4}}}, "Leave out model.lora"),
+        ({"parts": True}, {"engine": {"place": "process", "numerics": "exact"}}, 'Use engine.numerics = "fast"'),
+        ({"parts": True}, {"objective": {"preset": "ppo"}}, 'a critic reads whole rows (objective "ppo")'),
+        ({"parts": True}, {"sampling": {"top_k": 5}}, "Leave out sampling.top_k, top_p and min_p"),
+    ],
+)
+def test_what_layers_that_several_compute_are_not_made_for_is_refused_by_name(
+    cluster: dict[str, Any], shared: dict[str, Any], message: str
+) -> None:
+    shared = {"engine": {"place": "process"}, **shared}
+    check_stages(stages_of({}, cluster={"trainers": 2, "parts": True, "tensor": 2}, engine={"place": "process"}))
+    with pytest.raises(UserError, match=re.escape(message)) as raised:
+        check_stages(stages_of({}, **{"cluster": {"trainers": 2, "tensor": 2, **cluster}, **shared}))
+    assert "cluster.tensor: " in str(raised.value)
+    assert "or use cluster.tensor = 1" in str(raised.value)
+
+
 def test_trainers_are_those_of_all_stages() -> None:
     stages = [*stages_of({"kind": "sft"}, cluster={"trainers": 2}), *stages_of({}, cluster={"trainers": 3})]
-    with pytest.raises(UserError, match=r"cluster.trainers, .*cluster.context are those of all stages"):
+    with pytest.raises(UserError, match=r"cluster.trainers, .*cluster.tensor are those of all stages"):
         check_stages(stages)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from temper.build import memory as build_memory
-from temper.build import stage as build_stages
+from temper.build import trainer as build_trainer
 from temper.build.check import check_stage
 from temper.build.memory import explain_misfit, plan_stage, settle, workload_of
 from temper.build.models import first_model
@@ -157,7 +157,7 @@ def test_a_full_gpu_is_explained_and_the_run_goes_on_after(
     where: str, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = with_keys(config, "steps=4", "checkpoint.every=1")
-    gradient, decode, load, count = PolicyStep.gradient, Runner.decode, build_stages.load_models, [0]
+    gradient, decode, load, count = PolicyStep.gradient, Runner.decode, build_trainer.load_models, [0]
 
     def full_load(*arguments: Any) -> Any:
         count[0] += 1
@@ -178,7 +178,7 @@ def test_a_full_gpu_is_explained_and_the_run_goes_on_after(
         return decode(self, *arguments)
 
     if where == "loading":
-        monkeypatch.setattr(build_stages, "load_models", full_load)
+        monkeypatch.setattr(build_trainer, "load_models", full_load)
     elif where == "trainer":
         monkeypatch.setattr(PolicyStep, "gradient", full_gradient)
     else:
