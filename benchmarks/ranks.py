@@ -37,6 +37,7 @@ LAYOUTS = {
     "4-parts": {"trainers": 4, "parts": True},
     "2-context": {"trainers": 2, "parts": True, "context": 2},
     "2-experts": {"trainers": 2, "parts": True, "experts": True},
+    "2-tensor": {"trainers": 2, "parts": True, "tensor": 2},
 }
 
 

@@ -35,7 +35,7 @@ def check_stages(stages: Sequence[RunConfig]) -> list[Objective]:
                 raise
             raise UserError(f"stage {number} ({config.stage}): {error}") from error
     _check_references(stages)
-    said_once = ("trainers", "parts", "experts", "context")
+    said_once = ("trainers", "parts", "experts", "context", "tensor")
     if len({tuple(getattr(config.cluster, name) for name in said_once) for config in stages}) > 1:
         raise UserError(
             f"{', '.join(f'cluster.{name}' for name in said_once)} are those of all stages: say them once, outside "
@@ -71,8 +71,10 @@ def check_stage(config: RunConfig) -> Objective:
         _check_four_bits(config, objective)
     if config.cluster.parts:
         _check_parts(config, objective)
-    if config.cluster.context > 1:
-        _check_context(config, objective)
+    if config.cluster.together > 1:
+        _check_together(config, objective)
+    if config.cluster.tensor > 1:
+        _check_tensor(config)
     if config.cluster.experts and not config.cluster.parts:
         raise UserError("cluster.experts: all but the experts is held in parts. Set cluster.parts = true, too")
     if config.cluster.experts and config.model.lora is not None:
@@ -129,7 +131,7 @@ WHOLE_ROWS = {
 """By what an objective needs: why trainers do not go over rows together for it."""
 
 
-def _check_context(config: RunConfig, objective: Objective) -> None:
+def _check_together(config: RunConfig, objective: Objective) -> None:
     """Raises UserError for what looks at whole rows elsewhere than in attention and the loss."""
     cluster, sampling = config.cluster, config.sampling
     problem = next((why for need, why in WHOLE_ROWS.items() if need in objective.needs), None)
@@ -144,7 +146,23 @@ def _check_context(config: RunConfig, objective: Objective) -> None:
             "sets of tokens that could be drawn are kept for whole rows. Leave out sampling.top_k, top_p and min_p"
         )
     if problem is not None:
-        raise UserError(f"cluster.context: {problem}, or use cluster.context = 1")
+        key = "cluster.context" if cluster.tensor == 1 else "cluster.tensor"
+        raise UserError(f"{key}: {problem}, or use {key} = 1")
+
+
+def _check_tensor(config: RunConfig) -> None:
+    """Raises UserError for what slices of layers are not made for. The model itself is looked at when it is read."""
+    problem = None
+    if config.cluster.context > 1:
+        problem = "trainers that compute layers together go over rows together already. Leave out cluster.context"
+    elif not config.cluster.parts:
+        problem = "all but matrices of layers is held in parts. Set cluster.parts = true, too"
+    elif config.model.lora is not None:
+        problem = "an adapter is not shared out by heads and columns. Leave out model.lora"
+    elif config.engine.numerics == "exact":
+        problem = 'sums over trainers never have the bits of a sampler. Use engine.numerics = "fast"'
+    if problem is not None:
+        raise UserError(f"cluster.tensor: {problem}, or use cluster.tensor = 1")
 
 
 def _check_references(stages: Sequence[RunConfig]) -> None:

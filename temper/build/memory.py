@@ -125,8 +125,8 @@ def _layouts(config: RunConfig, data: StageData, work: Workload, asked: PlanRequ
         if found := list(layouts(work, asked.gpus, trainers=asked.trainers, parts=parts)):
             return found
         raise UserError(
-            f"cluster.experts: {work.shape.num_experts} experts do not divide over the trainers among {asked.gpus} "
-            f"GPUs. Ask for other --gpus, or use cluster.experts = false"
+            f"--gpus {asked.gpus}: among so many GPUs there is no number of trainers that cluster.experts, "
+            f"cluster.context and cluster.tensor divide over. Ask for other --gpus, or leave them out"
         )
     if asked.gpus not in written:
         needed = f"trainers = {config.cluster.trainers}, which need {min(written)} GPUs"
@@ -225,7 +225,8 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         trainers=config.cluster.trainers,
         parts=config.cluster.parts,
         experts=config.cluster.experts,
-        context=config.cluster.context,
+        context=config.cluster.together,
+        tensor=config.cluster.tensor,
         engine=_engine_weights(config, data),
         num_samplers=config.cluster.num_samplers if data.is_rolling else 1,
         engine_gpus=config.engine.tensor_parallel,

@@ -110,8 +110,9 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
         load_any = partial(load_model, numerics=config.engine.numerics)
     parts, host = config.cluster.parts, torch.device("cpu")
     read = partial(load_model, numerics=config.engine.numerics)
-    if parts:
-        read = partial(load_cut, numerics=config.engine.numerics, experts=config.cluster.experts)
+    read_cut = partial(
+        load_cut, numerics=config.engine.numerics, experts=config.cluster.experts, tensor=config.cluster.tensor
+    )
 
     def adapt(model: torch.nn.Module) -> torch.nn.Module:
         if lora is None:
@@ -122,13 +123,13 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
         policy = adapt(load_any(folder, dtype, host))
         cut(policy, device=device, experts=config.cluster.experts)
     elif parts:
-        policy = load_cut(folder, dtype, device, config.engine.numerics, adapt, config.cluster.experts)
+        policy = read_cut(folder, dtype, device, adapt=adapt)
     else:
         policy = adapt(load_base(folder, dtype, device, load=load_any, base="full" if lora is None else lora.base))
 
     def load(other: Path) -> torch.nn.Module:
         """One that reads the policy's rows packed as the policy does: they must not see each other in it either."""
-        model = read(other, dtype, device)
+        model = (read_cut if parts else read)(other, dtype, device)
         _check_isolation(model)
         return model
 

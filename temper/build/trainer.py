@@ -55,7 +55,7 @@ def open_here(order: TrainerOrder, tokenizer: Any = None) -> tuple[LocalTrainer,
     config = order.config
     objective = resolve_objective(config)
     if rank_and_world()[1] > 1:
-        go_together(config.cluster.context, config.cluster.rank_seconds)
+        go_together(config.cluster.together, config.cluster.rank_seconds)
     models = load_models(config, objective, order.folder)
     if (routers := config.model.routers) is not None:
         if config.model.lora is not None:
@@ -88,7 +88,7 @@ def open_here(order: TrainerOrder, tokenizer: Any = None) -> tuple[LocalTrainer,
         pack=partial(
             pack_over_ranks,
             tokens_per_microbatch=choice.tokens_per_microbatch,
-            num_ranks=rank_and_world()[1] // config.cluster.context,
+            num_ranks=rank_and_world()[1] // config.cluster.together,
             together=kind_of(config).together,
         ),
         shard=shard,

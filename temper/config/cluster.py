@@ -32,6 +32,10 @@ class ClusterConfig(Section):
     context: int = Field(1, ge=1)
     """Trainers that go over each row together, each over a stretch of its tokens (context parallelism): for rows that
     are too long for one GPU. Divides cluster.trainers; microbatches may have so many times the tokens."""
+    tensor: int = Field(1, ge=1)
+    """Trainers that, with parts, compute each layer together, each with its own heads of attention and columns of
+    feed-forward layers, which stay (tensor parallelism): for GPUs with fast links between them. Divides
+    cluster.trainers; they go over rows together as with context, of which it takes the place."""
     rank_seconds: float = Field(600.0, gt=0)
     """What trainers do together (a step, a save) may take so long; one that is silent for longer ends the run, and
     --resume goes on."""
@@ -61,6 +65,11 @@ class ClusterConfig(Section):
         if len({*value}) < len(value):
             raise ValueError("an address stands here twice: a sampler draws for a run once")
         return value
+
+    @property
+    def together(self) -> int:
+        """Trainers that have the same rows."""
+        return max(self.context, self.tensor)
 
     @property
     def num_samplers(self) -> int:

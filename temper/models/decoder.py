@@ -9,7 +9,7 @@ Shapes: _T packed tokens, _D width, H heads, K kv-heads, _F width of the feed-fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -98,18 +98,26 @@ def layer_forward(
     """What the layer adds, and what it is added to: the next norm does the addition."""
     inputs, norm = _inputs_of(layer, ops), layer.input_layernorm
     normed_TD, residual_TD = inputs.add_norm(hidden_TD, residual_TD, norm.weight, norm.variance_epsilon)
-    attended_TD = _attention(layer.self_attn, ops, normed_TD, rotation, attend)
+    attended_TD = _together(layer.self_attn, partial(_attention, ops=ops, rotation=rotation, attend=attend), normed_TD)
     norm = layer.post_attention_layernorm
     if is_sparse(layer.mlp):
         normed_TD, residual_TD = ops.add_rms_norm(attended_TD, residual_TD, norm.weight, norm.variance_epsilon)
         return _experts(layer, ops, normed_TD, routes), residual_TD
     # In every pass of such a layer, so that a pass without gradient has the same bits.
-    if len(residual_TD) > feed_forward.CHUNK_TOKENS and getattr(layer, "gradient_checkpointing", False):
+    is_long = len(residual_TD) > feed_forward.CHUNK_TOKENS and not hasattr(layer.mlp, "temper_together")
+    if is_long and getattr(layer, "gradient_checkpointing", False):
         whole_TD, residual_TD = ops.add_rms_norm(attended_TD, residual_TD, norm.weight, norm.variance_epsilon)
-        compute = partial(_feed_forward, layer.mlp, ops, inputs)
+        compute = partial(_feed_forward, layer.mlp, ops=ops, inputs=inputs)
         return feed_forward.in_chunks(compute, whole_TD, list(layer.mlp.parameters())), residual_TD
     normed_TD, residual_TD = inputs.add_norm(attended_TD, residual_TD, norm.weight, norm.variance_epsilon)
-    return _feed_forward(layer.mlp, ops, inputs, normed_TD), residual_TD
+    return _together(layer.mlp, partial(_feed_forward, ops=ops, inputs=inputs), normed_TD), residual_TD
+
+
+def _together(module: Any, compute: Callable[..., Tensor], normed_TD: States) -> Tensor:
+    """compute(module, normed_TD), with other processes where they hold slices of its matrices, too."""
+    with_others = getattr(module, "temper_together", None)
+    compute = partial(compute, module)
+    return compute(normed_TD) if with_others is None else with_others(compute, normed_TD)
 
 
 def _inputs_of(layer: Any, ops: Ops) -> Inputs:
@@ -117,7 +125,7 @@ def _inputs_of(layer: Any, ops: Ops) -> Inputs:
     return (float8_inputs if isinstance(layer.self_attn.o_proj, Float8Linear) else plain_inputs)(ops)
 
 
-def _feed_forward(mlp: Any, ops: Ops, inputs: Inputs, normed_TD: States) -> Tensor:
+def _feed_forward(mlp: Any, normed_TD: States, ops: Ops, inputs: Inputs) -> Tensor:
     gated_TF = inputs.silu_mul(_project(ops, normed_TD, (mlp.gate_proj, mlp.up_proj)))
     return _project(ops, gated_TF, (mlp.down_proj,))
 
@@ -132,7 +140,7 @@ def _experts(layer: Any, ops: Ops, normed_TD: Tensor, routes: Routes | None) -> 
         mixed_TD = _many_rows_experts(layer, ops, normed_TD, logits_TE, routes)
     if (shared := _shared_expert(mlp)) is None:
         return mixed_TD
-    shared_TD = _feed_forward(shared, ops, plain_inputs(ops), normed_TD)
+    shared_TD = _feed_forward(shared, normed_TD, ops, plain_inputs(ops))
     if (gate := getattr(mlp, "shared_expert_gate", None)) is not None:
         shared_TD = ops.sigmoid(_project(ops, normed_TD, (gate,))) * shared_TD
     return mixed_TD + shared_TD
@@ -165,7 +173,7 @@ def _say(ops: Ops, gate_up_EFD: Tensor, down_EDF: Tensor, rows_SD: Tensor, ends_
     return ops.grouped(gated_SF, down_EDF, ends_E)
 
 
-def _attention(module: Any, ops: Ops, normed_TD: States, rotation: tuple[Tensor, Tensor], attend: Any) -> Tensor:
+def _attention(module: Any, normed_TD: States, ops: Ops, rotation: tuple[Tensor, Tensor], attend: Any) -> Tensor:
     joined = _project(ops, normed_TD, (module.q_proj, module.k_proj, module.v_proj))
     heads = joined.reshape(len(joined), -1, module.head_dim)
     num_kv_heads = heads.shape[1] // (module.num_key_value_groups + 2)
@@ -217,12 +225,18 @@ def _project(ops: Ops, hidden_TD: States, linears: Sequence[Any]) -> Tensor:
         return low_rank_linear(ops.linear, hidden_TD, linears)
     if any(type(linear) is not nn.Linear for linear in linears):
         return torch.cat([linear(hidden_TD) for linear in linears], dim=-1)
-    weights = [linear.weight for linear in linears]
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+    weights = [_own(linear, linear.weight) for linear in linears]
+    biases = [_own(linear, linear.bias) for linear in linears if linear.bias is not None]
     if len(linears) == 1:
-        return ops.linear(hidden_TD, weights[0], linears[0].bias)
+        return ops.linear(hidden_TD, weights[0], biases[0] if biases else None)
     assert len(biases) in (0, len(linears)), "projections of one layer all have a bias or none has"
     return JoinedLinear.apply(hidden_TD, ops.linear, len(weights), *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _own(linear: Any, parameter: Any) -> Tensor:
+    """What this process computes with of a parameter: all of it, unless others hold slices."""
+    slice_of = getattr(linear, "temper_slice", None)
+    return parameter if slice_of is None else slice_of(parameter)  # type: ignore[no-any-return]
 
 
 class JoinedLinear(torch.autograd.Function):

@@ -44,14 +44,17 @@ def tokens_seconds(size_bytes: float, ranks: int, gpu: Gpu) -> float:
 
 
 def exchanged_bytes(work: Workload) -> float:
-    """Of the tokens of a microbatch on their way to the experts of one layer, or back."""
-    return float(work.computed_tokens * work.shape.experts_per_token * work.shape.width * work.itemsize)
+    """Of the tokens of a microbatch on their way to the experts of one layer, or to all that compute it, or back."""
+    if work.tensor > 1:
+        return float(work.microbatch_tokens * work.shape.width * work.itemsize)
+    sent = work.shape.experts_per_token if work.sends_to_experts else 0
+    return float(work.computed_tokens * sent * work.shape.width * work.itemsize)
 
 
 def expert_seconds(work: Workload, gpu: Gpu) -> float:
     """Of all tokens of a microbatch to experts and back, in each layer: forward, backward, and once more where layers
     are computed again. Experts wait for them, so nothing hides it."""
-    if not work.staying_parameters:
+    if not work.sends_to_experts:
         return 0.0
     ways = 6 if work.choice.gradient_checkpointing else 4
     return ways * work.shape.num_layers * tokens_seconds(exchanged_bytes(work), work.trainers, gpu)
@@ -59,10 +62,12 @@ def expert_seconds(work: Workload, gpu: Gpu) -> float:
 
 def context_seconds(work: Workload, gpu: Gpu) -> float:
     """Of all tokens of a microbatch to the heads of one layer's attention and back, where GPUs go over rows together;
-    as often as those to experts."""
+    as often as those to experts. Where they compute layers together: to all of them and back, twice a layer."""
     if work.context == 1:
         return 0.0
     shape, ways = work.shape, 3 if work.choice.gradient_checkpointing else 2
+    if work.tensor > 1:
+        return ways * shape.num_layers * 4 * ring_seconds(exchanged_bytes(work), work.tensor, gpu)
     there, back = shape.query_width + 2 * max(shape.kv_width, shape.head_dim * work.context), shape.query_width
     sent = (tokens_seconds(work.packed_tokens * width * work.itemsize, work.context, gpu) for width in (there, back))
     return ways * shape.num_layers * sum(sent)

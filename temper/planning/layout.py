@@ -58,8 +58,8 @@ def layouts(work: Workload, gpus: int, *, trainers: int = 0, parts: bool | None 
     and trained on all in turn; otherwise some train while others draw.
     """
     for layout in _splits(work, gpus, trainers):
-        if work.experts and work.shape.num_experts % layout.trainers:
-            continue  # experts that stay where they are divide over trainers
+        if layout.trainers % work.context or (work.experts and work.shape.num_experts % layout.trainers):
+            continue  # groups that go together, and experts that stay where they are, divide over trainers
         for in_parts in (False, True) if parts is None else (parts,):
             if layout.trainers > 1 or in_parts == bool(parts):
                 yield replace(layout, parts=in_parts)

@@ -129,7 +129,7 @@ def _gathered(work: Workload) -> dict[str, float]:
     layer, outside = (shape.layers - work.staying_parameters) / shape.num_layers, shape.parameters - shape.layers
     each = size + (size + GRADIENT_BYTES if work.adapter is None else 0)
     return {
-        "exchanged tokens": 2.0 * exchanged_bytes(work) if work.staying_parameters else 0.0,
+        "exchanged tokens": 2.0 * exchanged_bytes(work),
         "gathered layers": float((GATHERED_LAYERS * layer + outside) * size),
         "exchange buffers": float(max(layer, outside) * each),
     }

@@ -245,7 +245,7 @@ def _exchange(work: Workload, gpu: Gpu, computing: float) -> tuple[float, str]:
     updates, models = work.updates * work.epochs, 2 if work.has_critic else 1
     seconds = updates * models * exchange_seconds(work, gpu, computing / (updates * models))
     sent = "layers are gathered, gradients added up" if work.share > 1 else "gradients are added up"
-    sent += ", tokens sent to experts" if work.staying_parameters else ""
-    sent += ", tokens sent to heads" if work.context > 1 else ""
+    sent += ", tokens sent to experts" if work.sends_to_experts else ""
+    sent += ", tokens sent to all" if work.tensor > 1 else ", tokens sent to heads" if work.context > 1 else ""
     where = "network" if work.trainers > gpu.per_machine else "links between GPUs"
     return seconds, f"{where}: {sent}"

@@ -49,14 +49,15 @@ def cluster_lines(layout: Layout, work: Workload, time: TimePlan, reason: str) -
     if layout.gpus == 1:
         return []
     values = {"trainers": layout.trainers, "samplers": layout.samplers, "parts": layout.parts}
-    values |= {"experts": True} if work.staying_parameters else {}
-    values |= {"context": work.context} if work.context > 1 else {}
+    values |= {"experts": True} if work.sends_to_experts else {}
+    values |= {"tensor" if work.tensor > 1 else "context": work.context} if work.context > 1 else {}
     draws = layout.samplers > 1 or layout.is_apart
     table = {key: value for key, value in values.items() if key != "samplers" or draws}
     written = f"cluster = {to_toml_value(table)}" + (', engine.place = "process"' if draws else "")
     trainers = "trainers hold a part each" if layout.parts else "trainers hold a copy each"
-    trainers += " and compute their own experts for all" if work.staying_parameters else ""
-    trainers += f" and go over rows in groups of {work.context}" if work.context > 1 else ""
+    trainers += " and compute their own experts for all" if work.sends_to_experts else ""
+    do = "compute layers" if work.tensor > 1 else "go over rows"
+    trainers += f" and {do} in groups of {work.context}" if work.context > 1 else ""
     where = "samplers have GPUs of their own" if layout.is_apart else "all draw, then all train"
     words = f"{trainers}, {where}" if draws else trainers
     lines = [f"{written}: {words}" + (f"; {reason}" if reason else "")]

@@ -54,6 +54,8 @@ class Workload:
     """Whether, with parts, each of them computes its own experts for all, in place of gathering them."""
     context: int = 1
     """Trainers that go over each row together."""
+    tensor: int = 1
+    """Those of them that compute layers together, with slices that stay: all or, with 1, none."""
     engine: Literal["shared", "copied", "apart", "elsewhere"] = "shared"
     """Whose weights the sampler draws with: the trainer's, a copy on the same GPU, a copy on a GPU of its own, or those
     of a server that is not planned here."""
@@ -98,8 +100,16 @@ class Workload:
 
     @property
     def staying_parameters(self) -> int:
-        """Of all layers, those that no trainer gathers: experts that are computed where they are."""
-        return self.shape.num_layers * self.shape.experts if self.experts and self.share > 1 else 0
+        """Of all layers, those that no trainer gathers: experts that are computed where they are, slices of others."""
+        if self.share == 1:
+            return 0
+        if self.tensor > 1:  # ranks with the same slice gather it
+            return self.shape.layers - (self.shape.layers // self.tensor if self.trainers > self.tensor else 0)
+        return self.shape.num_layers * self.shape.experts if self.experts else 0
+
+    @property
+    def sends_to_experts(self) -> bool:
+        return self.experts and self.share > 1
 
     @property
     def trainer_rows(self) -> int:
@@ -171,7 +181,7 @@ def by_gpu(work: Workload) -> dict[str, Workload]:
         return {"trainer": work}
     adapter = work.adapter if work.has_four_bit_base else None  # others are merged into what is published
     sampler = replace(
-        work, trainers=1, parts=False, context=1, engine="shared", num_samplers=1, adapter=adapter, frozen=(),
+        work, trainers=1, parts=False, context=1, tensor=1, engine="shared", num_samplers=1, adapter=adapter, frozen=(),
         has_critic=False, trains=False,
     )  # fmt: skip
     return {"trainer": work, "sampler": sampler}

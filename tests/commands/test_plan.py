@@ -170,12 +170,25 @@ def test_an_engine_over_more_gpus_than_there_are_is_refused(
 def test_rows_that_several_go_over_need_less_on_each(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = ("cluster.parts=true", "cluster.trainers=2", "cluster.context=2", "engine.place=process")
-    change = tuple(word for key in keys for word in ("--set", key))
-    assert plan(monkeypatch, recipe, "--gpu", "h200", "--gpus", "2", *change) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "cluster = {trainers = 2, parts = true, context = 2}" in shown
-    assert "go over rows in groups of 2" in shown
+    for key, does in (("context", "go over rows"), ("tensor", "compute layers")):
+        keys = ("cluster.parts=true", "cluster.trainers=2", f"cluster.{key}=2", "engine.place=process")
+        change = tuple(word for key in keys for word in ("--set", key))
+        assert plan(monkeypatch, recipe, "--gpu", "h200", "--gpus", "2", *change) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"cluster = {{trainers = 2, parts = true, {key} = 2}}" in shown
+        assert f"{does} in groups of 2" in shown
+
+
+def test_trainers_that_go_together_divide_over_gpus(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = ("--set", "cluster.parts=true", "--set", "cluster.context=2", "--set", "engine.place=process")
+    assert plan(monkeypatch, recipe, "--gpu", "h200", "--gpus", "8", *change) == 0
+    trainers = re.findall(r"cluster = {trainers = (\d+)", capsys.readouterr().out)
+    assert trainers
+    assert all(int(number) % 2 == 0 for number in trainers)
+    assert plan(monkeypatch, recipe, "--gpu", "h200", "--gpus", "1", *change) == 2
+    assert "no number of trainers that" in capsys.readouterr().err
 
 
 def test_what_fits_on_none_of_these_gpus_says_on_how_many_it_would(

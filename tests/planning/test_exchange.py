@@ -140,6 +140,23 @@ def test_tokens_travel_to_heads_where_several_go_over_a_row(make_workload: Make)
     assert waited == pytest.approx(four.microbatches * (first + context_seconds(four, H200)))
 
 
+def test_layers_that_four_compute_together_stay_and_tokens_come_to_all(make_workload: Make) -> None:
+    """Of eight trainers two have the same slice, and gather a quarter of a layer; of four nobody gathers any."""
+    gathers = make_workload("7b", trainers=8, parts=True)
+    eight = replace(gathers, context=4, tensor=4)
+    four = replace(eight, trainers=4)
+    shape = eight.shape
+    assert eight.staying_parameters == shape.layers - shape.layers // 4
+    assert four.staying_parameters == shape.layers
+    assert gather_seconds(four, H200) < gather_seconds(eight, H200) < gather_seconds(gathers, H200)
+    assert publishing_seconds(eight, H200) == publishing_seconds(gathers, H200), "a sampler holds all of a layer"
+    size = eight.microbatch_tokens * shape.width * 2
+    assert exchanged_bytes(eight) == size
+    ways = 3 if eight.choice.gradient_checkpointing else 2
+    assert context_seconds(eight, H200) == pytest.approx(ways * shape.num_layers * 4 * ring_seconds(size, 4, H200))
+    assert expert_seconds(eight, H200) == 0.0
+
+
 def test_experts_that_stay_are_not_gathered_and_their_tokens_travel(make_workload: Make) -> None:
     """Of 8 GB on each of 4 GPUs three quarters leave it; over two machines of eight, half by its own network."""
     assert tokens_seconds(8e9, 4, H200) == pytest.approx(6e9 / (450e9 * LINK_REACH), abs=INSTANT)

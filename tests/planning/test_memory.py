@@ -251,6 +251,20 @@ def test_experts_that_stay_are_not_gathered(make_workload: Make) -> None:
     assert "exchanged tokens" not in before
 
 
+def test_slices_that_stay_are_not_gathered(make_workload: Make) -> None:
+    gathers = make_workload("7b", trainers=4, parts=True, context=4)
+    stays = replace(gathers, tensor=4)
+    before, after = (plan_memory(work).phases["forward and backward"] for work in (gathers, stays))
+    shape = stays.shape
+    assert before["gathered layers"] - after["gathered layers"] == pytest.approx(
+        2 * shape.layers / shape.num_layers * 2
+    )
+    assert before["weights"] == after["weights"], "a quarter, either way"
+    assert before["activations"] == after["activations"]
+    assert after["exchanged tokens"] == 2 * stays.microbatch_tokens * shape.width * 2
+    assert "exchanged tokens" not in before
+
+
 def test_an_engine_over_four_gpus_holds_a_quarter_of_weights_and_cache_on_each(make_workload: Make) -> None:
     work = make_workload("7b", engine="copied")
     alone, shared = (plan_memory(replace(work, engine_gpus=gpus)).phases["rollout"] for gpus in (1, 4))

@@ -67,9 +67,10 @@ def started(stages: Sequence[RunConfig], kept: KeptFleet) -> Iterator[Others]:
     world = _require_number(place, cluster.trainers)
     if world == 1 and cluster.parts:
         raise UserError("cluster.parts shares weights out over trainers, and there is one: set cluster.trainers")
-    if world % cluster.context:
+    if world % cluster.together:
+        key = "context" if cluster.tensor == 1 else "tensor"
         raise UserError(
-            f"cluster.context={cluster.context}: {world} trainers do not divide into such groups. Change one of both"
+            f"cluster.{key}={cluster.together}: {world} trainers do not divide into such groups. Change one of both"
         )
     if any(config.cluster.sampler_addresses for config in stages) and not os.environ.get(KEY_VARIABLE):
         raise UserError(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from temper.errors import UserError
 from temper.models.attention_interface import Attend
@@ -27,6 +28,7 @@ from temper.trainer.passes.packed_attention import ExactPackedAttention, PackedA
 from temper.trainer.passes.routers import hidden_and_router_logits
 from temper.trainer.passes.sharing import shared_prompts
 from temper.trainer.ranks.context import Context, context_of_rank
+from temper.trainer.ranks.tensor import WholeAttention, is_sliced
 from temper.types import Microbatch
 
 MakeAttention = Callable[[Sequence[int], torch.device], Attend]
@@ -83,7 +85,8 @@ def _stretch(context: Context, model: Any, asked: tuple[Tensor, Tensor, Attend],
     token_ids_T, positions_T, attend = asked
     num_tokens = len(token_ids_T)
     own, ends = context.own(num_tokens), context.ends(num_tokens)
-    hidden_tD = hidden_states(model, token_ids_T[own], positions_T[own], context.attend(attend, num_tokens))
+    around = WholeAttention(model, attend, positions_T) if is_sliced(model) else context.attend(attend, num_tokens)
+    hidden_tD = hidden_states(model, token_ids_T[own], positions_T[own], around)
     before_A = drawn_A - 1
     counts = [int(((before_A >= start) & (before_A < end)).sum()) for start, end in pairwise(ends)]
     own_A = drawn_A[(before_A >= own.start) & (before_A < own.stop)].to(token_ids_T.device)
@@ -115,9 +118,13 @@ def drawn_states(
     drawn_A = microbatch.loss_mask.nonzero()[:, 0]
     # The state before a row's first token belongs to another row; scoring it would train on a neighbour's text.
     assert bool((microbatch.positions[drawn_A] > 0).all()), "the first token of a row cannot be a drawn one"
-    attend = (make_attention or attention_of(model))(microbatch.lengths, device)
     token_ids_T, positions_T = microbatch.token_ids.to(device), microbatch.positions.to(device)
-    if (context := context_of_rank()) is not None:
+    context, lengths = context_of_rank(), microbatch.lengths
+    if context is not None and is_sliced(model) and (missing := -len(token_ids_T) % context.size):
+        lengths = (*lengths, missing)  # a row that nobody reads: all have as many tokens
+        token_ids_T, positions_T = pad(token_ids_T, (0, missing)), pad(positions_T, (0, missing))
+    attend = (make_attention or attention_of(model))(lengths, device)
+    if context is not None:
         assert not routers, "refused before (build/check.py)"
         assert microbatch.keep_ids is None, "refused before (build/check.py)"
         return _stretch(context, model, (token_ids_T, positions_T, attend), drawn_A)

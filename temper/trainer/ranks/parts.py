@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from temper.errors import UserError
 from temper.models.decoder import WALKED_FAMILIES, can_walk, layer_forward
 from temper.trainer.ranks.experts import hold_own_experts
+from temper.trainer.ranks.tensor import gather_slices, hold_own_slices, place_in
 
 Result = TypeVar("Result")
 GATHERED_BYTES = 256 << 20
@@ -29,14 +30,20 @@ GATHERED_BYTES = 256 << 20
 
 
 def cut(
-    model: Any, *, device: torch.device | None = None, apart: Sequence[nn.Module] = (), experts: bool = False
+    model: Any,
+    *,
+    device: torch.device | None = None,
+    apart: Sequence[nn.Module] = (),
+    experts: bool = False,
+    tensor: int = 1,
 ) -> None:
     """From now on this rank holds its part alone. Rows of every tensor are shared out in order of ranks; of a tensor
     with fewer rows than ranks the last get none.
 
     device: where parts live; layers of a model that lies elsewhere are brought there one by one. None: where it is.
     apart: heads of another precision, which torch gathers by themselves. experts: whether each rank computes its own
-    experts for all (experts.py); otherwise they are gathered as the rest is.
+    experts for all (experts.py); otherwise they are gathered as the rest is. tensor: ranks that compute matrices of
+    layers together, with slices that stay (tensor.py); they go over rows together.
     """
     from torch.distributed.device_mesh import init_device_mesh  # here: they take more than a second
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -52,6 +59,8 @@ def cut(
     narrow = parameter.dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
     held = hold_own_experts(model, mesh, device or parameter.device) if experts else set()
+    if tensor > 1:
+        held = hold_own_slices(model, tensor, device or parameter.device)
     for layer in model.get_decoder().layers:
         layer.temper_cut, layer.forward = True, MethodType(layer_forward, layer)
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=held)
@@ -93,21 +102,45 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """The rows of a whole tensor that this rank holds of `like`."""
+    """What this rank holds of `like`, of a whole tensor: rows, or columns."""
     if not _is_cut_tensor(like):
         return whole
-    rank, rows = dist.get_rank(), -(-len(whole) // dist.get_world_size())
-    return whole[rank * rows : (rank + 1) * rows]
+    cut = cut_of(like, dist.get_rank())
+    start, end = cut.own(whole.shape[cut.dim])
+    return whole[start:end] if cut.dim == 0 else whole[:, start:end]
 
 
 def whole_of(part: Tensor, like: Tensor) -> Tensor:
     """The whole tensor from the parts of all ranks, each of which calls this. like: a parameter cut in the same way."""
     if not _is_cut_tensor(like):
         return part
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
 
-    mesh, shape, stride = like.device_mesh, like.shape, like.stride()  # type: ignore[attr-defined]
-    return DTensor.from_local(part.to(like.device), mesh, (Shard(0),), shape=shape, stride=stride).full_tensor()
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    part = part.to(like.device)
+    if mesh.ndim > 1:
+        return gather_slices(part, like)
+    return DTensor.from_local(part, mesh, placements, shape=like.shape, stride=like.stride()).full_tensor()
+
+
+class Cut(NamedTuple):
+    """How a tensor is shared out, seen from one rank."""
+
+    dim: int
+    place: int
+    """Of the rank's part."""
+    size: int
+    """Parts in all."""
+
+    def own(self, length: int) -> tuple[int, int]:
+        """Where the rank's part begins and ends, of so many rows or columns."""
+        part = -(-length // self.size)
+        return min(self.place * part, length), min((self.place + 1) * part, length)
+
+
+def cut_of(tensor: Any, rank: int) -> Cut:
+    mesh = tensor.device_mesh
+    return Cut(tensor.placements[0].dim, place_in(mesh, rank), mesh.size())
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -150,15 +183,16 @@ class WholeTensors(OwnParts):
         """This rank's part, without the help of others."""
         return super().__getitem__(name)
 
-    def is_cut(self, name: str) -> bool:
-        return _is_cut_tensor(self._likes[name])
+    def cut(self, name: str, rank: int) -> Cut:
+        """Of one that is not cut the first rank has all."""
+        return cut_of(self._likes[name], rank) if _is_cut_tensor(self._likes[name]) else Cut(0, rank, 1)
 
     def outlines(self) -> dict[str, Tensor]:
         """Tensors of the shapes and types of the whole ones, without numbers."""
         found = {}
         for name in self:
             own = self.own(name)
-            shape = self._likes[name].shape if self.is_cut(name) else own.shape
+            shape = self._likes[name].shape if _is_cut_tensor(self._likes[name]) else own.shape
             found[name] = torch.empty(shape, dtype=own.dtype, device="meta")
         return found
 

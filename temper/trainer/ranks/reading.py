@@ -32,19 +32,20 @@ def load_cut(
     numerics: Numerics = "fast",
     adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
     experts: bool = False,
+    tensor: int = 1,
 ) -> nn.Module:
     """As load_model, and this rank's part alone. A directory that must be read whole, one of an adapter or under other
     names than the model's, is held by the CPU until its layers are cut one after the other. adapt: puts an adapter on
-    the model, which is cut along. experts: as parts.cut is told."""
+    the model, which is cut along. experts, tensor: as parts.cut is told."""
     model: Any = _outline(folder, dtype, numerics)
     stored = StoredWeights(folder)
     if model is None or not stored.fits(saved_tensors(model)):
         model = adapt(load_model(folder, dtype, torch.device("cpu"), numerics))
-        cut(model, device=device, experts=experts)
+        cut(model, device=device, experts=experts, tensor=tensor)
         return model
     model = adapt(model)
     factors = adapter_tensors(model) if has_adapter(model) else {}
-    cut(model, device=device, experts=experts)
+    cut(model, device=device, experts=experts, tensor=tensor)
     model.to_empty(device=device)
     decoder: Any = model.get_decoder()
     decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)  # computed, not stored

@@ -1,8 +1,9 @@
 """Files of a cut model that all ranks write at once: each its own rows, at the bytes where they lie in the file.
 
 Owns: how a safetensors file is laid out before its numbers are known, and that all ranks are done or rank 0 says why
-not. Refuses: gathering: rows of a tensor are one stretch of bytes, so what comes out is what one process would write,
-and no rank needs memory for more than one of its own parts. That its rows arrived the next rank proves: it reads them.
+not. Refuses: gathering: rows of a tensor are one stretch of bytes, columns many, so what comes out is what one process
+would write, and no rank needs memory for more than one of its own parts. That a part arrived the next rank proves: it
+reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from temper.models.experts.stored import StoredEntry, stored_entries
 from temper.trainer.adamw.files import batches_of
-from temper.trainer.ranks.parts import WholeTensors
+from temper.trainer.ranks.parts import Cut, WholeTensors
 
 WEIGHTS, WEIGHTS_BYTES = "model{suffix}.safetensors", "50GB"
 KINDS = {
@@ -102,13 +103,18 @@ def _write_file(
     rank, world, wholes = dist.get_rank(), dist.get_world_size(), tensors.outlines()
     digest = hashlib.sha256()
 
-    def stretches(rank: int) -> Iterator[tuple[str, int, slice]]:
-        """Tensor of the model, where its bytes go in the file, and which of those that the rank holds."""
+    def pieces(rank: int) -> Iterator[tuple[str, list[tuple[int, slice]]]]:
+        """Tensor of the model; where bytes go in the file, and which of those that the rank holds."""
         for name, entry in entries.items():
-            held = held_bytes(wholes[entry.source], rank, world if tensors.is_cut(entry.source) else 1)
-            first, last = max(held[0], entry.start), min(held[1], entry.start + entry.outline.nbytes)
-            if first < last:
-                yield entry.source, layout.starts[name] + first - entry.start, slice(first - held[0], last - held[0])
+            found, done = [], 0
+            for start, end in held_stretches(wholes[entry.source], tensors.cut(entry.source, rank)):
+                first, last = max(start, entry.start), min(end, entry.start + entry.outline.nbytes)
+                if first < last:
+                    of_own = slice(done + first - start, done + last - start)
+                    found.append((layout.starts[name] + first - entry.start, of_own))
+                done += end - start
+            if found:
+                yield entry.source, found
 
     def begin() -> None:
         if rank == 0:
@@ -118,17 +124,21 @@ def _write_file(
 
     def write_own() -> None:
         with path.open("r+b", buffering=0) as file:
-            for source, start, of_own in stretches(rank):
-                digest.update(data := _bytes_of(tensors.own(source), of_own))
-                _write_at(file.fileno(), data, start)
+            for source, found in pieces(rank):
+                first = found[0][1].start
+                data = _bytes_of(tensors.own(source), slice(first, found[-1][1].stop))
+                for start, of_own in found:
+                    digest.update(piece := data[of_own.start - first : of_own.stop - first])
+                    _write_at(file.fileno(), piece, start)
             os.fsync(file.fileno())
 
     def read_neighbours() -> None:
         before, found = (rank - 1) % world, hashlib.sha256()
         with path.open("rb", buffering=0) as file:
-            for _, start, part in stretches(before):
-                for piece in _read_at(file.fileno(), start, part.stop - part.start):
-                    found.update(piece)
+            for _, stretches in pieces(before):
+                for start, part in stretches:
+                    for piece in _read_at(file.fileno(), start, part.stop - part.start):
+                        found.update(piece)
         if found.hexdigest() != digests[before]:
             raise OSError(0, f"{path} does not hold what rank {before} wrote: its file system loses writes of others")
 
@@ -139,14 +149,17 @@ def _write_file(
     do_together(read_neighbours)
 
 
-def held_bytes(outline: Tensor, rank: int, world: int) -> tuple[int, int]:
-    """First and last byte, in a whole tensor, of what a rank holds of it. world: 1 of one that is not cut; rank 0 has
-    it."""
-    if rank >= world:
-        return 0, 0
-    length = outline.shape[0] if outline.dim() else 1
-    rows, size = -(-length // world), outline.nbytes // max(length, 1)
-    return min(rank * rows, length) * size, min((rank + 1) * rows, length) * size
+def held_stretches(outline: Tensor, cut: Cut) -> Iterator[tuple[int, int]]:
+    """First and last bytes, in a whole tensor, of what a rank holds of it: its rows are one stretch, its columns one of
+    every row."""
+    if cut.place >= cut.size:
+        return
+    length = outline.shape[cut.dim] if outline.dim() else 1
+    start, end = cut.own(length)
+    above = math.prod(outline.shape[: cut.dim])
+    size = outline.nbytes // max(above * length, 1)
+    for row in range(above):
+        yield (row * length + start) * size, (row * length + end) * size
 
 
 def _bytes_of(tensor: Tensor, part: slice) -> memoryview:

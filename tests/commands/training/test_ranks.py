@@ -34,8 +34,9 @@ IN_PROCESS = {"place": "process", "numerics": "exact", "threads": 1}
 
 def make_table(recipe: dict[str, Any], *, steps: tuple[int, int] = (4, 3), **cluster: Any) -> dict[str, Any]:
     stages = [{**stage, "steps": own} for stage, own in zip(recipe["stage"], steps, strict=True)]
-    engine = {"engine": IN_PROCESS} if cluster.get("parts") else {"engine": {"numerics": "exact"}}
-    return {**recipe, "checkpoint": {"every": 1}, "cluster": cluster, **engine, "stage": stages}
+    numerics = "fast" if "tensor" in cluster else "exact"  # slices never have the bits of a sampler
+    engine = {**(IN_PROCESS if cluster.get("parts") else {}), "numerics": numerics}
+    return {**recipe, "checkpoint": {"every": 1}, "cluster": cluster, "engine": engine, "stage": stages}
 
 
 def run(table: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
@@ -112,6 +113,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_trainers(
             {"heads": 3, "kv_heads": 3, "width": 48}, {"trainers": 2}, "do not divide over 2", marks=pytest.mark.heavy
         ),
         pytest.param({"experts": 4}, {"trainers": 2}, "is a model with experts. Use", marks=pytest.mark.heavy),
+        ({}, {"trainers": 3, "context": 1, "tensor": 2, "parts": True}, "cluster.tensor=2: 3 trainers do not divide"),
     ],
 )
 def test_rows_that_trainers_cannot_go_over_together_are_refused(
@@ -119,7 +121,7 @@ def test_rows_that_trainers_cannot_go_over_together_are_refused(
 ) -> None:
     tiny_recipe["model"]["new"] |= new
     with pytest.raises(UserError, match=message):
-        run(make_table(tiny_recipe, context=2, **cluster), tmp_path / "run")
+        run(make_table(tiny_recipe, **{"context": 2, **cluster}), tmp_path / "run")
 
 
 MUCH = {
@@ -139,6 +141,11 @@ MUCH = {
         "objective": {"preset": "prorl", "reference": {"name": "soft_update", "mix": 0.25, "every": 1}},
     },
     "rows that two go over together": {"cluster": {"context": 2}, "objective": {"preset": "grpo"}},
+    "layers that two compute together": {
+        "new": {"kv_heads": 2},
+        "cluster": {"tensor": 2},
+        "objective": {"preset": "prorl", "reference": {"name": "soft_update", "mix": 0.25, "every": 1}},
+    },
     "an adapter": {"model": {"lora": {"rank": 3}}, "objective": {"preset": "grpo"}},
     "an adapter and a moving reference": {
         "model": {"lora": {"rank": 3}},
@@ -159,7 +166,7 @@ def test_all_that_stands_beside_a_policy_is_cut_and_goes_on_from_its_checkpoint(
     parts = {"parts": True, **MUCH[much].get("cluster", {})}
     whole = run(make_table(tiny_recipe, steps=(2, 4)), tmp_path / "whole")
     run(make_table(tiny_recipe, steps=(2, 2), trainers=2, **parts), tmp_path / "run")
-    more = 4 if "context" in parts else 3  # groups of two
+    more = 4 if {"context", "tensor"} & parts.keys() else 3  # groups of two
     rest = resolve(make_table(tiny_recipe, steps=(2, 4), trainers=more, **parts), (), where="test")
     (tmp_path / "run" / "config.toml").write_text(to_toml(rest))
     training.train_stages(rest, run=tmp_path / "run", resume=True)

@@ -21,7 +21,7 @@ from temper.objectives import POLICY_GRADIENTS, DirectLoss, resolve
 from temper.trainer.critic import Critic
 from temper.trainer.local import AuxiliaryModels, LocalTrainer, TrainerSettings
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.ranks import context, exchange
+from temper.trainer.ranks import context, exchange, tensor
 from temper.trainer.ranks import sums as ranks
 from temper.trainer.ranks.parts import cut
 from temper.types import Batch, Sample
@@ -46,7 +46,8 @@ def train(model: Any, other: Any, rows: list[Sample], preset: str, budget: int, 
         critic = Critic(deepcopy(model), optimizer, total_steps=4, parts_on=torch.device("cpu") if is_cut else None)
     if is_cut:
         for each in (model, other):
-            cut(each, experts="apart" in how)
+            sliced = context.context_of_rank() if "sliced" in how else None
+            cut(each, experts="apart" in how, tensor=1 if sliced is None else sliced.size)
     if has_adapter(model):  # compared with what it was before
         other = AdapterOff(model) if is_cut else without_adapter(model)
     trainer = LocalTrainer(
@@ -96,6 +97,11 @@ def added_up(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     return own * len(ctx.counts), *rest
 
 
+def forgotten(whole: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """What this rank says, without what others add."""
+    return whole.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+
+
 class Averaging:
     """torch.distributed with the planted fault."""
 
@@ -103,7 +109,7 @@ class Averaging:
         return average if name == "all_reduce" else getattr(dist, name)
 
 
-exchanged, own_gradient = exchange._exchanged, context._Gather.backward
+exchanged, own_gradient, summed = exchange._exchanged, context._Gather.backward, tensor._added_up
 sum_parts = FSDPModule.set_gradient_divide_factor
 
 
@@ -120,6 +126,7 @@ def main(rank: int, world: int, folder: Path) -> None:
         ranks.dist = Averaging() if fault == "average" else dist  # type: ignore[attr-defined, assignment]
         exchange._exchanged = swapped if "swapped" in fault else exchanged
         context._Gather.backward = staticmethod(added_up if "added" in fault else own_gradient)  # type: ignore[method-assign]
+        tensor._added_up = forgotten if "forgotten" in fault else summed
         ranks.is_counted = (lambda: True) if "everyone" in fault else context.is_counted  # type: ignore[attr-defined, assignment]
         if world > 1:
             together = {"together": world, "twos": 2}

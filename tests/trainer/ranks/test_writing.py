@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from temper.models.experts.stored import stored_entries
 from temper.models.save import saved_tensors
-from temper.trainer.ranks.writing import held_bytes, lay_out
+from temper.trainer.ranks.parts import Cut
+from temper.trainer.ranks.writing import held_stretches, lay_out
 from tests.fakes.models import make_family_model
 
 PROGRAM = Path(__file__).with_name("write_program.py")
@@ -45,9 +46,17 @@ def test_a_file_is_laid_out_as_the_library_does_it(tmp_path: Path) -> None:
 def test_ranks_hold_every_byte_once(rows: int, world: int) -> None:
     outline, covered = torch.empty(rows, 3, device="meta"), []
     for rank in range(world):
-        covered += list(range(*held_bytes(outline, rank, world)))
+        covered += [byte for stretch in held_stretches(outline, Cut(0, rank, world)) for byte in range(*stretch)]
     assert covered == list(range(rows * 12))
-    assert held_bytes(outline, 1, 1) == (0, 0), "what is not cut is the first rank's"
+    assert list(held_stretches(outline, Cut(0, 1, 1))) == [], "what is not cut is the first rank's"
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 4, 5), (1, 4)])
+def test_ranks_hold_every_column_once(shape: tuple[int, ...]) -> None:
+    numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.uint8).reshape(shape)
+    for rank in range(4):
+        held = [byte for stretch in held_stretches(numbers, Cut(1, rank, 4)) for byte in range(*stretch)]
+        assert held == numbers.chunk(4, 1)[rank].flatten().tolist()
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "qwen3_moe", "mixtral", "tied_llama"])
