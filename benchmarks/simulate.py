@@ -1,12 +1,12 @@
 """Predictions of `temper simulate` against real runs on this machine.
 
-    python benchmarks/simulate.py --out /tmp/simulated            # seven short runs, about 4 minutes on two cores
+    python benchmarks/simulate.py --out /tmp/simulated            # eleven short runs, about 8 minutes on two cores
     python benchmarks/simulate.py --out /tmp/simulated --again    # compares what is there, runs nothing
     python benchmarks/simulate.py --out /tmp/simulated --recipe RECIPE --device cuda --steps 8 --only 1
 
 One synchronous run is measured, and the seconds a step of all others are predicted from it: another bound S, another
 group size, more groups, fewer sequences at once. The learning rate is 0, so that lengths stay what they are; nothing is
-evaluated and saved. All in one process, sampler and trainer in turn on one device.
+evaluated and saved. In one process sampler and trainer take turns on one device; in two each has its own.
 --clock cpu counts the seconds that the process computes, for a CPU that other programs use too: in one process that
 never waits for another these are the seconds of a machine of its own.
 """
@@ -62,6 +62,13 @@ START = {
 class Setting:
     name: str
     changes: dict[str, str] = field(default_factory=dict)
+    devices: int = 1
+    """2: sampler and trainer have a process and a core, or a GPU, each."""
+
+
+def _apart(staleness: int) -> Setting:
+    changes = {"rollout.max_staleness": str(staleness), "engine.place": '"process"'}
+    return Setting(f"S = {staleness}, two processes", changes, devices=2 if staleness else 1)
 
 
 SETTINGS = (
@@ -72,6 +79,7 @@ SETTINGS = (
     Setting("groups of 16", {"rollout.group_size": "16"}),
     Setting("32 groups a step", {"rollout.groups_per_step": "32"}),
     Setting("S = 1, 64 at once", {"rollout.max_staleness": "1", "engine.max_running": "64"}),
+    *(_apart(staleness) for staleness in (0, 1, 2, 4)),
 )
 
 
@@ -129,7 +137,7 @@ def compare(recipe: Path, folder: Path, number: int, common: dict[str, str]) -> 
     measured = measure_run(folder / f"run-{number}").seconds_per_step
     changes = {**common, **setting.changes}
     staleness = int(changes.get("rollout.max_staleness", "0"))
-    asked = SimulationRequest(like=folder / "run-0", given={}, gpus=[1], staleness=[staleness], steps=12)
+    asked = SimulationRequest(like=folder / "run-0", given={}, gpus=[setting.devices], staleness=[staleness], steps=12)
     overrides = [f"{key}={value}" for key, value in changes.items()]
     predicted = simulate_recipe(recipe, asked, overrides=overrides).runs[0].seconds_per_step
     return measured, predicted
