@@ -220,12 +220,18 @@ def _start_fleet(
 
 def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) -> Sampler:
     from temper.engine.vllm.engine import VllmEngine, VllmSettings
+    from temper.engine.vllm.layout import EXPERT_FAMILIES
 
     parameter, size = next(model.parameters()), _engine_settings(config, data)
-    if has_experts(model):
+    if has_experts(model) and (family := model.config.get_text_config().model_type) not in EXPERT_FAMILIES:
         raise UserError(
-            f'engine.kind="vllm" cannot take over the weights of {model_folder}: vLLM holds experts in a layout of its '
-            f'own, of which Temper cannot prove that they arrived. Use engine.kind = "local"'
+            f'engine.kind="vllm" cannot take over the experts of {model_folder}: they are found again there in the '
+            f'families {", ".join(EXPERT_FAMILIES)}, and this is a {family}. Use engine.kind = "local"'
+        )
+    if has_experts(model) and config.engine.tensor_parallel > 1:
+        raise UserError(
+            f"engine.tensor_parallel: experts of {model_folder} are found again on one rank of vLLM alone. Use "
+            f"engine.tensor_parallel = 1"
         )
     ranks, heads = config.engine.tensor_parallel, data.shape.num_kv_heads
     if heads % ranks:

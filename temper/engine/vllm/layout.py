@@ -15,6 +15,10 @@ from torch import Tensor
 from temper.engine.manifest import TensorFacts
 from temper.errors import BackendError
 
+EXPERT_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+"""Whose experts were published to it, drawn with and read back; by model_type."""
+EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+"""Stacks of experts: names in transformers and in vLLM, which holds both in one layout."""
 PADDING = 64
 """Rows of embedding and head in vLLM are a multiple of this; nobody draws or reads the added ones."""
 
@@ -90,6 +94,11 @@ def _cut_of(
 def _target_of(name: str, parameters: Mapping[str, Tensor], packed: Mapping[str, list[str]]) -> str:
     if name in parameters:
         return name
+    block, _, stack = name.rpartition(".experts.")
+    own = f"{block}.experts.routed_experts.{EXPERTS[stack]}" if stack in EXPERTS else name
+    for target in (own, own.replace(".mlp.", ".block_sparse_moe.")):  # the other is Mixtral's
+        if target in parameters:
+            return target
     for fused, parts in packed.items():
         for part in parts:
             target = name.replace(f".{part}.", f".{fused}.")

@@ -19,6 +19,7 @@ from temper.engine.manifest import Manifest, check_received, manifest_of_tensors
 from temper.engine.process.weights import SharedWeights
 from temper.engine.vllm.layout import join_shares, plan_of
 from temper.errors import BackendError
+from temper.models.experts.stored import as_stored
 
 BACKEND = "temper"
 """Its name in vLLM's WeightTransferConfig."""
@@ -48,10 +49,11 @@ class WeightUpdate:
     what it asks next (multiproc_executor.py in 0.32.0). So a problem is kept and told when asked for.
     """
 
-    def __init__(self, model: Any, num_ranks: int = 1) -> None:
+    def __init__(self, model: Any, num_ranks: int = 1, family: str = "") -> None:
+        """family: model_type, by which files of a model name experts."""
         self.problem = ""
         """Why the last verb failed on this rank; empty: it did not."""
-        self._model, self._num_ranks = model, num_ranks
+        self._model, self._num_ranks, self._family = model, num_ranks, family
         self._memory: SharedWeights | None = None
         self._received: tuple[Manifest, Mapping[str, Tensor]] | None = None
 
@@ -80,7 +82,8 @@ class WeightUpdate:
             return
         manifest, tensors = received
         with _Kept(self), _Warnings() as warnings:
-            self._model.load_weights(iter(tensors.items()))
+            # As files hold them: vLLM looks for experts one by one.
+            self._model.load_weights(as_stored(tensors, self._family))
             if warnings.texts:
                 raise BackendError(f"vLLM warned while it loaded {manifest.version}: {'; '.join(warnings.texts)}")
 
@@ -177,7 +180,8 @@ def _transfer_class() -> type:
 
         def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
             super().__init__(config, vllm_config, device, model)
-            self.update = WeightUpdate(model, vllm_config.parallel_config.tensor_parallel_size)
+            family = vllm_config.model_config.hf_text_config.model_type
+            self.update = WeightUpdate(model, vllm_config.parallel_config.tensor_parallel_size, family)
 
         def init_transfer_engine(self, init_info: MemoryInfo) -> None:
             self.update.open(init_info.memory)

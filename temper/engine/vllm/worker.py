@@ -52,6 +52,26 @@ def _keep_weights_in_the_open() -> None:
     tied head is forgotten when weights change (seen in 0.32.0: new body, old head). So packing is off."""
     if operations := sys.modules.get("vllm._custom_ops"):
         operations._supports_onednn = False  # type: ignore[attr-defined]
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
+
+    if current_platform.is_cpu():
+        _keep_experts_in_the_open()
+
+
+def _keep_experts_in_the_open() -> None:
+    """Stacks of experts are packed in place, in the same shape: new weights would lie there as they are and be read as
+    packed ones (seen in 0.32.0). So they are packed for every pass, in a copy."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe  # type: ignore[import-not-found]
+
+    experts = cpu_moe.CPUUnquantizedExperts
+    apply, pack = experts.apply, cpu_moe.cpu_prepack_moe_weight
+
+    def packed(self: Any, *, w1: Tensor, w2: Tensor, **others: Any) -> None:
+        apply(self, w1=pack(w1, self.isa), w2=pack(w2, self.isa), **others)
+
+    experts.apply = packed
+    # Widths that are not a multiple of 32 are padded, and publications then refused for their shape.
+    experts.process_weights_after_loading = experts._pad_moe_intermediate
 
 
 # vLLM imports this module in each worker before it builds the model; everywhere else vLLM is not there yet.

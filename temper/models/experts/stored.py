@@ -61,6 +61,13 @@ def stored_entries(outlines: Mapping[str, Tensor], family: str) -> dict[str, Sto
     return made
 
 
+def as_stored(tensors: Mapping[str, Tensor], family: str) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a model under the names of its files; a matrix of an expert is a view of its stack."""
+    for name, entry in stored_entries(tensors, family).items():
+        whole, part = tensors[entry.source], entry.outline
+        yield name, whole if whole is part else whole.view(-1, *part.shape)[entry.start // part.nbytes]
+
+
 class StackedExperts:
     """Looks like a tensor [E, ...] as far as its shape and slices of rows go; only these experts are then read."""
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 from temper.commands.training.train import train
 from temper.config import resolve, to_toml
+from temper.engine.vllm import layout
 from temper.errors import UserError
 from temper.models.experts import routes
 from temper.models.save import save_model
@@ -122,7 +123,9 @@ def test_biases_that_balance_move_in_the_sampler_as_they_do_in_the_trainer(
     assert biases[0].abs().max() > 0.04
 
 
-def test_dense_models_and_other_engines_are_refused(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_dense_models_and_other_engines_are_refused(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny_recipe["stage"] = tiny_recipe["stage"][1:]
     tiny_recipe["model"]["replay_routes"] = True
     with pytest.raises(UserError, match="routes are seen in the families"):
@@ -132,7 +135,10 @@ def test_dense_models_and_other_engines_are_refused(tiny_recipe: dict[str, Any],
     recipe["engine"] = {"kind": "sglang", "address": "http://127.0.0.1:1"}
     with pytest.raises(UserError, match="needs an engine that tells its routes"):
         run(recipe, tmp_path / "sglang")
-    recipe["engine"] = {"kind": "vllm"}
+    recipe["engine"] = {"kind": "vllm", "tensor_parallel": 2}
     recipe["model"]["replay_routes"] = False
-    with pytest.raises(UserError, match="vLLM holds experts in a layout of its own"):
+    with pytest.raises(UserError, match=r"found again on one rank of vLLM alone. Use engine.tensor_parallel = 1"):
+        run(recipe, tmp_path / "ranks")
+    monkeypatch.setattr(layout, "EXPERT_FAMILIES", ("mixtral",))
+    with pytest.raises(UserError, match=r"in the families mixtral, and this is a qwen3_moe. Use engine.kind"):
         run(recipe, tmp_path / "vllm")

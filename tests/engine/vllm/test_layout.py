@@ -40,6 +40,24 @@ def test_fused_parameters_are_filled_in_vllms_order() -> None:
             plan_of(broken, own, PACKED)
 
 
+@pytest.mark.parametrize("block", ["mlp", "block_sparse_moe"])
+def test_stacks_of_experts_have_other_names_there(block: str) -> None:
+    given = {
+        "a.mlp.experts.gate_up_proj": facts(4, 6, 2),
+        "a.mlp.experts.down_proj": facts(4, 2, 3),
+        "a.mlp.gate.weight": facts(4, 2),
+    }
+    own = {
+        f"a.{block}.experts.routed_experts.w13_weight": torch.zeros(4, 6, 2),
+        f"a.{block}.experts.routed_experts.w2_weight": torch.zeros(4, 2, 3),
+        f"a.{block}.gate.weight": torch.zeros(4, 2),
+    }
+    assert plan_of(given, own, PACKED) == {target: [name] for target, name in zip(own, given, strict=True)}
+    shared = {**own, f"a.{block}.experts.routed_experts.w2_weight": torch.zeros(4, 2, 2)}
+    with pytest.raises(BackendError, match="in another layout are not supported"):
+        plan_of(given, shared, PACKED)
+
+
 WHOLE = {
     "a.q_proj.weight": (4, 2), "a.k_proj.weight": (2, 2), "a.v_proj.weight": (2, 2), "a.o_proj.weight": (2, 4),
     "norm.weight": (2,), "embed.weight": (100, 2),
