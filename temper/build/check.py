@@ -146,8 +146,7 @@ def _check_together(config: RunConfig, objective: Objective) -> None:
             "sets of tokens that could be drawn are kept for whole rows. Leave out sampling.top_k, top_p and min_p"
         )
     if problem is not None:
-        key = "cluster.context" if cluster.tensor == 1 else "cluster.tensor"
-        raise UserError(f"{key}: {problem}, or use {key} = 1")
+        raise UserError(f"{cluster.together_key}: {problem}, or use {cluster.together_key} = 1")
 
 
 def _check_tensor(config: RunConfig) -> None:

@@ -72,6 +72,11 @@ class ClusterConfig(Section):
         return max(self.context, self.tensor)
 
     @property
+    def together_key(self) -> str:
+        """The key that says so."""
+        return "cluster.context" if self.tensor == 1 else "cluster.tensor"
+
+    @property
     def num_samplers(self) -> int:
         return self.samplers if isinstance(self.samplers, int) else len(self.samplers)
 

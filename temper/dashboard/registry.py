@@ -119,7 +119,7 @@ def _updated(folder: Path) -> float | None:
     for name in (DATABASE, f"{DATABASE}-wal"):
         try:
             facts = (folder / name).stat()
-        except OSError:
+        except OSError:  # it is not there, or not any more
             continue
         times += [facts.st_mtime] if facts.st_size else []
     return max(times, default=None)

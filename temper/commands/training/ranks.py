@@ -68,9 +68,9 @@ def started(stages: Sequence[RunConfig], kept: KeptFleet) -> Iterator[Others]:
     if world == 1 and cluster.parts:
         raise UserError("cluster.parts shares weights out over trainers, and there is one: set cluster.trainers")
     if world % cluster.together:
-        key = "context" if cluster.tensor == 1 else "tensor"
         raise UserError(
-            f"cluster.{key}={cluster.together}: {world} trainers do not divide into such groups. Change one of both"
+            f"{cluster.together_key}={cluster.together}: {world} trainers do not divide into such groups. Change one "
+            f"of both"
         )
     if any(config.cluster.sampler_addresses for config in stages) and not os.environ.get(KEY_VARIABLE):
         raise UserError(

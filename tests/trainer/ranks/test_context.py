@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,13 +53,24 @@ def test_ranks_that_go_together_equal_one_and_faults_are_seen(
     rows = {"rows": with_columns(make_rows()), "pairs": as_pairs(make_rows(5, 2, seed=1))}
     models = {"policy": make_model(), "adapted": adapt(make_model(), tmp_path)}
     (tmp_path / "inputs.pkl").write_bytes(pickle.dumps((models, make_model(seed=1), rows, CASES[world])))
+    require_equal(tmp_path, world, run_ranks, CASES[world], FAULTS)
+
+
+def require_equal(
+    folder: Path,
+    world: int,
+    run_ranks: Callable[..., None],
+    cases: Sequence[tuple[str, int, str]],
+    faults: Sequence[str],
+) -> None:
+    """Of the inputs in this folder, all ranks report what one process reports; cases that begin with a fault do not."""
     ranks = [(0, 1), *((rank, world) for rank in range(world))]
-    run_ranks(PROGRAM, tmp_path, ranks)
-    alone, *together = (torch.load(tmp_path / f"{rank}of{of}.pt") for rank, of in ranks)
+    run_ranks(PROGRAM, folder, ranks)
+    alone, *together = (torch.load(folder / f"{rank}of{of}.pt") for rank, of in ranks)
     differing = {}
-    for case in CASES[world]:
+    for case in cases:
         gaps = [largest_difference(alone[case], report[case]) for report in together]
-        if case[2].split()[0] in FAULTS:
+        if case[2].split()[0] in faults:
             assert min(gaps) > 1e-3, case
         elif not max(gaps) < 1e-10:
             differing[case] = max(gaps)

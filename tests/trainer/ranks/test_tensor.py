@@ -16,10 +16,10 @@ from temper.errors import UserError
 from temper.trainer.ranks.tensor import require_slices
 from temper.types import Sample
 from tests.fakes.models import make_family_model
-from tests.trainer.ranks.test_context import NAMES
-from tests.trainer.ranks.test_sums import UNEVEN, WHOLE, as_pairs, largest_difference, with_columns
+from tests.trainer.ranks.test_context import NAMES, require_equal
+from tests.trainer.ranks.test_sums import UNEVEN, WHOLE, as_pairs, with_columns
 
-PROGRAM = Path(__file__).with_name("rank_program.py")
+PROGRAM = Path(__file__).with_name("slice_program.py")
 FAMILIES = ("qwen2", "qwen3", "tied_llama")
 """With biases on queries and keys, with norms of them, with a head that is the embedding."""
 FAULTS = ("forgotten", "added", "everyone")
@@ -52,17 +52,7 @@ def test_ranks_that_compute_layers_together_equal_one_and_faults_are_seen(
     rows = {"rows": with_columns(make_rows()), "pairs": as_pairs(make_rows(5, 2, seed=1))}
     models = {"policy": make_model(), **{family: make_model(family) for family in FAMILIES}}
     (tmp_path / "inputs.pkl").write_bytes(pickle.dumps((models, make_model(seed=1), rows, CASES[world])))
-    ranks = [(0, 1), *((rank, world) for rank in range(world))]
-    run_ranks(PROGRAM, tmp_path, ranks)
-    alone, *together = (torch.load(tmp_path / f"{rank}of{of}.pt") for rank, of in ranks)
-    differing = {}
-    for case in CASES[world]:
-        gaps = [largest_difference(alone[case], report[case]) for report in together]
-        if case[2].split()[0] in FAULTS:
-            assert min(gaps) > 1e-3, case
-        elif not max(gaps) < 1e-10:
-            differing[case] = max(gaps)
-    assert differing == {}
+    require_equal(tmp_path, world, run_ranks, CASES[world], FAULTS)
 
 
 @pytest.mark.heavy
@@ -71,7 +61,7 @@ def test_slices_are_read_and_written_as_one_process_does_it(run_ranks: Callable[
         model = make_family_model(family).float()
         model.config._attn_implementation = None
         model.save_pretrained(tmp_path / family)
-    run_ranks(PROGRAM.with_name("slice_program.py"), tmp_path, [(rank, 4) for rank in range(4)])
+    run_ranks(PROGRAM, tmp_path, [(rank, 4) for rank in range(4)])
     reports = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
     for family in FAMILIES:
         whole = load_file(tmp_path / family / "model.safetensors")
