@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from tests.fakes.schedules import Answer, History, Schedule, Step, lengths_of, stream_of
+from temper.interpreter import seldom_collected
+from tests.fakes.schedules import (
+    Answer,
+    History,
+    Parts,
+    Schedule,
+    Step,
+    lengths_of,
+    live_through,
+    on_failure,
+    stream_of,
+)
+
+
+def live_and_check(schedules: Iterable[Schedule], parts: Parts = Parts()) -> int:
+    """How often a run was resumed."""
+    resumes = 0
+    with seldom_collected():  # once for all: every run would go through all that is imported, six times its own work
+        for schedule in schedules:
+            with on_failure(schedule):
+                history = live_through(schedule, parts)
+                check(schedule, history)
+            resumes += history.resumes
+    return resumes
 
 
 def check(schedule: Schedule, history: History) -> None:

@@ -24,30 +24,18 @@ from temper.rollout.source import RolloutSource
 from temper.simulate.clock import Deadlock
 from temper.types import Completion, Request, Scalar, Task
 from tests.fakes.controlled import SETS, draw_controlled
-from tests.fakes.promises import check
-from tests.fakes.schedules import Parts, live_through, on_failure
-
-
-def live_and_check_controlled(seeds: range, parts: Parts = Parts()) -> int:
-    """How often a run was resumed."""
-    resumes = 0
-    for seed in seeds:
-        schedule = draw_controlled(seed)
-        with on_failure(schedule):
-            history = live_through(schedule, parts)
-            check(schedule, history)
-        resumes += history.resumes
-    return resumes
+from tests.fakes.promises import live_and_check
+from tests.fakes.schedules import Parts, live_through
 
 
 def test_every_schedule_with_controls_keeps_its_promises() -> None:
-    assert live_and_check_controlled(range(150)) > 90, "schedules without crashes prove little"
+    assert live_and_check(map(draw_controlled, range(150))) > 90, "schedules without crashes prove little"
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("part", range(4))
 def test_ten_thousand_schedules_with_controls_keep_their_promises(part: int) -> None:
-    assert live_and_check_controlled(range(1000 + 2500 * part, 3500 + 2500 * part)) > 1500
+    assert live_and_check(map(draw_controlled, range(1000 + 2500 * part, 3500 + 2500 * part))) > 1500
 
 
 def test_schedules_meet_what_controls_do() -> None:
@@ -201,4 +189,4 @@ FAULTS: dict[str, tuple[Parts, ...]] = {
 )
 def test_a_fault_in_a_control_is_found(promise: str, parts: Parts) -> None:
     with pytest.raises((AssertionError, BackendError, Deadlock), match=promise):
-        live_and_check_controlled(range(300), parts)
+        live_and_check(map(draw_controlled, range(300)), parts)
