@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
-from step import PROMPT_ROOM, Steps, make_model, recipe_of
+from step import PLAIN, PROMPT_ROOM, Steps, make_model, recipe_of
 
 from temper import loop
 from temper.build import Listeners, build_stage, make_plan
@@ -85,7 +85,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps <= FIRST:
         parser.error(f"--steps must be above {FIRST}: the first ones are left out")
-    vars(options).update(lora=0, base="full", checkpointing=False, states="float32", offload=False, max_gap=1.0)
+    options = argparse.Namespace(**{**PLAIN, "max_gap": 1.0, **vars(options)})
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     where = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     title = f"{options.shape}, {dtype}, {options.prompts} x {options.group} x {options.new} tokens, {where}"

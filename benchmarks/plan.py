@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from step import make_model, measure_temper
+from step import PLAIN, make_model, measure_temper
 
 GIB = 2**30
 LOW, HIGH = 0.97, 1.10
@@ -44,7 +44,7 @@ class Setting:
     steps: int = 2
 
     def options(self) -> argparse.Namespace:
-        return argparse.Namespace(**asdict(self), max_gap=1.0)
+        return argparse.Namespace(**{**PLAIN, **asdict(self), "max_gap": 1.0})
 
 
 SETTINGS = {

@@ -2,6 +2,7 @@
 
     python benchmarks/ranks.py                                                     # tiny model, CPU: gloo
     python benchmarks/ranks.py --shape smollm2-135m --prompts 16 --new 256         # a GPU: NCCL, ranks share it
+    python benchmarks/ranks.py --shape qwen2.5-0.5b --layouts 1 2-context 2-tensor --dtype float32   # to rounding
     python benchmarks/ranks.py --shape qwen2.5-7b --layouts 2-parts --prompts 8 --new 256 --checkpointing
 Each layout is a `temper train` of its own. Rows of step 1 are the same in all, so the norm of its gradient must agree
 but for rounding; the gap between sampler and trainer in later steps shows that what was published is what was trained.
@@ -25,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
-from step import PROMPT_ROOM, make_model, recipe_of
+from step import PLAIN, PROMPT_ROOM, make_model, recipe_of
 
 from temper.config import resolve, to_toml
 from temper.runs.reader import RunReader
@@ -85,10 +86,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--microbatch", type=int, default=4096)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--dtype", default="", help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--seconds", type=int, default=1800, help="for one run")
     options = parser.parse_args()
-    vars(options).update(lora=0, base="full", states="float32", offload=False, max_gap=None, replay=False)
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    options = argparse.Namespace(**{**PLAIN, **vars(options)})
+    dtype = options.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     where = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     title = f"{options.shape}, {dtype}, {options.prompts} x {options.group} x {options.new} tokens, {where}"
     columns = ("s/step", "publish s", "gradient norm of step 1", "largest gap", "peak GiB of rank 0")

@@ -10,6 +10,8 @@ _TINY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "
          "num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True}  # fmt: skip
 _SMOLLM2_135M = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
                  "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}  # fmt: skip
+_QWEN_0_5B = {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+              "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}  # fmt: skip
 _QWEN_1_5B = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
               "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
 _QWEN_7B = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
@@ -21,6 +23,7 @@ _QWEN_30B_A3B = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermedia
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("llama", _TINY),
     "smollm2-135m": ("llama", _SMOLLM2_135M),
+    "qwen2.5-0.5b": ("qwen2", _QWEN_0_5B),
     "qwen2.5-1.5b": ("qwen2", _QWEN_1_5B),
     "qwen2.5-7b": ("qwen2", _QWEN_7B),
     "qwen3-30b-a3b": ("qwen3_moe", _QWEN_30B_A3B),

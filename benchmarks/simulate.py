@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+import torch
+
 from temper.commands.simulate import SimulationRequest, measure_run, simulate_recipe
 
 RECIPE = """
@@ -63,7 +65,7 @@ class Setting:
     name: str
     changes: dict[str, str] = field(default_factory=dict)
     devices: int = 1
-    """2: sampler and trainer have a process and a core, or a GPU, each."""
+    """2: sampler and trainer have a process and a core, or a GPU, each; on a single GPU they share it."""
 
 
 def _apart(staleness: int) -> Setting:
@@ -137,7 +139,8 @@ def compare(recipe: Path, folder: Path, number: int, common: dict[str, str]) -> 
     measured = measure_run(folder / f"run-{number}").seconds_per_step
     changes = {**common, **setting.changes}
     staleness = int(changes.get("rollout.max_staleness", "0"))
-    asked = SimulationRequest(like=folder / "run-0", given={}, gpus=[setting.devices], staleness=[staleness], steps=12)
+    devices = 1 if torch.cuda.device_count() == 1 else setting.devices
+    asked = SimulationRequest(like=folder / "run-0", given={}, gpus=[devices], staleness=[staleness], steps=12)
     overrides = [f"{key}={value}" for key, value in changes.items()]
     predicted = simulate_recipe(recipe, asked, overrides=overrides).runs[0].seconds_per_step
     return measured, predicted

@@ -79,6 +79,11 @@ class Steps:
         """None are made."""
 
 
+PLAIN = {"checkpointing": False, "lora": 0, "base": "full", "states": "float32", "offload": False, "max_gap": None,
+         "replay": False}  # fmt: skip
+"""Options of recipe_of that benchmarks of other things leave alone."""
+
+
 def recipe_of(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """Temper's side of the comparison."""
     rows = folder / "prompts.jsonl"

@@ -22,7 +22,7 @@ from temper.envs.library.files import files
 from temper.envs.library.game import game
 from temper.envs.library.problems import PROBLEMS
 from temper.envs.library.repair import repair, repair_demo
-from temper.envs.library.search import search
+from temper.envs.library.search import search, search_demo
 from temper.envs.library.shop import shop, shop_demo
 from temper.models.lora.materialize import whole
 from temper.protocols import Reward
@@ -55,6 +55,7 @@ GENERATORS: Mapping[str, Generator] = {
     "repair": repair,
     "repair_demo": repair_demo,
     "search": search,
+    "search_demo": search_demo,
     "shop": shop,
     "shop_demo": shop_demo,
     "textarena": textarena,

@@ -237,6 +237,15 @@ def fingerprint(task: Task) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
+def asks_one_of(task: Task, excluded: Collection[str]) -> bool:
+    """Whether a task is one of these fingerprints, or a conversation that answers one of them."""
+    if not excluded:
+        return False
+    roles = [message.role for message in task.messages]
+    asked = replace(task, messages=task.messages[: roles.index("assistant")]) if "assistant" in roles[1:] else task
+    return fingerprint(task) in excluded or (asked is not task and fingerprint(asked) in excluded)
+
+
 def take_all(sources: Iterable[TaskSource]) -> tuple[Task, ...]:
     """Every task of bounded sources without repeated prompts, e.g. the held-out set."""
     unique: dict[str, Task] = {}
@@ -319,7 +328,7 @@ class Stream:
             self.index = self._index(chosen)
             task = source.task(self.index)
             self._positions[chosen] += 1
-            if not self._excluded or fingerprint(task) not in self._excluded:
+            if not asks_one_of(task, self._excluded):
                 return task
         raise UserError(
             f"{source.name}: every prompt is also in the held-out set, so nothing is left to train on. "

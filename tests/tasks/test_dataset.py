@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,14 @@ def test_held_out_prompts_are_never_drawn_and_the_others_stay_equally_likely() -
     excluded = {fingerprint(source.task(i)) for i in (0, 5, 11)}
     counts = Counter(ids(Stream([source], [1.0], seed=1, excluded=excluded), 9 * 40))
     assert counts == {f"a:{i}": 40 for i in range(12) if i not in (0, 5, 11)}
+
+
+def test_a_conversation_that_answers_a_held_out_prompt_is_never_drawn() -> None:
+    """What is said after its prompt does not make it another one."""
+    source, more = numbered("a", 3), (Message(role="assistant", content="well"), Message(role="user", content="so?"))
+    told = FileSource("a", tuple(replace(task, messages=(*task.messages, *more)) for task in source.tasks))
+    stream = Stream([told], [1.0], seed=0, excluded={fingerprint(source.task(1))})
+    assert set(ids(stream, 20)) == {"a:0", "a:2"}
 
 
 def test_a_source_that_is_held_out_entirely_is_an_error_and_not_a_hang() -> None:

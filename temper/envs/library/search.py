@@ -1,7 +1,7 @@
 """Questions over a local corpus: search in full text, open an article, answer.
 
-Owns: environment and generator "search", the index. Refuses: writing; the index is read-only once built, and shared by
-all episodes of the process.
+Owns: environment "search", generators "search" and "search_demo", the index. Refuses: writing; the index is read-only
+once built, and shared by all episodes of the process.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import functools
 import re
 import sqlite3
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from temper.envs.adapters.reasoning_gym import final_answer
 from temper.envs.library.problems import SAMPLES, read_rows, shuffled
+from temper.envs.tool_calls import write_call
 from temper.envs.tool_env import Presentation, ToolEnv, ToolLimits
 from temper.envs.tools import Tool, ToolError, make_tool
 from temper.errors import TaskError, UserError
@@ -22,6 +24,8 @@ from temper.types import Message, Task
 
 MAX_WORDS = 32
 """Most words of a query; a policy that pastes a page into it gets the page's first words searched."""
+MAX_PASSED_BY = 64
+"""Questions in a row that search_demo cannot answer."""
 
 
 def search(index: int, seed: int, *, path: str = "", hops: int = 0) -> Task:
@@ -39,6 +43,48 @@ def search(index: int, seed: int, *, path: str = "", hops: int = 0) -> Task:
         env="search",
         answer=answer,
     )
+
+
+def search_demo(
+    index: int, seed: int, *, path: str = "", corpus: str = "", results: int = 5, call_format: str = "plain"
+) -> Task:
+    """A whole right episode to imitate: it looks for a name, opens what is found, and answers with what it read there.
+
+    The words between are those of an env with call_format = "plain", show_tools = "no". All its turns are trained.
+    Questions that one article, or one that it names, does not answer are passed by.
+    """
+    articles = open_index(_corpus_of(corpus))
+    for place in range(index, index + MAX_PASSED_BY):
+        task = search(place, seed, path=path)
+        if way := _way_to(task, articles, results):
+            break
+    else:
+        raise UserError(
+            f"search_demo: {MAX_PASSED_BY} questions in a row are answered by no article that they name, nor by one "
+            "that is named there. Give path and corpus that belong together."
+        )
+    said = list(task.messages)
+    for name, id in way:
+        found = ("search", {"query": name}, articles.search(name, results))
+        for tool, arguments, shown in (found, ("open", {"id": id}, articles.open(id))):
+            said.append(Message(role="assistant", content=write_call(call_format, tool, arguments)))
+            said.append(Message(role="tool", content=shown, name=tool))
+    extra = {**task.extra, "trained_turns": "all"}
+    return replace(task, id=f"search_demo:{seed}:{index}", messages=tuple(said), extra=extra)
+
+
+def _way_to(task: Task, articles: Index, results: int) -> list[tuple[str, str]]:
+    """What to search for and which article to open then, once or twice: the last one opened has the answer."""
+    question, answer = task.messages[0].content, task.answer or ""
+    found = [(name, id, text) for name, id, text in articles.named if id in articles.search(name, results)]
+    asked = [entry for entry in found if entry[0] in question]
+    if not asked:
+        return []
+    name, id, text = max(asked, key=lambda entry: len(entry[0]))
+    if answer in text:
+        return [(name, id)]
+    after = [(other, its) for other, its, said in found if its != id and other in text and answer in said]
+    return [(name, id), after[0]] if after else []
 
 
 @functools.lru_cache(maxsize=8)
@@ -67,13 +113,18 @@ class SearchEnv(ToolEnv):
     ) -> None:
         if results < 1:
             raise UserError(f'env "search": results={results} must be at least 1.')
-        self._index = open_index(str(Path(corpus).expanduser() if corpus else SAMPLES / "corpus.jsonl"))
+        self._index = open_index(_corpus_of(corpus))
         self._results = results
         self._gold = ""
         super().__init__(
             self._tools_of,
             limits=ToolLimits(calls_per_episode=max_calls),
-            presentation=Presentation(call_format=call_format, show_tools=show_tools),
+            # A model that was taught by search_demo sees what is found without the marks of untrusted output.
+            presentation=Presentation(
+                call_format=call_format,
+                show_tools=show_tools,
+                mark_untrusted=(call_format, show_tools) != ("plain", "no"),
+            ),
         )
 
     def reward(self, answer: str) -> float | None:
@@ -123,6 +174,12 @@ class Index:
         self._database.commit()
         self._database.execute("PRAGMA query_only = ON")
 
+    @functools.cached_property
+    def named(self) -> tuple[tuple[str, str, str], ...]:
+        """Name, id and text of every article; a name is the title without what stands in brackets behind it."""
+        rows = self._database.execute("SELECT id, title, text FROM article ORDER BY id").fetchall()
+        return tuple((title.partition(" (")[0], id, text) for id, title, text in rows)
+
     def search(self, query: str, limit: int) -> str:
         """The best articles by BM25, titles counted five times: id, title and the words found, a line each."""
         words = re.findall(r"\w+", query)[:MAX_WORDS]
@@ -141,6 +198,10 @@ class Index:
         if found is None:
             raise ToolError(f"there is no article {id!r:.60}; search() gives ids")
         return f"{found[0]}\n{found[1]}"
+
+
+def _corpus_of(given: str) -> str:
+    return str(Path(given).expanduser() if given else SAMPLES / "corpus.jsonl")
 
 
 @functools.lru_cache(maxsize=4)

@@ -8,11 +8,13 @@ import re
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from temper.catalogue import GENERATORS
 from temper.envs.library.problems import SAMPLES
-from temper.envs.library.search import Index, SearchEnv, normalised, open_index, search
+from temper.envs.library.search import Index, SearchEnv, normalised, open_index, search, search_demo
 from temper.envs.threads import check_isolation_of_episodes
 from temper.envs.tool_calls import write_call
 from temper.envs.tools import ToolError
@@ -207,3 +209,37 @@ def test_questions_are_seeded_chosen_by_hops_and_need_an_answer() -> None:
     with pytest.raises(TaskError, match="gold"):
         asyncio.run(SearchEnv().start(Task(id="t", messages=(Message(role="user", content="?"),)), 0))
     assert normalised("The  Arven-Hills!") == "arven hills"
+
+
+def play_demo(task: Task, **options: Any) -> list[EnvReply]:
+    """The episode in which the policy says what the demonstration says."""
+    said = iter([*(message.content for message in task.messages if message.role == "assistant"), task.answer or ""])
+    return play(task, lambda shown: next(said), **options)
+
+
+def test_a_demonstration_is_a_right_episode_in_the_very_words_of_the_environment() -> None:
+    assert GENERATORS["search_demo"] is search_demo
+    for index in range(QUESTIONS):
+        task = search_demo(index, 1, results=3)
+        replies = play_demo(task, call_format="plain", show_tools="no", results=3)
+        assert [message for reply in replies for message in reply.messages] == [
+            message for message in task.messages if message.role == "tool"
+        ]
+        assert (replies[-1].reward, task.extra["trained_turns"]) == (1.0, "all")
+
+
+def test_a_demonstration_can_be_written_in_another_convention() -> None:
+    assert play_demo(search_demo(0, 1, call_format="hermes"))[-1].reward == 1.0
+
+
+def test_a_corpus_that_answers_no_question_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "corpus.jsonl"
+    other.write_text(json.dumps({"id": "a", "title": "Marlund", "text": "Marlund is a town."}))
+    with pytest.raises(UserError, match="belong together"):
+        search_demo(0, 1, corpus=str(other))
+
+
+def test_output_is_marked_as_untrusted_unless_the_model_was_taught_the_plain_words() -> None:
+    for show_tools, is_marked in (("text", True), ("no", False)):
+        reply = play(search(0, 1), lambda shown: "search(Marlund)", call_format="plain", show_tools=show_tools)[0]
+        assert ("no instructions" in reply.messages[0].content) == is_marked
