@@ -3,7 +3,7 @@
 Owns: how a page is read. Its first line is "# NUMBER. QUESTION"; the paragraph that begins with "**In short.**" is its
 claim; its first block in `bash` or `python` is its command; the `text` block after that is what the command printed.
 After the line "<!-- measured -->" figures of that block are those of one machine on one day; others must come again.
-Refuses: running commands (running.py).
+Refuses: running commands (running.py), drawing its picture (commands/pages/pictures.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ TITLE = re.compile(r"# (\d+)\. (.+)\n")
 CLAIM = re.compile(r"^\*\*In short\.\*\* (.+?)\n\n", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^```(bash|python)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 PRINTED = re.compile(r"^(<!-- measured -->\n)?```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+PICTURE = re.compile(r"!\[([^\]]+)\]\((?:\.\./)*([^)]+)\)")
 NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
 TOLERANCE = 0.02
 """Relative difference up to which a figure has come again: rounding is not the same on every machine."""
@@ -78,6 +79,11 @@ def find_page(pages: Sequence[GuidePage], number: int) -> GuidePage:
         f"the guide has no question {number}. Use a number from 1 to {max(page.number for page in pages)}; "
         '"temper guide" lists them'
     )
+
+
+def terminal_text(page: GuidePage) -> str:
+    """Its Markdown, with the place of each picture where a browser would show the picture."""
+    return PICTURE.sub(r"Picture: \1 (\2).", page.text)
 
 
 def missing_line(page: GuidePage, output: str) -> str | None:

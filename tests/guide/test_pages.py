@@ -14,13 +14,27 @@ import pytest
 
 from temper.cli import app
 from temper.cli.console import out
-from temper.errors import UserError
-from temper.guide.pages import TOPICS, GuidePage, find_page, missing_line, read_page, read_pages
-from temper.guide.running import command_lines, require_clone
+from temper.commands.judging import verify
+from temper.commands.pages.pictures import PICTURES, draw_page, draw_picture, run_python
+from temper.errors import BackendError, UserError
+from temper.guide import running
+from temper.guide.pages import (
+    NUMBER,
+    PICTURE,
+    TOPICS,
+    GuidePage,
+    find_page,
+    missing_line,
+    read_page,
+    read_pages,
+    terminal_text,
+)
+from temper.guide.running import PAGE_SECONDS, command_lines, require_clone, run_page
+from temper.rewards.golden.golden_rows import GoldenRow
 
 ROOT = Path(__file__).parents[2]
 PAGES = read_pages()
-HEAVY = {3, 12, 23, 25, 27, 28}
+HEAVY = {3, 9, 12, 23, 25, 27, 28}
 """Pages whose command takes more than two seconds in a process that has imported everything."""
 PAGE = """# 7. Why?
 
@@ -46,16 +60,23 @@ def page_of(folder: Path, text: str) -> GuidePage:
     return read_page(folder / "07_why.md")
 
 
-def run_here(page: GuidePage) -> str:
-    """In this process: importing torch anew for each page would take minutes."""
+def run_here(page: GuidePage) -> tuple[str, dict[str, object]]:
+    """What it prints and what its Python leaves behind, in this process: importing torch anew for each page would take
+    minutes."""
+    if page.language == "python":
+        names, printed = run_python(page)
+        return printed, names
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        if page.language == "python":
-            exec(compile(page.command, page.path.name, "exec"), {"__name__": "__main__"})
-            return output.getvalue()
         for words in command_lines(page):
-            app(words[3:], standalone_mode=False)
-    return output.getvalue()
+            code = app(words[3:], standalone_mode=False)
+            assert not code, f"{words[3:]} ended with exit code {code}"
+    return output.getvalue(), {}
+
+
+def seconds_of_work() -> float:
+    """Of this process and of those it started: a crowded machine takes longer and does not work more."""
+    return sum(os.times()[:4])
 
 
 def params() -> list[object]:
@@ -69,9 +90,46 @@ def test_a_page_prints_again_what_it_says_it_printed(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(out, "_width", 110)  # made already, with the width of whatever terminal this is
-    output = run_here(page)
+    before = seconds_of_work()
+    output, names = run_here(page)
     shown = output + capsys.readouterr().out
     assert missing_line(page, shown) is None, shown
+    assert seconds_of_work() - before < PAGE_SECONDS
+    if page.number in PICTURES:
+        picture = f"docs/guide/{page.path.stem}.svg"
+        assert (ROOT / picture).is_file(), f"run: temper guide {page.number} --picture {picture}"
+        assert is_drawn_again((ROOT / picture).read_text(), draw_picture(page.number, names)), f"{picture} is old"
+
+
+def is_drawn_again(one: str, other: str) -> bool:
+    """Whether lines are where they were, to a pixel: rounding is not the same on every machine."""
+    places = [list(map(float, NUMBER.findall(text.replace(",", " ")))) for text in (one, other)]
+    return NUMBER.sub("#", one) == NUMBER.sub("#", other) and places[0] == pytest.approx(places[1], abs=1.0)
+
+
+def test_pictures_are_small_and_shown_by_pages_that_a_terminal_can_print() -> None:
+    shown = {path for page in PAGES for _, path in PICTURE.findall(page.text)}
+    assert {f"docs/guide/{page.path.stem}.svg" for page in PAGES if page.number in PICTURES} <= shown
+    assert [path for path in shown if not (ROOT / path).is_file()] == []
+    own = {str(path.relative_to(ROOT)): path.stat().st_size for path in (ROOT / "docs" / "guide").iterdir()}
+    assert set(own) <= shown
+    assert max(own.values()) < 40_000
+    page = find_page(PAGES, 6)
+    assert "![" in page.text
+    assert "![" not in terminal_text(page)
+    assert "(docs/guide/06_exploration.svg)" in terminal_text(page)
+
+
+def test_a_picture_that_has_moved_is_seen() -> None:
+    drawn = '<path d="M52.0,30.0L380.5,226.0" stroke="#1f6feb"/>'
+    assert is_drawn_again(drawn, drawn.replace("226.0", "226.4"))
+    assert not is_drawn_again(drawn, drawn.replace("226.0", "229.0"))
+    assert not is_drawn_again(drawn, drawn.replace("stroke", "fill"))
+
+
+def test_a_page_without_a_picture_says_which_have_one() -> None:
+    with pytest.raises(UserError, match=r"question 1 draws no picture\. Use one of 6, 15"):
+        draw_page(find_page(PAGES, 1))
 
 
 def test_pages_are_numbered_and_named_so_that_one_finds_them() -> None:
@@ -124,6 +182,35 @@ def test_an_unknown_question_and_a_recipe_that_is_not_there_say_what_to_do(tmp_p
     require_clone(page, ROOT)
     with pytest.raises(UserError, match=r"needs recipes/demo.toml. Run it from the root of a clone"):
         require_clone(page, tmp_path)
+
+
+def test_a_page_in_python_that_reads_a_recipe_says_so_too(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"question 23 needs recipes/demo.toml"):
+        require_clone(find_page(PAGES, 23), tmp_path)
+
+
+def test_a_page_that_fails_or_takes_longer_than_it_may_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = replace(page_of(tmp_path, PAGE), language="python", command="raise SystemExit(3)")
+    with pytest.raises(BackendError, match="question 7: its command ended with exit code 3"):
+        run_page(page)
+    monkeypatch.setattr(running, "PAGE_SECONDS", 0.5)
+    with pytest.raises(BackendError, match="question 7: no end after 0 s"):
+        run_page(replace(page, command="import time; time.sleep(60)"))
+
+
+def test_an_attack_that_scores_fails_the_page_that_says_none_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scoring = GoldenRow(id="attacks:1", response="56", is_correct=False, answer="56")
+    monkeypatch.setattr(verify, "load_attacks", lambda kind: [scoring])
+    page = replace(page_of(tmp_path, PAGE), command="temper verify exact --attack\n")
+    with pytest.raises(AssertionError, match="ended with exit code 1"):
+        run_here(page)
+    attacked = find_page(PAGES, 3)
+    assert not attacked.is_measured
+    assert missing_line(attacked, attacked.printed.replace("scored: 0", "scored: 12")) == "scored: 0. None may."
 
 
 @pytest.mark.heavy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,15 +17,20 @@ from temper.cli.console import app, out
 def guide(
     number: Annotated[int | None, typer.Argument(help="A question by its number", show_default=False)] = None,
     run: Annotated[bool, typer.Option("--run", help="Run the command that shows the answer")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Run it and draw what it computed, e.g. guide.svg", show_default=False)
+    ] = None,
 ) -> None:
     """List questions about algorithms and infrastructure, answer one, or run the command that shows its answer."""
     from temper.errors import UserError
-    from temper.guide.pages import TOPICS, find_page, read_pages
+    from temper.guide.pages import TOPICS, find_page, read_pages, terminal_text
 
     pages = read_pages()
     if number is None:
-        if run:
-            raise UserError('--run: name a question, e.g. "temper guide 7 --run". "temper guide" lists them')
+        if run or picture is not None:
+            raise UserError(
+                '--run and --picture: name a question, e.g. "temper guide 7 --run". "temper guide" lists them'
+            )
         table = Table("", "question")
         for topic in TOPICS:
             table.add_section()
@@ -36,8 +42,14 @@ def guide(
         out.print('"temper guide NUMBER" answers one; with --run it runs the command that shows the answer.')
         return
     page = find_page(pages, number)
+    if picture is not None:
+        from temper.commands.pages.pictures import draw_page
+
+        picture.write_text(draw_page(page), encoding="utf-8")
+        out.print(f"saved: {picture}", highlight=False)
+        return
     if not run:
-        out.print(Markdown(page.text), soft_wrap=False)
+        out.print(Markdown(terminal_text(page)), soft_wrap=False)
         return
     from temper.guide.running import run_page
 

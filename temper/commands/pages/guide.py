@@ -11,7 +11,8 @@ INTRO = """# The guide: questions, and commands that show the answers
 
 Written by `temper pages docs`; do not edit. Every page answers one question, says what is established and what is
 argued about, and has a command that shows the answer on two CPU cores. `temper guide` lists them, `temper guide 7`
-prints one, `temper guide 7 --run` runs its command. A test runs every command and compares what it prints.
+prints one, `temper guide 7 --run` runs its command. Most take a few seconds on one core, none may take more than five
+minutes. A test runs every command, compares what it prints, and draws again the pictures that are drawn from it.
 """
 
 
