@@ -38,7 +38,7 @@ def set_chat_options(tokenizer: Any, options: Mapping[str, Scalar]) -> None:
         if option not in every:
             raise UserError(
                 f"{WHERE}.{option}: the chat template of this model reads no such variable, so it would change "
-                f"nothing.{did_you_mean(option, every)} It reads: {', '.join(every) or 'none'}. Leave the others out"
+                f"nothing.{did_you_mean(option, every)} It reads: {', '.join(every) or 'none'}. Leave this one out"
             )
     written = {
         name: with_options(template, {option: value for option, value in options.items() if option in known[name]})
