@@ -69,13 +69,15 @@ class ModelRecipe:
 
 def read_recipe(path: Path) -> ModelRecipe:
     head = path.read_text().partition("\n")[0]
-    found = re.fullmatch(r"# (.+)\. (Not run; planned for|Run on) (\d+) x ([\w-]+)\.", head)
+    found = re.fullmatch(r"# (.+)\. (Not run yet; planned for|Ran on) (\d+) x ([\w-]+)\.", head)
     if found is None:
-        raise SystemExit(f'{path}: its first line must end with "Not run; planned for N x GPU." or "Run on N x GPU."')
+        raise SystemExit(
+            f'{path}: its first line must end with "Not run yet; planned for N x GPU." or "Ran on N x GPU."'
+        )
     title, said, gpus, gpu = found.groups()
     model = re.search(r'^path = "(.+)"$', path.read_text(), re.MULTILINE)
     assert model is not None, f"{path} names no model"
-    return ModelRecipe(path=path, title=title, has_run=said == "Run on", gpus=int(gpus), gpu=gpu, model=model.group(1))
+    return ModelRecipe(path=path, title=title, has_run=said == "Ran on", gpus=int(gpus), gpu=gpu, model=model.group(1))
 
 
 def plan(recipe: ModelRecipe, folder: Path) -> StagePlan:

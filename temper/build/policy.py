@@ -10,14 +10,16 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from temper.build.models import pick_device, pick_dtype
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.models.decoder import Numerics
 from temper.models.load import ModelShape, end_ids, load_model, load_tokenizer, read_shape
+from temper.tasks.chat_options import set_chat_options
 from temper.tasks.render import Renderer
-from temper.types import Message, Request, SamplingParams
+from temper.types import Message, Request, SamplingParams, Scalar
 
 BLOCK_SIZE = 16
 """Tokens per KV block."""
@@ -41,9 +43,13 @@ class PolicyDescription:
         return Renderer(self.tokenizer, system, template, eos_ids=self.end_ids)
 
 
-def describe_policy(folder: Path) -> PolicyDescription:
-    """Reads a checkpoint directory without its weights. UserError for one that cannot be played."""
+def describe_policy(folder: Path, chat_options: Mapping[str, Scalar] = MappingProxyType({})) -> PolicyDescription:
+    """Reads a checkpoint directory without its weights. UserError for one that cannot be played.
+
+    chat_options: variables of its chat template, over those that its training wrote there.
+    """
     tokenizer = load_tokenizer(folder)
+    set_chat_options(tokenizer, chat_options)
     return PolicyDescription(
         folder=folder, shape=read_shape(folder), tokenizer=tokenizer, end_ids=end_ids(folder, tokenizer)
     )

@@ -125,6 +125,10 @@ class PromptConfig(Section):
     """System message put before every prompt; empty: none."""
     template: str = "{prompt}"
     """How a text prompt becomes the user message."""
+    chat_options: dict[str, Scalar] = {}
+    """Variables of the model's chat template, e.g. {enable_thinking = false} for Qwen3 and SmolLM3, which think
+    otherwise. Written into the template of every checkpoint, so that it is asked later as it was trained. A variable
+    that the template does not read is an error."""
 
     @field_validator("template")
     @classmethod

@@ -241,7 +241,9 @@ def prompts_sha256(suite: Suite, tasks: Sequence[Task]) -> str:
     """Hash of everything that is asked: words, gold answers, what environments and verifiers read; not of task ids."""
     is_own = any(":" in part.kind for part in suite.reward)  # a function of the user's, which may read every column
     env = suite.env.model_dump(include={"name", "options"})  # where it lives is no part of the question
-    digest = hashlib.sha256(json.dumps([suite.prompt.model_dump(), env]).encode())
+    # Results of before there were options stay comparable.
+    words = suite.prompt.model_dump(exclude=None if suite.prompt.chat_options else {"chat_options"})
+    digest = hashlib.sha256(json.dumps([words, env]).encode())
     for task in tasks:
         said = [[message.role, message.content] for message in task.messages]
         read = [task.answer, task.env, dict(task.extra), *([dict(task.columns)] if is_own else [])]

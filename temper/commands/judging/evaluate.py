@@ -216,7 +216,7 @@ def open_setup(
     suite: Suite, tasks: Sequence[Task], asked: SuiteRequest, folder: Path, rubric: CompositeReward, note: Note
 ) -> tuple[EpisodeSetup, int]:
     """The episodes of a suite, and how many run together."""
-    policy, decoding = describe_policy(folder), suite.decoding
+    policy, decoding = describe_policy(folder, suite.prompt.chat_options), suite.decoding
     shape, renderer = policy.shape, policy.make_renderer(suite.prompt.system, suite.prompt.template)
     # Environments open with words of their own; a prompt that is too long for those shows when it is played.
     asks = [task for task in tasks if task.messages]

@@ -74,7 +74,7 @@ async def _label(
 async def _solutions(
     suite: Suite, tasks: Sequence[Task], setup: EpisodeSetup, folder: Path
 ) -> list[tuple[Task, Trajectory]]:
-    policy = describe_policy(folder)
+    policy = describe_policy(folder, suite.prompt.chat_options)
     renderer = policy.make_renderer(suite.prompt.system, suite.prompt.template)
 
     given = [task for task in tasks if SOLUTION in task.extra]

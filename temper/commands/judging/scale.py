@@ -219,7 +219,7 @@ def _open(
     note: Note,
 ) -> ScalingSetup:
     """The suite's model with room for the longest sequence that a mode can make."""
-    policy = describe_policy(folder)
+    policy = describe_policy(folder, suite.prompt.chat_options)
     renderer = policy.make_renderer(suite.prompt.system, suite.prompt.template)
     longest = max(len(renderer.prompt_ids(renderer.prompt_messages(task))) for task in tasks)
     decoding = suite.decoding

@@ -20,6 +20,7 @@ from temper.objectives import Objective
 from temper.rewards.composite import CompositeReward
 from temper.serve.records import Speech
 from temper.stages.reading.recorded import RecordNeeds, RecordReader
+from temper.tasks.chat_options import set_chat_options
 from temper.tasks.dataset import MAX_NAMED, FileSource, NamedSource, Stream, TaskSource, fingerprint, take_all
 from temper.tasks.lengths import measure_texts
 from temper.tasks.render import Renderer
@@ -102,10 +103,12 @@ def open_data(
 ) -> StageData:
     """Reads and checks all data of a stage. Raises UserError for anything that would fail later.
 
-    tokenizer: in place of the model's own.
+    tokenizer: in place of the model's own, whose chat template is not there either.
     """
     shape = read_shape(model_folder)  # first: it refuses families that cannot be trained
-    tokenizer = load_tokenizer(model_folder) if tokenizer is None else tokenizer
+    if tokenizer is None:
+        tokenizer = load_tokenizer(model_folder)
+        set_chat_options(tokenizer, config.prompt.chat_options)
     renderer = Renderer(
         tokenizer,
         system=config.prompt.system,

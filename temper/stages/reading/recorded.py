@@ -95,7 +95,10 @@ class RecordReader:
             if speech.tokenizer != self._speech.tokenizer:
                 return "another tokenizer drew it than the model's: train a checkpoint of the model that was served"
             if speech.template != self._speech.template:
-                return "another chat template wrote its prompts than the model's: restore chat_template.jinja"
+                return (
+                    "another chat template wrote its prompts than the model's: restore chat_template.jinja, and set "
+                    "prompt.chat_options to what the served model had"
+                )
         if not episode.judge:
             return "it has no score: temper score-records gives one"
         if not episode.played.score.is_value:
