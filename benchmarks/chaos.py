@@ -104,6 +104,10 @@ class Hit:
     seconds: float = 0.0
 
 
+def _given_paths() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
 class Driven:
     """The run, in a folder of its own, started again whenever its driver is gone."""
 
@@ -117,7 +121,7 @@ class Driven:
     def _start(self) -> subprocess.Popen[bytes]:
         resume = ["--resume"] if (self.folder / "config.toml").is_file() else []
         command = [sys.executable, "-m", "temper", "train", "recipe.toml", "--run", str(self.folder), *resume]
-        path = f"{Path(__file__).resolve().parents[1]}{os.pathsep}{self._home}"
+        path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), str(self._home), *_given_paths()])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         with self.log.open("ab") as log:
             return subprocess.Popen(command, cwd=self._home, env=environment, stdout=log, stderr=log)

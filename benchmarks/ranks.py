@@ -42,7 +42,8 @@ LAYOUTS = {
 }
 
 
-def train(folder: Path, run: Path, options: argparse.Namespace, dtype: str, layout: str) -> None:
+def train(folder: Path, run: Path, options: argparse.Namespace, dtype: str, layout: str) -> str:
+    """What went wrong; empty: nothing."""
     recipe = recipe_of(folder, options, dtype)
     recipe["engine"] |= {"place": "process"}
     recipe["cluster"] = LAYOUTS[layout]
@@ -55,8 +56,7 @@ def train(folder: Path, run: Path, options: argparse.Namespace, dtype: str, layo
             code = subprocess.run(command, stdout=said, stderr=said, timeout=options.seconds, check=False).returncode
         except subprocess.TimeoutExpired:
             code = f"none within {options.seconds} s"
-    if code:
-        raise SystemExit(f"{layout}: temper train ended with code {code}\n{log.read_text()}")
+    return f"{layout}: temper train ended with code {code}\n{log.read_text()}" if code else ""
 
 
 def row_of(run: Path) -> list[str]:
@@ -95,15 +95,20 @@ def main() -> None:
     title = f"{options.shape}, {dtype}, {options.prompts} x {options.group} x {options.new} tokens, {where}"
     columns = ("s/step", "publish s", "gradient norm of step 1", "largest gap", "peak GiB of rank 0")
     table = Table("trainers", *columns, title=title)
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         make_model(Path(name), options.shape, dtype, context=options.new + PROMPT_ROOM)
         for layout in options.layouts:
             run = Path(name) / f"run-{layout}"
-            train(Path(name), run, options, dtype, layout)
+            if wrong := train(Path(name), run, options, dtype, layout):
+                failed.append(wrong)
+                continue
             row = row_of(run)
             print(layout, *row, flush=True)
             table.add_row(layout, *row)
     Console(width=130).print(table)
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":

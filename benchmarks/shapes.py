@@ -28,6 +28,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-7b": ("qwen2", _QWEN_7B),
     "qwen3-30b-a3b": ("qwen3_moe", _QWEN_30B_A3B),
     "qwen3-30b-a3b-6-layers": ("qwen3_moe", {**_QWEN_30B_A3B, "num_hidden_layers": 6}),
+    "qwen3-30b-a3b-1-layer": ("qwen3_moe", {**_QWEN_30B_A3B, "num_hidden_layers": 1}),
     "tiny-experts": ("qwen3_moe", {**_TINY, "head_dim": 32, "moe_intermediate_size": 96, "num_experts": 8,
                                    "num_experts_per_tok": 2}),
 }  # fmt: skip

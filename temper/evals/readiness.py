@@ -151,8 +151,13 @@ def _mixed(groups: Sequence[Group], attempts: Sequence[Trajectory], answer_of: A
 
 
 def _distinct(groups: Sequence[Group], attempts: Sequence[Trajectory], answer_of: AnswerOf) -> float:
-    answers = [{answer_of(attempt.text) for attempt in group.trajectories if attempt.turns} for group in groups]
-    return fmean(len(found - {None}) for found in answers)
+    return fmean(len({_said(a, answer_of) for a in group.trajectories if a.turns} - {None}) for group in groups)
+
+
+def _said(attempt: Trajectory, answer_of: AnswerOf) -> tuple[str, ...] | None:
+    """Its answer, and in several turns how it came there: an agent that is done says so with the same words always."""
+    answer = answer_of(attempt.text)
+    return None if answer is None else (*(turn.message.content for turn in attempt.turns[:-1]), answer)
 
 
 def _truncated(groups: Sequence[Group], attempts: Sequence[Trajectory], answer_of: AnswerOf) -> float:
@@ -166,7 +171,7 @@ _CHECKS: tuple[tuple[str, bool, _Measure, str, str], ...] = (
      "mend the verifier or the tasks it fails on; give it more time"),
     ("mixed", True, _mixed, "groups whose rewards differ",
      "tasks of another difficulty, larger groups, partial credit, or more supervised training"),
-    ("distinct", True, _distinct, "different answers per group",
+    ("distinct", True, _distinct, "different answers per group, or ways to them",
      "a higher temperature, or an earlier checkpoint: this one always says the same"),
     ("truncated", False, _truncated, "responses cut at the limit",
      "raise sampling.max_new_tokens, or train on examples that end"),

@@ -72,7 +72,8 @@ class Sides:
 
 
 SECOND_LOOK = 16
-"""A canary that was too far off is repeated with this many times as many tokens before it stops a run."""
+"""A canary that was too far off is repeated with this many times as many prompts before it stops a run. It then ends at
+stop tokens as training does: behind them rounding is that of texts that nobody draws."""
 
 
 class Canary:
@@ -84,11 +85,10 @@ class Canary:
     def __init__(self, sides: Sides, prompts: Sequence[tuple[int, ...]], *, name: str, every: int = 1) -> None:
         """`every`: publications between two checks; 0: never. `prompts` come from canary_prompts()."""
         num_tokens = min(CANARY_TOKENS, max(2, sides.params.max_new_tokens // 8))
+        params = dataclasses.replace(sides.params, max_new_tokens=num_tokens, stop=(), top_logprobs=0, entropy=False)
         # Without stop tokens: every check compares as many tokens as the last.
-        params = dataclasses.replace(
-            sides.params, max_new_tokens=num_tokens, stop_ids=(), stop=(), top_logprobs=0, entropy=False
-        )
-        self._sides = dataclasses.replace(sides, params=params)
+        self._sides = dataclasses.replace(sides, params=dataclasses.replace(params, stop_ids=()))
+        self._second_look = dataclasses.replace(sides, params=params)
         self._prompts = tuple(prompts)
         self._name = name
         self._every = every
@@ -105,20 +105,21 @@ class Canary:
         agreement = measure(rows, await _score(sides, rows), version=version)
         if 0 < sides.budget.mean_gap < agreement.mean_gap:
             # One unlucky token among a few tips their mean; a broken publication is as far off on many.
+            sides = self._second_look
             rows = _rows(await _draw(sides, self._prompts * SECOND_LOOK, f"{name}/again"), name)
             agreement = measure(rows, await _score(sides, rows), version=version)
         return await _judge(sides, rows, agreement, version=version, name=name)
 
 
 def canary_prompts(rows: Sequence[Sample], count: int = 4) -> list[tuple[int, ...]]:
-    """Short prompts for a canary, from rows that were really sampled.
+    """Short prompts for a canary, from rows that were really sampled: of long ones the end, where answers begin.
 
     Without their first token: were a canary's prompt the start of a training prompt, the prefix cache would hand its
     blocks on, and in fast mode what is computed together decides the last bits.
     """
     prompts = {_prompt_of(row) for row in rows}
     shortest = sorted(prompts, key=lambda prompt: (len(prompt), prompt))[:count]
-    return list(dict.fromkeys(prompt[1 : CANARY_CONTEXT + 1] or prompt for prompt in shortest))
+    return list(dict.fromkeys(prompt[1:][-CANARY_CONTEXT:] or prompt for prompt in shortest))
 
 
 async def prove_parity(

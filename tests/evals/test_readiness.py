@@ -21,7 +21,7 @@ from temper.evals.suites import ANSWERS
 from temper.models.tiny import character_tokenizer
 from temper.rollout.episode import EpisodeSetup
 from temper.tasks.render import Renderer
-from temper.types import Group, Message, Request, SamplingParams, Score, Status, Task, Trajectory
+from temper.types import Group, Message, Request, SamplingParams, Score, Status, Task, Trajectory, Turn
 from tests.fakes.episodes import FakeScorer
 from tests.fakes.sampler import FakeSampler
 
@@ -107,6 +107,27 @@ def test_each_fault_fails_its_own_check() -> None:
     assert failed(rolled(verdict=blind)) == ["mixed"]
     assert failed(rolled(same)) == ["mixed", "distinct"]
     assert failed(rolled(lambda request: RENDERER.completion_ids(""))) == ["format", "mixed", "distinct"]
+
+
+def test_episodes_that_end_alike_are_told_apart_by_their_way() -> None:
+    """All agents say "done" at the end; what they did before is what a group compares."""
+
+    def lengthened(first: Callable[[int], str]) -> list[Group]:
+        def episode(t: Trajectory) -> Trajectory:
+            turns = [Turn(completion=t.turns[0].completion, message=said(words)) for words in (first(t.index), "done")]
+            return dataclasses.replace(t, turns=tuple(turns))
+
+        return [dataclasses.replace(group, trajectories=tuple(map(episode, group.trajectories))) for group in rolled()]
+
+    def said(words: str) -> Message:
+        return Message(role="assistant", content=words)
+
+    def distinct(groups: list[Group]) -> float:
+        checks = measure(groups, answer_of=ANSWERS["line"]).checks
+        return next(check.value for check in checks if check.name == "distinct")
+
+    assert distinct(lengthened(lambda index: f"add(i{index})")) == 4.0
+    assert distinct(lengthened(lambda index: "pay()")) == 1.0
 
 
 def test_thresholds_are_met_at_their_own_value() -> None:

@@ -400,7 +400,7 @@ def test_canary_prompts_are_few_short_and_no_start_of_a_training_prompt() -> Non
         )  # fmt: skip
 
     rows = [row([5]), row(list(range(10, 90))), row([7, 8]), row([7, 8]), row(list(range(10, 100)))]
-    assert canary_prompts(rows) == [(5,), (8,), tuple(range(11, 75))]
+    assert canary_prompts(rows) == [(5,), (8,), tuple(range(26, 90)), tuple(range(36, 100))]
 
 
 def test_one_unlucky_token_is_looked_at_again_and_many_stop_the_run() -> None:
@@ -425,3 +425,25 @@ def test_one_unlucky_token_is_looked_at_again_and_many_stop_the_run() -> None:
 
     with pytest.raises(BackendError, match="sampler and trainer disagree"):
         check(make_engine(model), always)
+
+
+def test_texts_behind_a_stop_token_stop_no_run() -> None:
+    """A first look goes on behind answers, so that all looks have as many tokens; nobody trains on that."""
+    model = make_model()
+    trainer, stops = make_trainer(model), frozenset(range(0, BOS, 2))
+
+    def beyond(samples: Sequence[Sample], who: Any) -> list[list[float]]:
+        """The trainer's scores, far off behind the first stop token of each row."""
+        scores = [list(row) for row in trainer.score(samples, who)]
+        for sample, row in zip(samples, scores, strict=True):
+            first = sample.loss_mask.index(1)
+            ends = [place for place in range(first, len(row)) if sample.token_ids[place] in stops]
+            for place in range(ends[0] + 1 if ends else len(row), len(row)):
+                row[place] += 40 * BUDGET.mean_gap
+        return scores
+
+    params = SamplingParams(stop_ids=tuple(stops))
+    agreement = check(make_engine(model), beyond, params=params)
+    assert agreement.num_tokens < 16 * 4 * 8  # looked at again, up to the stop tokens
+    with pytest.raises(BackendError, match="sampler and trainer disagree"):
+        check(make_engine(model), beyond)  # without stop tokens these are texts as all others

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,7 +49,8 @@ class CodeReward(Reward):
     What the response causes is a number: one without a program, or one that crashes, hangs, or answers so that the
     tests do not end, has passed nothing; a call that hangs also fails the function tests after it. What the tests, the
     sandbox or a busy machine cause is an error: tests that break before they have heard an answer, and a program that
-    got too little processor time, twice. timeout_seconds is of processor time, and as much again of sleep.
+    got too little processor time, twice. timeout_seconds is of processor time, and as much again of sleep. So many
+    programs as `workers` run at a time; 0: as many as there are cores.
     """
 
     name = "code"
@@ -60,7 +62,7 @@ class CodeReward(Reward):
         all_or_nothing: bool = True,
         only_hidden: bool = False,
         entry_point: str = "",
-        workers: int = 2,
+        workers: int = 0,
     ) -> None:
         require_sandbox()
         self._all_or_nothing = all_or_nothing
@@ -72,7 +74,7 @@ class CodeReward(Reward):
             idle_seconds=timeout_seconds,
             output_bytes=1 << 20,
         )
-        self._sandbox = Sandbox(size=workers)
+        self._sandbox = Sandbox(size=workers or os.cpu_count() or 2)
         self._first_questions: dict[tuple[FunctionTest, ...], Questions] = {}
         self._being_judged: dict[bytes, asyncio.Lock] = {}
         self._judged: dict[bytes, Score] = {}

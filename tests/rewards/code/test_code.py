@@ -250,6 +250,15 @@ def test_weights_and_hidden_tests(say: Say) -> None:
 
 
 @needs_sandbox
+def test_as_many_programs_run_at_a_time_as_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's hundreds of programs two at a time held up a machine of sixteen cores for a minute."""
+    sizes: list[int] = []
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr(code, "Sandbox", lambda size: sizes.append(size))
+    CodeReward(), CodeReward(workers=3)
+    assert sizes == [16, 3]
+
+
 def test_answers_that_are_handed_on_classes_and_exceptions(reward: CodeReward, say: Say) -> None:
     tests = [
         "assert decode(encode('abc')) == 'abc'",
