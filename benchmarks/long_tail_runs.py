@@ -1,7 +1,7 @@
 """What the long tail of answers costs in real runs, with and without controls: a tenth of the prompts asks for answers
 eight times as long.
 
-    OMP_NUM_THREADS=1 python benchmarks/long_tail_runs.py --out /tmp/long_tail    # two cores, under 6 minutes
+    OMP_NUM_THREADS=1 python benchmarks/long_tail_runs.py --out /tmp/long_tail    # two cores, 6 to 10 minutes
 
 A model of a quarter of a million parameters learns by imitation to go through 100 signs up to the one that is asked
 for, so that the prompt decides the length of an answer. It then trains on what it draws with a learning rate of 0,

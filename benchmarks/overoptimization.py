@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/overoptimization.py --out docs/overoptimization.svg    # two cores, 3 minutes
 
-The task is the demo's, to rearrange the letters of a word. The training reward likes answers in which its letters stand,
+The task is the demo's, to rearrange the letters of a word. The training reward likes answers in which they stand,
 whatever else stands there, and a little more when they are longer; the held-out verifier counts what else stands there,
 too. It trains with `temper train` and draws with `temper report --overoptimization`.
 """
