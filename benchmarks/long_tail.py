@@ -51,10 +51,10 @@ def simulate(recipe: Path, lengths: str, steps: int, overrides: Sequence[str], s
     return run
 
 
-def keys(staleness: int, order: str, controls: str) -> list[str]:
+def keys(staleness: int, order: str, controls: str, *, stage: int = 2) -> list[str]:
     """Of a row of the table, as --set wants them."""
     table = {"max_staleness": str(staleness), "order": f'"{order}"', "controls": f"[{controls}]"}
-    return [f"stage.2.rollout.{name}={value}" for name, value in table.items()]
+    return [f"stage.{stage}.rollout.{name}={value}" for name, value in table.items()]
 
 
 def row(staleness: int, order: str, controls: str, run: SimulatedRun) -> str:

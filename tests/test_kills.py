@@ -32,8 +32,8 @@ from tests.fakes.served import serve_in_a_thread
 from tests.test_resume import Interrupter, finish, identity, interrupted, start, write_recipe
 
 GROUPS = 4
-KILLS = int(os.environ.get("TEMPER_KILLS", "10"))
-"""Instants of the heavy test, for each bound."""
+KILLS = {staleness: int(os.environ.get("TEMPER_KILLS", usual)) for staleness, usual in ((0, "10"), (1, "3"))}
+"""Instants of the heavy tests, by bound."""
 SECONDS = 240.0
 
 
@@ -227,10 +227,10 @@ def test_either_process_killed_at_random_instants_leaves_a_whole_run(
     assert alone.end(SECONDS) == 0, alone.said
     window = time.monotonic() - began
     expected, victims, number = identity(tmp_path / "alone"), Counter[str](), 0
-    while victims["driver"] + victims["sampler"] < KILLS or not is_finished(tmp_path / f"{number}"):
+    while victims["driver"] + victims["sampler"] < KILLS[staleness] or not is_finished(tmp_path / f"{number}"):
         if is_finished(tmp_path / f"{number}"):
             number += 1
-        is_last = victims["driver"] + victims["sampler"] >= KILLS
+        is_last = victims["driver"] + victims["sampler"] >= KILLS[staleness]
         driver = Driver(stages, tmp_path / f"{number}")
         if is_last:
             assert driver.end(SECONDS) == 0, driver.said
@@ -253,7 +253,7 @@ def test_samplers_of_a_fleet_killed_and_stopped_at_random_instants_change_nothin
     staleness: int, tiny_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     """The run goes on by itself, with the weights of one that was left alone."""
-    steps, most = (20, KILLS) if staleness == 0 else (30, 3)
+    steps, most = (20, KILLS[0]) if staleness == 0 else (30, 3)
     table = placed(tiny_recipe, staleness, steps=steps)
     stages, random_ = resolve(table, (), where="test"), random.Random(staleness)
     cluster = {"samplers": 2, "max_restarts": 1000, "silent_seconds": 2.0 if staleness == 0 else 10.0}

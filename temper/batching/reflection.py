@@ -27,12 +27,18 @@ BACKTRACKING = re.compile(
 """Gives up what it said before."""
 
 
+def looks_back(trajectory: Trajectory) -> tuple[bool, bool]:
+    """Whether anything that the policy said reflects, and whether it backtracks."""
+    said = "\n".join(turn.message.content for turn in trajectory.turns)
+    return bool(REFLECTION.search(said)), bool(BACKTRACKING.search(said))
+
+
 def reflection_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Shares of responses with at least one such sign, in anything the policy said."""
+    """Shares of responses with at least one such sign."""
     if not trajectories:
         return {}
-    said = ["\n".join(turn.message.content for turn in trajectory.turns) for trajectory in trajectories]
+    reflects, backtracks = zip(*map(looks_back, trajectories), strict=True)
     return {
-        "gen/reflection_rate": statistics.fmean(bool(REFLECTION.search(text)) for text in said),
-        "gen/backtracking_rate": statistics.fmean(bool(BACKTRACKING.search(text)) for text in said),
+        "gen/reflection_rate": statistics.fmean(reflects),
+        "gen/backtracking_rate": statistics.fmean(backtracks),
     }

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from temper.batching.reflection import looks_back
 from temper.errors import BackendError
 from temper.evals.suites import AnswerOf
 from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
@@ -85,6 +86,7 @@ def as_sample(trajectory: Trajectory, answer_of: AnswerOf, *, has_budget: bool =
     """`has_budget`: its thinking may have been closed."""
     events = [event for turn in trajectory.turns for event in turn.events]
     score = trajectory.score
+    reflects, backtracks = looks_back(trajectory)
     return SampleResult(
         score=score.value,
         reason=score.reason if score.value is None else None,
@@ -97,6 +99,8 @@ def as_sample(trajectory: Trajectory, answer_of: AnswerOf, *, has_budget: bool =
         cost=sum(event.cost for event in events),
         text=trajectory.text,
         is_closed=was_closed(trajectory) if has_budget else None,
+        reflects=reflects,
+        backtracks=backtracks,
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from temper import calls
+from temper.batching.reflection import looks_back
 from temper.errors import BackendError
 from temper.evals.audits import HeldOutAttempt, choose
 from temper.evals.passk import clustered_interval
@@ -212,6 +213,7 @@ def _prompt_result(members: Sequence[HeldOutAttempt], has_budget: bool) -> Promp
 
 def _sample_result(trajectory: Trajectory, score: Score, has_budget: bool) -> SampleResult:
     events = [event for turn in trajectory.turns for event in turn.events]
+    reflects, backtracks = looks_back(trajectory)
     return SampleResult(
         score=score.value,
         reason=score.reason if score.value is None else None,
@@ -221,6 +223,8 @@ def _sample_result(trajectory: Trajectory, score: Score, has_budget: bool) -> Sa
         events=Counter(event.kind.value for event in events),
         cost=sum(event.cost for event in events),
         is_closed=was_closed(trajectory) if has_budget else None,
+        reflects=reflects,
+        backtracks=backtracks,
     )
 
 

@@ -180,14 +180,16 @@ def _add(metrics: dict[str, Metric], name: str, values: Sequence[float], num_sam
 
 
 def _attempt_metrics(prompts: Sequence[PromptResult]) -> dict[str, Metric]:
-    """What every suite has: how long attempts were, how many were cut, how many could not be scored; and with a budget
-    for thinking, of how many it was closed."""
+    """What every suite has: how long attempts were, how many were cut, how many could not be scored, how many look
+    back; and with a budget for thinking, of how many it was closed."""
     metrics: dict[str, Metric] = {}
     num_samples = sum(len(prompt.samples) for prompt in prompts)
     for name, measure in ATTEMPTS.items():
         _add(metrics, name, _per_prompt(prompts, measure), num_samples)
-    if any(sample.is_closed is not None for prompt in prompts for sample in prompt.samples):
-        _add(metrics, "closed", _per_prompt(prompts, lambda sample: float(bool(sample.is_closed))), num_samples)
+    for name, known in SEEN.items():
+        if any(known(sample) is not None for prompt in prompts for sample in prompt.samples):
+            shares = [fmean(bool(known(sample)) for sample in prompt.samples) for prompt in prompts]
+            _add(metrics, name, shares, num_samples)
     if len(prompts) > 1:
         metrics["tokens"] = mean_interval(_per_prompt(prompts, lambda sample: sample.num_tokens), least=0.0)
     return metrics
@@ -197,6 +199,13 @@ ATTEMPTS: Mapping[str, Callable[[SampleResult], float]] = {
     "unscorable": lambda sample: float(sample.score is None),
     "truncated": lambda sample: float(sample.status in (Status.TRUNCATED_LENGTH, Status.TRUNCATED_TURNS)),
 }
+
+SEEN: Mapping[str, Callable[[SampleResult], bool | None]] = {
+    "closed": lambda sample: sample.is_closed,
+    "reflection": lambda sample: sample.reflects,
+    "backtracking": lambda sample: sample.backtracks,
+}
+"""Shares of samples; left out where nobody looked."""
 
 
 def agent_metrics(prompts: Sequence[PromptResult], *, correct_at: float = CORRECT_AT) -> dict[str, Metric]:

@@ -45,6 +45,10 @@ class SampleResult:
     """The last thing the model said."""
     is_closed: bool | None = None
     """Whether its thinking was closed at a budget; None: there was no budget."""
+    reflects: bool | None = None
+    """Whether it says that it looks again, in words of English; None: nobody looked for them. The same below."""
+    backtracks: bool | None = None
+    """Whether it says that it gives up what it said before."""
 
     def __post_init__(self) -> None:
         assert (self.score is None) == (self.reason is not None), "a sample has a score, or says why not"

@@ -35,8 +35,8 @@ WAITING = ("rollout", "data")
 TRAINING = ("proximal", "forward_backward", "optimizer")
 """Phases whose seconds count for throughput and MFU of training."""
 COUNTED = (
-    "kv_use", "preemptions", "prefix_hit_rate", "occupancy", "prefill_tok_s", "decode_tok_s", "samplers",
-    "sampler_restarts", "reissued",
+    "kv_use", "preemptions", "prefix_hit_rate", "occupancy", "prefill_tok_s", "decode_tok_s", "decode_tokens",
+    "samplers", "sampler_restarts", "reissued",
 )  # fmt: skip
 """What a sampler counts that is a metric as it is."""
 

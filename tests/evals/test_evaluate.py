@@ -173,6 +173,25 @@ def test_details_hold_pass_at_k_lengths_and_truncation() -> None:
     assert result.details["tokens"]["score"] == (3 * 2 + 4) / 4
 
 
+def test_details_hold_how_many_answers_look_back() -> None:
+    class Talking(Digits):
+        def decode(self, ids: Sequence[int]) -> str:
+            return {20: "wait, 4", 21: "no, that is wrong. wait: 4"}.get(ids[0], "4")
+
+    def sometimes(request: Request) -> list[int]:
+        return [{0: 20, 1: 21}.get(int(request.id.split("/")[-2]), 14), 1]
+
+    heldout = held_out(FakeSampler(sometimes), tasks("4", "4"))
+    heldout = dataclasses.replace(heldout, setup=dataclasses.replace(heldout.setup, renderer=Talking()))
+    way = Evaluation(name="sampled", temperature=1.0, samples=4)
+    (result,), _ = asyncio.run(evaluate(heldout, way, stage=0, step=0))
+    reflection, backtracking = result.details["reflection"], result.details["backtracking"]
+    assert isinstance(reflection, Mapping)
+    assert isinstance(backtracking, Mapping)
+    assert (reflection["score"], backtracking["score"]) == (0.5, 0.25)
+    assert reflection["low"] < 0.5 < reflection["high"]
+
+
 def test_a_failed_verifier_is_not_a_wrong_answer() -> None:
     heldout = held_out(FakeSampler(echo), tasks("0", "broken"))
     with pytest.raises(BackendError, match=r"task t1 could not be scored: verifier crashed \(1 of 2 attempts\)"):

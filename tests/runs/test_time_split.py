@@ -103,5 +103,6 @@ def test_idle_shares_and_counters() -> None:
     assert metrics["sys/publish_latency"] == 0.5
     assert metrics["sys/inflight"] == 7.5
     assert metrics["sys/prefix_hit_rate"] == 0.75
+    assert metrics["sys/decode_tokens"] == 4000.0
     assert time_metrics({"data": 1.0}, {}) == {"sys/step_time": 1.0, "sys/trainer_idle": 1.0}
     assert all(describe(name) is not None for name in metrics)

@@ -21,6 +21,7 @@ from temper.folders.integrity import sha256_of, verify
 from temper.runs.reader import LedgerEntry, Point, RunReader, StepRecord
 from temper.runs.records import AlarmRecord
 from temper.runs.report.idle import describe_idle, idle_by_stage
+from temper.runs.report.phases import Phase, phase_lines, phases_of
 from temper.runs.report.sparkline import sparkline
 from temper.runs.report.stage_table import stage_lines
 from temper.runs.report.summary import Kept, ScoreChange, StageSummary, Work
@@ -45,6 +46,8 @@ class Report:
     stages: tuple[StageSummary, ...]
     heldout: Mapping[str, tuple[float, ...]]
     """Every held-out score in order, by name."""
+    phases: tuple[Phase, ...]
+    """How often held-out answers look back, before training and after each stage."""
     failures: Mapping[str, int]
     """Rollouts that broke or could not be scored, by reason."""
     failing_tasks: Mapping[str, tuple[str, ...]]
@@ -102,6 +105,7 @@ def make_report(folder: Path) -> Report:
         work=_work(steps, ledger, seconds),
         stages=stages,
         heldout={name: tuple(r.score for r in evaluations if r.name == name) for name in _names(evaluations)},
+        phases=phases_of(evaluations, names),
         failures=failures,
         failing_tasks=failing_tasks,
         alarms=tuple(alarms),
@@ -233,7 +237,7 @@ def render(report: Report) -> str:
     lines = [f"{report.folder}: {report.state.name}, {report.work.num_steps} steps, {duration(total)}", ""]
     if report.state.text:
         lines += [f"  {report.state.name:<17}{report.state.text}", ""]
-    lines += _score_lines(report)
+    lines += [*_score_lines(report), *phase_lines(report.phases)]
     lines += _curve_lines(report)
     trouble = signal_lines(report.stages)
     trouble += alarm_lines(report.alarms, {stage.stage: stage.name for stage in report.stages})
