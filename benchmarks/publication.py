@@ -4,7 +4,9 @@
     python benchmarks/publication.py --shape qwen2.5-7b --ways shared # a GPU: CUDA IPC
 Seconds are those of a whole transaction: requests under way are held, tensors go over, the engine takes all of them
 or none, and says so. Weights change before each, and after the last one the process must draw, with the same
-log-probabilities, what an engine of this process draws with them.
+log-probabilities, what an engine of this process draws with them. "proof" is what it takes besides for both sides to
+add up all tensors (engine/digests.py), as a fleet does at every publication. A bucket is what is on its way at once: a
+piece of 16 MiB over TCP, and elsewhere all, for memory is shared.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +31,20 @@ from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
 from step import make_model
+from torch import Tensor
 
 from temper.build.policy import size_engine
 from temper.cluster.remote import Callback
 from temper.cluster.samplers import start_sampler
+from temper.engine.digests import differing, digested
 from temper.engine.local.engine import LocalEngine
 from temper.engine.process.client import ProcessSampler
 from temper.engine.process.order import SamplerOrder
-from temper.engine.process.sent_weights import SentWeights
+from temper.engine.process.sent_weights import PIECE_BYTES, SentWeights
 from temper.engine.process.weights import SharedWeights, anonymous_file
 from temper.models.load import load_model
 from temper.trainer.weights import publish
-from temper.types import Request, SamplingParams
+from temper.types import Publication, Request, SamplingParams
 
 NEW = 16
 SILENT_SECONDS = 120.0
@@ -70,11 +75,12 @@ def open_way(way: str, order: SamplerOrder) -> ProcessSampler:
     return ProcessSampler(callback, SentWeights(), CalledBack(callback), order=order.to_json())
 
 
-async def measure(way: str, model: Any, order: SamplerOrder, repeats: int) -> tuple[list[float], bool]:
-    """Seconds of each publication, and whether the process draws what is drawn here with the last one."""
+async def measure(way: str, model: Any, order: SamplerOrder, repeats: int) -> tuple[list[float], list[float], bool]:
+    """Seconds of each publication and of each proof, and whether the process draws what is drawn here with the last
+    one."""
     sampler = open_way(way, order)
     own = LocalEngine(model, order.settings)
-    seconds = []
+    seconds, proofs = [], []
     try:
         await sampler.opened()
         for number in range(1, repeats + 1):
@@ -85,6 +91,7 @@ async def measure(way: str, model: Any, order: SamplerOrder, repeats: int) -> tu
             start = time.perf_counter()
             await sampler.load(publication)
             seconds.append(time.perf_counter() - start)
+            proofs.append(await prove(sampler, publication))
         await own.load(publication)
         request = Request(id="0", prompt_ids=PROMPT, params=SamplingParams(max_new_tokens=NEW))
         theirs, ours = [await each.generate(request) for each in (sampler, own)]
@@ -92,7 +99,23 @@ async def measure(way: str, model: Any, order: SamplerOrder, repeats: int) -> tu
     finally:
         await sampler.close()
         await own.close()
-    return seconds, is_same
+    return seconds, proofs, is_same
+
+
+async def prove(sampler: ProcessSampler, publication: Publication) -> float:
+    """Seconds for both sides, one after the other."""
+    start = time.perf_counter()
+    summed, digests = digested(publication)
+    for name in summed.tensors:
+        summed.tensors[name]
+    assert differing(digests.read(), await sampler.digests(SILENT_SECONDS)) == [], "other numbers arrived"
+    return time.perf_counter() - start
+
+
+def num_buckets(way: str, tensors: Mapping[str, Tensor]) -> int:
+    if way == "shared":
+        return 1
+    return sum(-(-tensor.nbytes // PIECE_BYTES) for tensor in tensors.values())
 
 
 def main() -> None:
@@ -100,6 +123,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
     parser.add_argument("--ways", nargs="+", choices=["shared", "sent"], default=["shared", "sent"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--step-seconds", type=float, help="of a step of training, to print the share of it")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = "bfloat16" if device.type == "cuda" else "float32"
@@ -107,19 +131,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         make_model(Path(name), options.shape, dtype)
         model: Any = load_model(Path(name), getattr(torch, dtype), device)
-        size = sum(tensor.nbytes for tensor in publish(model, 0).tensors.values())
-        title = f"{options.shape}, {dtype}, {size / 2**30:.2f} GiB in {len(publish(model, 0).tensors)} tensors, {where}"
-        table = Table("way", "first s", "later s", "GiB/s", "arrived", title=title)
+        tensors = publish(model, 0).tensors
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        title = f"{options.shape}, {dtype}, {size:,} bytes ({size / 2**30:.2f} GiB) in {len(tensors)} tensors, {where}"
+        columns = ["way", "buckets", "first s", "later s", "GiB/s", "proof s", "arrived"]
+        table = Table(*columns, *(["of a step"] if options.step_seconds else []), title=title)
         settings = size_engine(seed=0, max_running=8, max_length=2048, kv_tokens=4096, tokens_per_step=512)
         order = SamplerOrder(
             folder=name, dtype=dtype, device=str(device), numerics="fast", weights="model", settings=settings
         )
         for way in options.ways:
-            (first, *later), is_same = asyncio.run(measure(way, model, order, options.repeats))
+            (first, *later), proofs, is_same = asyncio.run(measure(way, model, order, options.repeats))
             usual = statistics.median(later)
             said = "the same, to the bit" if is_same else "OTHER NUMBERS"
             named = {"shared": "CUDA IPC" if device.type == "cuda" else "shared memory", "sent": "TCP, loopback"}[way]
-            table.add_row(named, f"{first:.3f}", f"{usual:.3f}", f"{size / 2**30 / usual:.1f}", said)
+            proof, buckets = statistics.median(proofs), str(num_buckets(way, tensors))
+            row = [named, buckets, f"{first:.3f}", f"{usual:.3f}", f"{size / 2**30 / usual:.1f}", f"{proof:.3f}", said]
+            share = [f"{(usual + proof) / options.step_seconds:.1%}"] if options.step_seconds else []
+            table.add_row(*row, *share)
     Console(width=110).print(table)
 
 

@@ -78,6 +78,15 @@ class SharesDevice(Protocol):
         ...
 
 
+@runtime_checkable
+class HoldsCopies(Protocol):
+    """A sampler with weights of its own elsewhere."""
+
+    async def differences(self) -> Sequence[str]:
+        """Tensors that it holds with other numbers than were published last, and where."""
+        ...
+
+
 class Trainer(Protocol):
     """Batch in, report out."""
 

@@ -31,7 +31,7 @@ from temper.parity.check import (
 )
 from temper.parity.diagnosis import Agreement
 from temper.parity.isolation import check_isolation
-from temper.protocols import SharesDevice, Trainer
+from temper.protocols import HoldsCopies, SharesDevice, Trainer
 from temper.rewards.composite import CompositeReward
 from temper.rollout.group import Extras
 from temper.runs.alarms.rules import configure
@@ -99,6 +99,7 @@ def _sides(stage: Stage) -> Sides:
         params=stage.setup.params,
         budget=_budget(stage),
         find_stale=None if stage.sampler_model is None else _stale_finder(stage.trainer, stage.sampler_model),
+        ask_stale=stage.sampler.differences if isinstance(stage.sampler, HoldsCopies) else None,
         bos_id=stage.data.tokenizer.bos_token_id,
         replays_routes=stage.config.model.replay_routes is not False,
         seconds=stage.config.rollout.step_seconds,

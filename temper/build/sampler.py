@@ -29,7 +29,7 @@ from temper.cluster.threads import Threads, share_threads
 from temper.config import RunConfig
 from temper.config.cluster import ClusterConfig
 from temper.config.memory import settled_choice
-from temper.engine.fleet.fleet import Fleet
+from temper.engine.fleet.fleet import Fleet, FleetSettings
 from temper.engine.fleet.kept import KeptFleet
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.mixture import Opponent
@@ -40,8 +40,9 @@ from temper.engine.process.order import SamplerOrder
 from temper.engine.process.weights import SharedWeights, anonymous_file
 from temper.engine.sampler_model import sampler_model
 from temper.errors import UserError
-from temper.models.decoder import lay_end_to_end
+from temper.models.decoder import is_dense, lay_end_to_end
 from temper.models.experts.routing import has_experts
+from temper.models.float8.layers import float8_names
 from temper.models.lora.materialize import whole
 from temper.objectives import DirectLoss, Objective
 from temper.protocols import Sampler
@@ -171,20 +172,23 @@ def _in_processes(
     if hosting.ray is not None or addresses:
         devices = [parameter.device.type] * num  # each sees the GPU that it was given, and no other
     orders = tuple(replace(order, device=device).to_json() for device in devices)
+    settings = FleetSettings(
+        max_restarts=config.cluster.max_restarts,
+        silent_seconds=config.cluster.silent_seconds,
+        feeds_late=feeds_late,
+        quantized=float8_names(model) if order.weights == "fp8" and is_dense(model) else frozenset(),
+    )
     fleet = hosting.kept.take(
-        (orders, config.cluster, feeds_late),
-        lambda: _start_fleet(config.cluster, orders, threads.sampler, feeds_late, hosting),
+        (orders, config.cluster, settings), lambda: _start_fleet(config.cluster, orders, settings, hosting)
     )
     torch.set_num_threads(threads.trainer)
     return fleet
 
 
-def _start_fleet(
-    cluster: ClusterConfig, orders: Sequence[str], num_threads: int, feeds_late: bool, hosting: Hosting
-) -> Fleet:
+def _start_fleet(cluster: ClusterConfig, orders: Sequence[str], settings: FleetSettings, hosting: Hosting) -> Fleet:
     """One process for each order."""
     weights, before = SharedWeights(anonymous_file()), torch.get_num_threads()
-    environment = {"OMP_NUM_THREADS": str(num_threads)}
+    environment = {"OMP_NUM_THREADS": str(SamplerOrder.from_json(orders[0]).num_threads)}
     addresses = cluster.sampler_addresses
     visitor = Visitor(
         key=os.environ.get(KEY_VARIABLE, ""), run=secrets.token_hex(8), silent_seconds=cluster.silent_seconds
@@ -204,15 +208,7 @@ def _start_fleet(
         torch.set_num_threads(max(before, torch.get_num_threads()))
 
     try:
-        return Fleet(
-            start,
-            len(orders),
-            max_restarts=cluster.max_restarts,
-            silent_seconds=cluster.silent_seconds,
-            feeds_late=feeds_late,
-            note=hosting.note,
-            closed=closed,
-        )
+        return Fleet(start, len(orders), settings, note=hosting.note, closed=closed)
     except BaseException:
         closed()
         raise

@@ -94,10 +94,15 @@ class RayPlace:
     ) -> ProcessSampler:
         """One that opens what the order says. It is stale until weights are published. silent_seconds: after which each
         side gives up the other."""
-        callback = Callback(silent_seconds)
+        callback = Callback(silent_seconds, self._describe_room)
         where = (self.host, callback.port, callback.token, silent_seconds)
         process = self._start(self._num_ranks + number, name, environment, serve_caller, *where)
         return ProcessSampler(callback, SentWeights(), process, order=order)
+
+    def _describe_room(self) -> str:
+        there = self._ray.cluster_resources()
+        told = (f"{count:g} {name}, and the cluster has {there.get(name, 0):g}" for name, count in self._need.items())
+        return f" (it needs {'; '.join(told)}: a node may be gone)"
 
     def close(self) -> None:
         self._ray.util.remove_placement_group(self._group)

@@ -28,8 +28,9 @@ TOKEN_BYTES = 32
 class Callback:
     """Where one sampler process is waited for. Whoever else calls is turned away."""
 
-    def __init__(self, silent_seconds: float) -> None:
-        self._server, self._silent_seconds = socket.create_server(("", 0)), silent_seconds
+    def __init__(self, silent_seconds: float, lacks: Callable[[], str] = lambda: "") -> None:
+        """lacks: why one may not have come, for an error."""
+        self._server, self._silent_seconds, self._lacks = socket.create_server(("", 0)), silent_seconds, lacks
         self.port: int = self._server.getsockname()[1]
         self.token = secrets.token_hex(TOKEN_BYTES // 2)
 
@@ -46,7 +47,9 @@ class Callback:
                         prepare(caller, self._silent_seconds)
                         return caller
                     caller.close()
-        raise TimeoutError(f"nothing for {CALL_SECONDS:g} s, or it was given up")
+        if is_over():
+            raise TimeoutError("it was given up")
+        raise TimeoutError(f"nothing for {CALL_SECONDS:g} s{self._lacks()}")
 
     def _is_expected(self, caller: socket.socket) -> bool:
         caller.settimeout(10.0)

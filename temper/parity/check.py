@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +40,8 @@ Recompute = Callable[[Sequence[Sample], Literal["policy"]], Sequence[Sequence[fl
 """Trainer.score."""
 FindStale = Callable[[], Sequence[str]]
 """Returns the names of tensors that differ between sampler and trainer."""
+AskStale = Callable[[], Awaitable[Sequence[str]]]
+"""The same of samplers elsewhere, which have to be asked."""
 
 NUM_PROBES = 4
 """Contexts that are looked at when a gap was found: so many whole prompts and so many single tokens."""
@@ -63,6 +65,8 @@ class Sides:
     budget: Budget
     find_stale: FindStale | None = None
     """None: the sampler's weights cannot be looked at from here."""
+    ask_stale: AskStale | None = None
+    """Asked when a gap was found. None: nobody can be."""
     bos_id: int | None = None
     """Token that the sampler may add in front in secret; the diagnosis tries it. None: the tokenizer has none."""
     replays_routes: bool = False
@@ -103,7 +107,7 @@ class Canary:
         name, sides = f"{self._name}/{version}", self._sides
         rows = _rows(await _draw(sides, self._prompts, name), name)
         agreement = measure(rows, await _score(sides, rows), version=version)
-        if 0 < sides.budget.mean_gap < agreement.mean_gap:
+        if 0 < sides.budget.mean_gap < agreement.mean_gap and not await _asked_stale(sides):
             # One unlucky token among a few tips their mean; a broken publication is as far off on many.
             sides = self._second_look
             rows = _rows(await _draw(sides, self._prompts * SECOND_LOOK, f"{name}/again"), name)
@@ -190,14 +194,20 @@ def stale_tensors(published: Mapping[str, Tensor], held: Mapping[str, Tensor]) -
 
 async def _judge(sides: Sides, rows: Sequence[Sample], agreement: Agreement, *, version: int, name: str) -> Agreement:
     """Looks for the cause only when the budget is not kept: a check that passes costs one forward."""
-    stale = None if sides.find_stale is None else tuple(await asyncio.to_thread(sides.find_stale))
-    agreement = dataclasses.replace(agreement, stale=stale)
     is_within = agreement.mean_gap <= sides.budget.mean_gap and agreement.max_gap <= sides.budget.max_gap
+    stale = None if sides.find_stale is None else tuple(await asyncio.to_thread(sides.find_stale))
+    if not is_within and sides.find_stale is None:
+        stale = await _asked_stale(sides)
+    agreement = dataclasses.replace(agreement, stale=stale)
     if not is_within and not stale:
         evidence = await _gather(sides, rows, version=version, name=name)
         agreement = dataclasses.replace(agreement, evidence=evidence)
     require_agreement(agreement, budget=sides.budget, when=f"{name}, weights version {version}")
     return agreement
+
+
+async def _asked_stale(sides: Sides) -> tuple[str, ...] | None:
+    return None if sides.ask_stale is None else tuple(await sides.ask_stale())
 
 
 async def _gather(sides: Sides, rows: Sequence[Sample], *, version: int, name: str) -> Evidence:

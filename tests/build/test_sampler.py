@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,21 @@ import pytest
 import torch
 
 from temper.build import sampler as build_sampler
+from temper.cluster.sampler_main import open_sampler
 from temper.commands.checkpoints import evaluate_checkpoint
 from temper.commands.plan import plan_recipe
 from temper.commands.training import train as training
 from temper.config import resolve, to_toml
+from temper.engine.local.engine import LocalEngine
+from temper.engine.process.client import ProcessSampler
+from temper.engine.process.order import SamplerOrder, open_engine
+from temper.engine.process.weights import SharedWeights
 from temper.engine.vllm.engine import VllmEngine, VllmSettings
-from temper.errors import UserError
+from temper.errors import BackendError, UserError
+from temper.models.save import saved_tensors
 from temper.models.tiny import make_tiny_model
 from temper.runs.reader import RunReader
+from temper.types import Publication
 from tests.fakes.served import serve_in_a_thread
 
 
@@ -67,6 +75,57 @@ def test_a_synchronous_run_has_the_same_bits_wherever_it_draws(
     monkeypatch.setattr(build_sampler, "start_sampler", start)
     assert run(short(tiny_recipe, "process", **engine), tmp_path / "run") == here
     assert len(started) == 1, "the other run must have drawn elsewhere"
+
+
+SPOILED = "model.layers.1.mlp.down_proj.weight"
+
+
+class Spoiled:
+    """Opens an engine that holds something else in one tensor from its second publication on."""
+
+    def __init__(self, *, when: str) -> None:
+        """when: before it tells what it holds ("taking over"), or after ("drawing")."""
+        self._when = when
+
+    def __call__(self, text: str) -> LocalEngine:
+        engine = open_engine(SamplerOrder.from_json(text))
+        load, digests = engine.load, engine.digests
+        tensor = saved_tensors(engine._model)[SPOILED]
+
+        async def load_spoiled(publication: Publication) -> None:
+            await load(publication)
+            if publication.version and self._when == "taking over":
+                tensor.view(torch.int32)[3, 5] ^= 1  # no canary would see it
+
+        def tell_and_spoil() -> Mapping[str, str]:
+            told = digests()
+            if engine.version and self._when == "drawing":
+                tensor.zero_()
+            return told
+
+        engine.load, engine.digests = load_spoiled, tell_and_spoil  # type: ignore[method-assign]
+        return engine
+
+
+@pytest.mark.parametrize(
+    ("when", "message"),
+    [
+        ("taking over", rf"^sampler process 2 of 2 holds other numbers than publication 1 in {SPOILED}\."),
+        ("drawing", rf"canary/0/1,.* The sampler holds a stale tensor, {SPOILED} of sampler process 2 of 2"),
+    ],
+)
+def test_one_of_two_samplers_that_holds_other_weights_ends_the_run_and_is_named(
+    when: str, message: str, tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(order: str, weights: SharedWeights, *, name: str, **_: Any) -> ProcessSampler:
+        opener = Spoiled(when=when) if "2 of 2" in name else open_sampler
+        sampler = serve_in_a_thread(order, weights, opener=opener)
+        sampler.name = name
+        return sampler
+
+    monkeypatch.setattr(build_sampler, "start_sampler", start)
+    with pytest.raises(BackendError, match=message):
+        run({**short(tiny_recipe, "process"), "cluster": {"samplers": 2}}, tmp_path / "run")
 
 
 def test_a_synchronous_run_has_the_same_bits_with_three_samplers(

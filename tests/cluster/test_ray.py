@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from temper.cluster import ray as placing
+from temper.cluster import remote
 from temper.commands.training import train as training
 from temper.config import resolve
+from temper.engine.process.client import SamplerLost
 from temper.errors import UserError
-from tests.commands.training.test_ranks import digest, gap, make_table, weights_of
+from tests.commands.training.test_ranks import digest, gap, make_learnable, make_table, require_learned, weights_of
 
 ray = pytest.importorskip("ray", reason="ray is not installed; `make adapters` installs and runs this")
 
@@ -59,6 +61,14 @@ def test_two_trainers_and_two_samplers_over_raylets_train_what_one_process_train
     assert gap(run(placed(tiny_recipe, address), tmp_path / "placed"), alone) < 1e-5
 
 
+def test_two_trainers_and_two_samplers_over_raylets_learn(
+    tiny_recipe: dict[str, Any], tmp_path: Path, address: str
+) -> None:
+    cluster = {"place": "ray", "address": address, "trainers": 2, "samplers": 2}
+    training.train_stages(resolve(make_learnable(tiny_recipe, cluster), (), where="test"), run=tmp_path / "run")
+    require_learned(tmp_path / "run")
+
+
 @pytest.mark.parametrize("victim", [0, 1], ids=["a trainer", "a sampler"])
 def test_who_is_killed_is_replaced(
     tiny_recipe: dict[str, Any], tmp_path: Path, address: str, victim: int, monkeypatch: pytest.MonkeyPatch
@@ -86,6 +96,70 @@ def test_who_is_killed_is_replaced(
     assert gap(run(placed(tiny_recipe, address, steps=(12, 4)), tmp_path / "placed"), alone) < 1e-5
     thread.join(10)
     assert len([name for name, _ in started if name.startswith(wanted)]) > victim + 1, "nobody was replaced"
+
+
+class Nodes:
+    """A cluster whose nodes have room for one process each, and whose head has none."""
+
+    def __init__(self, num: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        noticed = {
+            "health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_failure_threshold": 3,
+        }  # fmt: skip
+        head = {"num_cpus": 0, "include_dashboard": False, "_system_config": noticed}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.nodes = {self._add() for _ in range(num)}
+        self.removed: list[Any] = []
+
+    def _add(self) -> Any:
+        return self.cluster.add_node(num_cpus=1)
+
+    def cut_one_that_draws(self, folder: Path) -> None:
+        """A raylet that is killed takes what runs on it along. Waits for a checkpoint of the stage that draws."""
+        end = time.monotonic() + 120
+        while time.monotonic() < end and not (folder / "checkpoints/1-rl/step-2").is_dir():
+            time.sleep(0.02)
+        groups = ray.util.placement_group_table().values()
+        drawing = {node for each in groups for node in each["bundles_to_node_id"].values()}
+        node = next(node for node in self.nodes if node.node_id in drawing)
+        self.cluster.remove_node(node, allow_graceful=False)
+        self.removed.append(node)
+
+    def run(self, table: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+        """While one of the nodes dies."""
+        thread = threading.Thread(target=self.cut_one_that_draws, args=(folder,), daemon=True)
+        thread.start()
+        try:
+            return run(table, folder)
+        finally:
+            thread.join(10)
+            ray.shutdown()
+            self.cluster.shutdown()
+
+
+def test_when_a_node_dies_its_sampler_is_started_on_another(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    nodes = Nodes(3)
+    table = placed(tiny_recipe, nodes.cluster.address, steps=(2, 8), trainers=1)
+    assert digest(nodes.run(table, tmp_path / "placed")) == digest(
+        run(make_table(tiny_recipe, steps=(2, 8)), tmp_path / "alone")
+    )
+    assert nodes.removed, "no node died"
+
+
+def test_when_the_last_node_with_room_dies_the_run_ends_and_says_what_is_missing(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "CALL_SECONDS", 10.0)  # Ray notices within 3
+    nodes = Nodes(1)
+    table = placed(tiny_recipe, nodes.cluster.address, steps=(2, 200), trainers=1, samplers=1, max_restarts=1)
+    with pytest.raises(
+        SamplerLost,
+        match=r"after 1 restarts each: the sampler process: it did not come: nothing for 10 s \(it needs 1 CPU, and "
+        r"the cluster has 0: a node may be gone\)",
+    ):
+        nodes.run(table, tmp_path / "placed")
+    assert nodes.removed, "no node died"
 
 
 def test_what_is_missing_is_named(

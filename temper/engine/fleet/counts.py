@@ -5,7 +5,7 @@ Owns: which counts add up. Refuses: counting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 SUMS = ("prefill_tokens", "decode_tokens", "preemptions", "running", "waiting", "prefill_tok_s", "decode_tok_s")
 MEANS = ("occupancy", "prefix_hit_rate")
@@ -27,6 +27,20 @@ def together(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
             total = sum(weight for _, weight in pairs)
             found[name] = sum(value * weight for value, weight in pairs) / total if total else pairs[0][0]
     return found
+
+
+def tell_together(num: int, tell: Callable[[int, int], None]) -> list[Callable[[int, int], None]]:
+    """For each of so many whom it tells how far it is; `tell` hears how far all are."""
+    done = [(0, 1)] * num
+
+    def teller(number: int) -> Callable[[int, int], None]:
+        def told(part: int, total: int) -> None:
+            done[number] = (part, total)
+            tell(sum(part for part, _ in done), sum(total for _, total in done))
+
+        return told
+
+    return [teller(number) for number in range(num)]
 
 
 def _work(counted: Mapping[str, float]) -> float:

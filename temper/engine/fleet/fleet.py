@@ -8,11 +8,13 @@ Refuses: starting processes (cluster/samplers.py), which samplers may draw (heal
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
-from temper.engine.fleet.counts import together
+from temper.engine.fleet.counts import tell_together, together
 from temper.engine.fleet.health import Health, Standing
+from temper.engine.fleet.proof import Proof, describe
 from temper.engine.fleet.routing import Router
 from temper.engine.in_flight import InFlight
 from temper.engine.process.client import LOAD_SECONDS, OPEN_SECONDS, ProcessSampler, SamplerLost
@@ -22,10 +24,24 @@ from temper.types import Completion, Finish, Publication, Request
 if TYPE_CHECKING:
     from temper.engine.local.warming import ExpectedRequests
 
+Answer = TypeVar("Answer")
 PING_SECONDS = 5.0
 """Between two looks whether a sampler still answers."""
 REPLACE_SECONDS = OPEN_SECONDS + LOAD_SECONDS
 """For one of many to come back when all are lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    max_restarts: int
+    """Of each."""
+    silent_seconds: float
+    """One that owes an answer for so long is ended."""
+    feeds_late: bool
+    """Whether the last publication can still be read when the trainer has gone on; if not, who comes back waits for the
+    next."""
+    quantized: frozenset[str] = frozenset()
+    """Published tensors of which they hold float8."""
 
 
 class _Place:
@@ -44,18 +60,16 @@ class Fleet:
         self,
         start: Callable[[int], ProcessSampler],
         num_samplers: int,
+        settings: FleetSettings,
         *,
-        max_restarts: int,
-        silent_seconds: float,
-        feeds_late: bool,
         note: Callable[[str], None] = lambda text: None,
         closed: Callable[[], None] = lambda: None,
     ) -> None:
-        """start: begins the sampler of a place, without waiting for it. silent_seconds: one that owes an answer for so
-        long is ended. feeds_late: whether the last publication can still be read when the trainer has gone on; if not,
-        who comes back waits for the next. note: told of every end. closed: called once, at the end."""
-        self._start, self._max_restarts, self._silent_seconds = start, max_restarts, silent_seconds
-        self._feeds_late, self._note, self._closed = feeds_late, note, closed
+        """start: begins the sampler of a place, without waiting for it. note: told of every end. closed: called once,
+        at the end."""
+        self._start, self._note, self._closed = start, note, closed
+        self._max_restarts, self._silent_seconds = settings.max_restarts, settings.silent_seconds
+        self._feeds_late = settings.feeds_late
         self._places = [_Place(start(number)) for number in range(num_samplers)]
         self._router, self._in_flight = Router(), InFlight()
         self._where: dict[str, _Place | None] = {}
@@ -64,6 +78,7 @@ class Fleet:
         """Requests that were ended while they waited."""
         self._publishing, self._changed = asyncio.Lock(), asyncio.Condition()
         self._last: Publication | None = None
+        self._proof = Proof(settings.quantized)
         self._watching: asyncio.Task[None] | None = None
         self._is_closed = False
         self._num_reissued = self._num_restarts = 0
@@ -89,9 +104,11 @@ class Fleet:
         await self._end(request_id, Finish.INTERRUPT)
 
     async def load(self, publication: Publication) -> None:
-        """All that live acknowledge it, or it fails. One that ends on the way is replaced, and fed when it is back."""
+        """All that live show that they hold it, or it fails. One that ends on the way is replaced, and fed when it is
+        back."""
         async with self._publishing:
-            before, self._last = self._last, publication
+            before, publication = self._last, self._proof.begin(publication)
+            self._last = publication
             living = [place for place in self._places if place.health.standing in (Standing.STALE, Standing.READY)]
             answers = await asyncio.gather(
                 *(self._feed(place, publication) for place in living), return_exceptions=True
@@ -117,17 +134,17 @@ class Fleet:
 
     async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
         """Every sampler for all rows: when others end it draws them all."""
-        done = [(0, 1)] * len(self._places)
+        await asyncio.gather(*(place.sampler.opened(self._silent_seconds) for place in self._places))
+        tellers = tell_together(len(self._places), tell)
+        warming = zip(self._places, tellers, strict=True)
+        await asyncio.gather(*(place.sampler.warm_up(expected, told) for place, told in warming))
 
-        async def warm(number: int, place: _Place) -> None:
-            def told(*how_far: int) -> None:
-                done[number] = (how_far[0], how_far[1])
-                tell(sum(part for part, _ in done), sum(total for _, total in done))
-
-            await place.sampler.opened(self._silent_seconds)
-            await place.sampler.warm_up(expected, told)
-
-        await asyncio.gather(*(warm(number, place) for number, place in enumerate(self._places)))
+    async def differences(self) -> list[str]:
+        """Tensors that a sampler holds with other numbers than were published, and which sampler."""
+        async with self._publishing:
+            ready = [place for place in self._places if place.health.standing is Standing.READY]
+            looks = (self._asked(place, lambda s: self._proof.look(s, self._silent_seconds)) for place in ready)
+            return [told for found in await asyncio.gather(*looks) for told in found or ()]
 
     async def rest(self) -> None:
         """Back to before the first publication, with the same processes: the trainer that fed them is gone. Nothing is
@@ -204,26 +221,34 @@ class Fleet:
             raise SamplerLost(f"no sampler is left to draw: {self._obituary()}")
         return False
 
-    async def _feed(self, place: _Place, publication: Publication) -> None:
-        """Raises what a living sampler says against it."""
-        sampler = place.sampler
-        try:
-            # A watch that pings would find nothing out: whoever takes weights over answers nothing else.
-            await sampler.load(publication, self._silent_seconds)
-        except SamplerLost as error:
-            self._ended(place, sampler, error)
+    async def _feed(self, place: _Place, publication: Publication, *, is_late: bool = False) -> None:
+        """Raises what a living sampler says against it, and BackendError for one that then holds something else.
+
+        is_late: to one that came back. Where it reads the trainer's own memory the next step may have begun: then it is
+        no error, and it waits for the next publication."""
+        # A watch that pings would find nothing out: whoever takes weights over answers nothing else.
+        if found := await self._asked(place, lambda s: self._proof.feed(s, publication, self._silent_seconds)):
+            told = describe(place.sampler, publication.version, found)
+            if not is_late:
+                raise BackendError(f"{told}. Nothing was drawn with them; go on with --resume")
+            self._note(f"{told}: it waits for the next")
             return
         place.health = place.health.fed(publication.version)
         async with self._changed:
             self._changed.notify_all()
 
     async def _rest(self, place: _Place) -> None:
+        await self._asked(place, lambda sampler: sampler.rest(self._silent_seconds))
+        place.health = place.health.starved()
+
+    async def _asked(self, place: _Place, ask: Callable[[ProcessSampler], Awaitable[Answer]]) -> Answer | None:
+        """None: it has ended."""
         sampler = place.sampler
         try:
-            await sampler.rest(self._silent_seconds)
+            return await ask(sampler)
         except SamplerLost as error:
             self._ended(place, sampler, error)
-        place.health = place.health.starved()
+            return None
 
     def _stop_watching(self) -> None:
         if self._watching is not None:
@@ -257,7 +282,7 @@ class Fleet:
             place.health = place.health.restarted()
             async with self._publishing:
                 if self._feeds_late and self._last is not None and place.health.version is None:
-                    await self._feed(place, self._last)
+                    await self._feed(place, self._last, is_late=True)
         async with self._changed:
             self._changed.notify_all()
 
@@ -267,14 +292,8 @@ class Fleet:
             await asyncio.sleep(PING_SECONDS)
             if not self._publishing.locked():
                 ready = [place for place in self._places if place.health.standing is Standing.READY]
-                await asyncio.gather(*(self._ping(place) for place in ready))
-
-    async def _ping(self, place: _Place) -> None:
-        sampler = place.sampler
-        try:
-            await sampler.ping(self._silent_seconds)
-        except SamplerLost as error:
-            self._ended(place, sampler, error)
+                pings = (self._asked(place, lambda sampler: sampler.ping(self._silent_seconds)) for place in ready)
+                await asyncio.gather(*pings)
 
     def _obituary(self) -> str:
         ends = "; ".join(dict.fromkeys(place.health.why for place in self._places if place.health.why))

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from temper.engine.digests import held_digests
 from temper.engine.in_flight import InFlight
 from temper.engine.local.attention import PagedCache
 from temper.engine.local.graphs import GraphLimits
@@ -156,6 +157,10 @@ class LocalEngine:
         self._runner.refresh_head()
         self._scheduler.change_weights(recompute=self._settings.kv_after_load == "recompute")
         self._version = publication.version
+
+    def digests(self) -> Mapping[str, str]:
+        """Of the weights that draw the next token, for comparison with those that were published."""
+        return held_digests(self._model)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import dataclasses
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from temper.engine.in_flight import InFlight
 from temper.engine.process.sent_weights import SentWeights
@@ -40,6 +40,10 @@ END_SECONDS = 10.0
 """For a process that hung up to end, so that it can be said how; and for one that was asked to end."""
 ORDER = 0
 """Number of the first question."""
+
+
+Tell = Callable[[int, int], None]
+"""Hears how much is done, and of how much."""
 
 
 class SamplerLost(BackendError):
@@ -150,7 +154,7 @@ class ProcessSampler:
         connection: or who waits for it, where the other process has to call back from another machine. weights: may be
         those of several samplers, and are closed by whoever made them.
         """
-        self._connection, self._weights, self._process = connection, weights, process
+        self._connection, self._weights, self._process, self.name = connection, weights, process, process.name
         self._order = to_bytes(Frame("order", ORDER, {"order": order}))
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -246,24 +250,22 @@ class ProcessSampler:
     async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
         """What LocalEngine.warm_up does, over there."""
         await self.opened()
-        call, answer = self._new_call(tell)
-        self._send(Frame("warm_up", call, dataclasses.asdict(expected)))
-        await self._within(answer, OPEN_SECONDS, "warm up")
+        await self._ask("warm_up", OPEN_SECONDS, "warm up", dataclasses.asdict(expected), tell)
 
     async def ping(self, seconds: float) -> None:
         """Returns when it answers. One that owes an answer for so long is ended, and raises SamplerLost."""
-        call, answer = self._new_call()
-        self._send(Frame("ping", call))
-        await self._within(answer, seconds, "answer")
+        await self._ask("ping", seconds, "answer")
+
+    async def digests(self, seconds: float) -> Mapping[str, str]:
+        """Of the tensors that it draws with, by name (engine/digests.py)."""
+        return (await self._ask("digests", seconds, "tell what it holds")).fields["digests"]  # type: ignore[no-any-return]
 
     async def rest(self, seconds: float) -> None:
         """Stale again, with its model open, and without a hold on the memory of a trainer that goes."""
         async with self._publishing:
             self._is_fed = False
             if self._writer is not None:
-                call, answer = self._new_call()
-                self._send(Frame("rest", call))
-                await self._within(answer, seconds, "rest")
+                await self._ask("rest", seconds, "rest")
             self._weights.forget()
 
     async def close(self) -> None:
@@ -288,9 +290,7 @@ class ProcessSampler:
         async with self._publishing:
             await self.opened(seconds)
             told = await self._weights.hand_over(publication, lambda piece: self._send_piece(piece, seconds))
-            call, answer = self._new_call()
-            self._send(Frame("load", call, told))
-            loaded = await self._within(answer, seconds, f"take over publication {publication.version}")
+            loaded = await self._ask("load", seconds, f"take over publication {publication.version}", told)
             if loaded.fields["version"] != publication.version:
                 raise BackendError(
                     f"{self._process.name} acknowledged version {loaded.fields['version']} instead of "
@@ -299,8 +299,12 @@ class ProcessSampler:
             self._version, self._is_fed = publication.version, True
             self._stats = loaded.fields["stats"]
 
-    async def _within(self, answer: asyncio.Future[Frame], seconds: float, what: str) -> Frame:
+    async def _ask(
+        self, verb: str, seconds: float, what: str, told: Mapping[str, Any] = {}, tell: Tell | None = None
+    ) -> Frame:
         """The answer. A process that owes one for longer is of no use any more, and is ended."""
+        call, answer = self._new_call(tell)
+        self._send(Frame(verb, call, dict(told)))
         done, _ = await asyncio.wait([answer], timeout=seconds)
         if not done:
             self._give_up(f"{what} within {seconds:g} s")
@@ -369,7 +373,7 @@ class ProcessSampler:
             self._break(late if is_late else ended or f"the connection to it broke: {error}")
             raise self._failed() from error
 
-    def _new_call(self, tell: Callable[[int, int], None] | None = None) -> tuple[int, asyncio.Future[Frame]]:
+    def _new_call(self, tell: Tell | None = None) -> tuple[int, asyncio.Future[Frame]]:
         self._require_whole()
         return self._questions.ask(tell)
 

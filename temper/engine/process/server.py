@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,6 +42,10 @@ class ServedSampler(Sampler, Protocol):
     """What a sampler process serves: Temper's own engine, or a fake in tests."""
 
     async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None: ...
+
+    def digests(self) -> Mapping[str, str]:
+        """Of the tensors that it draws with, by name."""
+        ...
 
 
 Open = Callable[[str], ServedSampler]
@@ -125,6 +129,7 @@ class Server:
             "load": self._load,
             "warm_up": self._warm_up,
             "ping": self._ping,
+            "digests": self._digests,
             "rest": self._rest,
         }
 
@@ -155,6 +160,9 @@ class Server:
 
     async def _ping(self, frame: Frame) -> None:
         self.send(Frame("pong", frame.call))
+
+    async def _digests(self, frame: Frame) -> None:
+        self.send(Frame("digests", frame.call, {"digests": dict(self._sampler.digests())}))
 
     async def _rest(self, frame: Frame) -> None:
         """Stale again, and nothing of the trainer's memory is held."""

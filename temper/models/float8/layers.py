@@ -15,6 +15,12 @@ from torch import Tensor, nn
 
 from temper.models.float8.arithmetic import FLOAT8, float8_linear, quantize_rows
 
+MATRICES = {
+    "self_attn": (("q_proj", "k_proj", "v_proj"), ("o_proj",)),
+    "mlp": (("gate_proj", "up_proj"), ("down_proj",)),
+}
+"""Of a decoder layer. Those in one group are computed together."""
+
 
 class Float8Linear(nn.Module):
     """A linear layer for inference. Buffers, not parameters: nothing here is trained."""
@@ -45,11 +51,9 @@ def float8_copy(model: Any) -> nn.Module:
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     tree: Any = copy.deepcopy(model, shared)
     for layer in tree.get_decoder().layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        _replace(attention, ("q_proj", "k_proj", "v_proj"))
-        _replace(attention, ("o_proj",))
-        _replace(mlp, ("gate_proj", "up_proj"))
-        _replace(mlp, ("down_proj",))
+        for owner, groups in MATRICES.items():
+            for names in groups:
+                _replace(getattr(layer, owner), names)
     return tree  # type: ignore[no-any-return]
 
 
@@ -64,6 +68,19 @@ def _replace(module: Any, names: Sequence[str]) -> None:
         quantized = Float8Linear(weight, scale, linear.bias)
         quantized.take(linear.weight)
         setattr(module, name, quantized)
+
+
+def float8_names(model: Any) -> frozenset[str]:
+    """Names under which the matrices are published that float8_copy() of this model holds in float8."""
+    layers = {id(layer) for layer in model.get_decoder().layers}
+    return frozenset(
+        f"{place}.{owner}.{name}.weight"
+        for place, module in model.named_modules()
+        if id(module) in layers
+        for owner, groups in MATRICES.items()
+        for group in groups
+        for name in group
+    )
 
 
 def float8_layers(model: nn.Module) -> dict[str, Float8Linear]:

@@ -73,6 +73,35 @@ def test_two_trainers_train_what_one_trains(tiny_recipe: dict[str, Any], tmp_pat
             assert len(reader.query("SELECT 1 FROM steps")) == 7
 
 
+def make_learnable(recipe: dict[str, Any], cluster: dict[str, Any]) -> dict[str, Any]:
+    """Spelling of two letters, half learned by imitation, which practice makes better within seconds."""
+    recipe["heldout"] |= {"size": 128}
+    sft, rl = recipe["stage"]
+    stages = [
+        {**sft, "steps": 60, "optim": {"learning_rate": 1e-2}, "trainer": {"examples_per_step": 32}},
+        {**rl, "steps": 20, "optim": {"learning_rate": 4e-3}, "rollout": {"groups_per_step": 16, "group_size": 8}},
+    ]
+    stages[1]["evaluation"] = {"samples": 2}
+    # In exact mode it is the same run every time: no luck decides.
+    return {**recipe, "checkpoint": {"every": 100}, "cluster": cluster, "engine": IN_PROCESS, "stage": stages}
+
+
+def require_learned(folder: Path) -> None:
+    """The interval of the sampled held-out score after practice lies above that before it."""
+    with RunReader(folder) as reader:
+        assert reader.is_finished
+        scores = {each.step: each for each in reader.evaluations() if (each.stage, each.name) == (1, "sampled")}
+    before, after = scores[0], scores[20]
+    assert after.low > before.high, (before, after)
+
+
+@pytest.mark.heavy
+def test_two_trainers_and_two_samplers_learn(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    cluster = {"trainers": 2, "samplers": 2}
+    training.train_stages(resolve(make_learnable(tiny_recipe, cluster), (), where="test"), run=tmp_path / "run")
+    require_learned(tmp_path / "run")
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("parts", [False, True], ids=["copies", "parts"])
 def test_three_trainers_with_uneven_shares_train_what_one_trains(

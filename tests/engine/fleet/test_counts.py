@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from temper.engine.fleet.counts import together
+from temper.engine.fleet.counts import tell_together, together
 
 
 def test_totals_add_up_peaks_are_the_highest_and_means_go_by_work() -> None:
@@ -25,3 +25,11 @@ def test_totals_add_up_peaks_are_the_highest_and_means_go_by_work() -> None:
     }
     assert together([]) == {}
     assert together([{"occupancy": 0.3}]) == {"occupancy": 0.3}
+
+
+def test_how_far_each_is_is_told_as_how_far_all_are() -> None:
+    heard: list[tuple[int, int]] = []
+    first, second = tell_together(2, lambda done, total: heard.append((done, total)))
+    first(1, 4)
+    second(2, 3)
+    assert heard == [(1, 5), (3, 7)]

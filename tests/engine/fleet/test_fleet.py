@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from temper.engine.digests import Digests
 from temper.engine.fleet import fleet as fleet_module
-from temper.engine.fleet.fleet import Fleet
+from temper.engine.fleet.fleet import Fleet, FleetSettings
 from temper.engine.fleet.kept import KeptFleet
 from temper.engine.process.client import SamplerLost
 from temper.errors import BackendError
@@ -20,7 +21,7 @@ from temper.types import Completion, Finish, Publication, Request, SamplingParam
 
 
 def asked(name: str) -> Request:
-    return Request(id=name, prompt_ids=(len(name), hash(name) % 100), params=SamplingParams())
+    return Request(id=name, prompt_ids=tuple(name.encode()), params=SamplingParams())
 
 
 def weights(version: int) -> Publication:
@@ -33,7 +34,10 @@ class FakeSampler:
     def __init__(self, place: int, number: int) -> None:
         self.place, self.number = place, number
         self.version, self.is_dead, self.is_closed, self.is_silent = -1, False, False, False
-        self.refuses = ""
+        self.refuses, self.name = "", f"sampler {number}"
+        self.held: dict[str, torch.Tensor] = {}
+        self.spoils: dict[str, torch.Tensor] = {}
+        """What it holds in place of what was published."""
         self.waiting: dict[str, asyncio.Future[Completion]] = {}
         self.drawn: list[str] = []
         self.may_load, self.may_open = asyncio.Event(), asyncio.Event()
@@ -75,6 +79,15 @@ class FakeSampler:
         if self.refuses:
             raise BackendError(self.refuses)
         self.version = publication.version
+        self.held = {name: tensor.clone() for name, tensor in publication.tensors.items()}
+        self.held |= self.spoils
+
+    async def digests(self, seconds: float) -> dict[str, str]:
+        await self.ping(seconds)
+        digests = Digests()
+        for name, tensor in self.held.items():
+            digests.add(name, tensor)
+        return digests.read()
 
     async def ping(self, seconds: float) -> None:
         if self.is_silent:
@@ -110,7 +123,7 @@ class World:
         self.notes: list[str] = []
         self.num_closed = 0
         given = {"max_restarts": 3, "silent_seconds": 0.05, "feeds_late": True, **settings}
-        self.fleet = Fleet(self.start, num, note=self.notes.append, closed=self.closed, **given)  # type: ignore[arg-type]
+        self.fleet = Fleet(self.start, num, FleetSettings(**given), note=self.notes.append, closed=self.closed)  # type: ignore[arg-type]
 
     def start(self, place: int) -> FakeSampler:
         self.started.append(FakeSampler(place, len(self.started)))
@@ -276,6 +289,48 @@ def test_a_publication_that_a_living_sampler_refuses_fails() -> None:
         with pytest.raises(BackendError, match="one tensor too many"):
             await world.fleet.load(weights(2))
         assert world.fleet.version == 1
+
+    play(2, use)
+
+
+@pytest.mark.parametrize("spoiled", [0, 1])
+def test_whichever_holds_other_numbers_than_were_published_is_named_with_the_tensor(spoiled: int) -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        assert await world.fleet.differences() == []
+        world.started[spoiled].spoils = {"a": torch.tensor([1e-9])}
+        with pytest.raises(BackendError, match=f"^sampler {spoiled} holds other numbers than publication 2 in a\\."):
+            await world.fleet.load(weights(2))
+
+    play(2, use)
+
+
+def test_one_that_changes_after_a_publication_is_found_when_somebody_asks() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        world.started[1].held["a"] += 1
+        assert await world.fleet.differences() == ["a of sampler 1"]
+        world.started[0].die()
+        assert await world.fleet.differences() == ["a of sampler 1"], "the dead are replaced, and say nothing"
+
+    play(2, use)
+
+
+def test_one_that_comes_back_and_reads_what_the_next_step_has_made_of_them_waits_for_the_next_publication() -> None:
+    async def use(world: World) -> None:
+        trained = torch.zeros(1)
+        await world.fleet.load(Publication(version=1, tensors={"a": trained}))
+        trained += 1
+        world.started[0].die()
+        asking = asyncio.create_task(world.fleet.generate(asked("a")))
+        await settle(60)
+        assert set(world.drawing.values()) == {world.started[1]}
+        assert world.fleet.stats()["samplers"] == 1
+        assert world.notes[1:] == ["sampler 2 holds other numbers than publication 1 in a: it waits for the next"]
+        await world.fleet.load(Publication(version=2, tensors={"a": trained}))
+        assert world.fleet.stats()["samplers"] == 2
+        world.started[1].answer("a")
+        await asking
 
     play(2, use)
 

@@ -12,10 +12,11 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from temper.batching.pack import pack
+from temper.engine.digests import differing, digested
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.models.decoder import _project
 from temper.models.float8.arithmetic import FLOAT8
-from temper.models.float8.layers import float8_copy, float8_layers, held_bits, published_bits
+from temper.models.float8.layers import float8_copy, float8_layers, float8_names, held_bits, published_bits
 from temper.models.load import prepare
 from temper.models.ops import ops_of
 from temper.objectives import PRESETS
@@ -131,6 +132,19 @@ def test_one_scale_that_differs_is_named() -> None:
     assert stale_tensors(published_bits(publish(model, 0).tensors, quantized), held) == [
         name.replace("weight", "scale")
     ]
+
+
+def test_what_an_engine_holds_in_float8_is_compared_with_what_was_published(family: str) -> None:
+    model = make_model(family)
+    quantized = float8_copy(model)
+    assert float8_names(model) == float8_layers(quantized).keys()
+    publication, digests = digested(publish(model, 1), float8_names(model))
+    engine = make_engine(quantized)
+    asyncio.run(engine.load(publication))
+    assert differing(digests.read(), engine.digests()) == []
+    name, layer = next(iter(float8_layers(quantized).items()))
+    layer.scale[2] *= 1.01
+    assert differing(digests.read(), engine.digests()) == [name]
 
 
 def test_joined_products_equal_those_of_each_layer() -> None:

@@ -54,11 +54,16 @@ def train(model: Any, other: Any, rows: list[Sample], preset: str, budget: int, 
         model,
         None,
         objective,
-        TrainerSettings(optimizer=optimizer, temperature=1.0, total_steps=4),
+        TrainerSettings(
+            optimizer=optimizer, temperature=1.0, total_steps=4, gradient_checkpointing="recomputed" in how and is_cut
+        ),
         pack=partial(pack, tokens_per_microbatch=budget, dtype=torch.float64, together=together),
         shard=shard,
         others=AuxiliaryModels(critic=critic, reference=other, teachers={"": other}),
     )
+    recomputed = [0]
+    if "recomputed" in how and is_cut:
+        count_recomputed(model, recomputed)
     updates = (tuple(rows),) if "epochs" not in how else in_two_epochs(rows)
     results = [trainer.step(Batch(updates=updates)) for _ in range(2)]
     states = {"policy": trainer._optimizer.tensors()}
@@ -68,7 +73,20 @@ def train(model: Any, other: Any, rows: list[Sample], preset: str, budget: int, 
         (owner, name): tensors[name] for owner, tensors in states.items() for name in tensors if is_first_moment(name)
     }
     share = len(trainer._share(rows).microbatches)
-    return {"share": share, "metrics": [dict(r.metrics) for r in results], "moments": moments}
+    metrics = [dict(result.metrics) for result in results]
+    return {"share": share, "metrics": metrics, "moments": moments, "recomputed": recomputed[0]}
+
+
+def count_recomputed(model: Any, counted: list[int]) -> None:
+    """Passes of the first layer that keep nothing but their input."""
+    layer = model.get_decoder().layers[0]
+    checkpoint = layer._gradient_checkpointing_func
+
+    def checkpoint_counted(*given: Any, **named: Any) -> Any:
+        counted[0] += 1
+        return checkpoint(*given, **named)
+
+    layer._gradient_checkpointing_func = checkpoint_counted
 
 
 def is_first_moment(name: str) -> bool:

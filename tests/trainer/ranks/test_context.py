@@ -34,6 +34,7 @@ CASES = {
         *((name, UNEVEN, "twos parts") for name in ("grpo", "gspo", "dapo", "dpo", "sft")),
         *((name, UNEVEN, "together parts") for name in ("grpo", "dpo")),
         ("grpo", WHOLE, "twos parts"),
+        ("grpo", UNEVEN, "twos parts recomputed"),
         *(("grpo", UNEVEN, f"{fault} twos parts") for fault in FAULTS),
     ],
 }

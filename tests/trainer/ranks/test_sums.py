@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +38,43 @@ CASES = [
     ("grpo", UNEVEN, "average"),
     *((name, UNEVEN, fault) for name in ("dapo", "ppo") for fault in ("epochs", "epochs parts")),
     *((name, budget, "parts") for name in CUT_NAMES for budget in (UNEVEN, WHOLE)),
+    *((name, UNEVEN, "recomputed parts") for name in ("grpo", "ppo", "dpo")),
 ]
+FEW_CASES = [
+    ("grpo", WHOLE, "none"), ("grpo", WHOLE, "parts"), ("ppo", WHOLE, "parts"), ("dpo", WHOLE, "parts"),
+    ("grpo", WHOLE, "recomputed parts"),
+]  # fmt: skip
+"""Of two ranks, of which the second has nothing to do."""
 
 Reports = dict[tuple[str, int, str], dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def reports(
-    request: pytest.FixtureRequest,
+Report = Callable[[int, list[Any]], tuple[Reports, list[Reports]]]
+
+
+@pytest.fixture
+def report(
     make_model: Callable[..., Any],
     make_rows: Callable[..., list[Sample]],
     run_ranks: Callable[..., None],
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+) -> Report:
+    """What a single process and what each of so many ranks report of every case."""
+    return partial(report_of, make_model, make_rows, run_ranks, tmp_path)
+
+
+def report_of(
+    make_model: Callable[..., Any],
+    make_rows: Callable[..., list[Sample]],
+    run_ranks: Callable[..., None],
+    folder: Path,
+    world: int,
+    cases: list[Any],
 ) -> tuple[Reports, list[Reports]]:
-    """What a single process and what each of several ranks report of every case."""
-    world: int = request.param
-    folder = tmp_path_factory.mktemp("ranks")
     pairs = as_pairs(make_rows(5, 2, seed=1))
     sides = {(row.group_id, row.index): read_at_its_end(row) for row in as_pairs(make_rows(6, 2, seed=1))}  # a row each
     rows = {"rows": with_columns(make_rows()), "pairs": pairs, "scores": list(sides.values())}
     models = {"policy": make_model(), "scorer": make_scorer(make_model())}
-    cases = [case for case in CASES if (case[1] == UNEVEN) == (world == 4)]
     (folder / "inputs.pkl").write_bytes(pickle.dumps((models, make_model(seed=1), rows, cases)))
     ranks = [(0, 1), *((rank, world) for rank in range(world))]
     run_ranks(PROGRAM, folder, ranks)
@@ -128,9 +145,18 @@ def largest_difference(first: dict[str, Any], second: dict[str, Any]) -> float:
 
 
 @pytest.mark.heavy  # tests/batching has the gradient of every preset on two and four ranks; this, all of the trainer
-def test_ranks_equal_one_and_a_rank_that_averages_is_seen(reports: tuple[Reports, list[Reports]]) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_equal_one_and_a_rank_that_averages_is_seen(report: Report, world: int) -> None:
     """All in one test: apart, they would be shared out over processes that each start all ranks."""
-    alone, together = reports
+    require_equal_to_one(*report(world, [case for case in CASES if (case[1] == UNEVEN) == (world == 4)]))
+
+
+@pytest.mark.heavy
+def test_two_ranks_of_which_one_has_nothing_to_do_equal_one(report: Report) -> None:
+    require_equal_to_one(*report(2, FEW_CASES))
+
+
+def require_equal_to_one(alone: Reports, together: list[Reports]) -> None:
     differing = []
     for case in alone:
         _, budget, fault = case
@@ -141,5 +167,7 @@ def test_ranks_equal_one_and_a_rank_that_averages_is_seen(reports: tuple[Reports
         shares = [report[case]["share"] for report in together]
         assert sum(shares) == alone[case]["share"]
         assert shares[1:] == [0] * (len(shares) - 1) if budget == WHOLE else len(set(shares)) > 1, case
+        if "recomputed" in fault:
+            assert min(report[case]["recomputed"] for report in together) > 0, "every rank goes over a row, or as if"
         differing += [case for gap in gaps if not gap < 1e-10]
     assert differing == []

@@ -34,6 +34,7 @@ CASES = {
         *((name, UNEVEN, "twos parts sliced") for name in ("grpo", "gspo", "dapo", "dpo", "sft")),
         *(("grpo", UNEVEN, f"twos parts sliced {family}") for family in FAMILIES),
         ("grpo", WHOLE, "twos parts sliced"),
+        ("grpo", UNEVEN, "twos parts sliced recomputed"),
         *(("grpo", UNEVEN, f"{fault} twos parts sliced") for fault in FAULTS),
     ],
 }
