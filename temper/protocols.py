@@ -6,7 +6,7 @@ Owns: what the loop may ask of a sampler, a trainer, a source of batches, an env
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +67,20 @@ class Sampler(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class HasTools(Protocol):
+    """An environment whose tools may do what cannot be undone."""
+
+    def allow(self, names: Collection[str], *, must_exist: bool) -> None:
+        """Before start(). These run without being asked about. must_exist: a name that no such tool has is refused."""
+        ...
+
+    @property
+    def dry_tools(self) -> Sequence[str]:
+        """Names of the tools of a started one whose calls are only described."""
+        ...
 
 
 @runtime_checkable

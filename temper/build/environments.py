@@ -9,7 +9,7 @@ from functools import cache
 
 from temper.config.sections import EnvConfig
 from temper.envs.agents.agent import NAME as AGENT
-from temper.envs.env import find_env
+from temper.envs.env import Allowed, find_env
 from temper.envs.processes.pool import EnvProcesses
 from temper.errors import UserError
 from temper.plugins import UNNAMED
@@ -22,10 +22,13 @@ class Environments:
     def __init__(self, config: EnvConfig) -> None:
         check_place(config)
         self._name = config.name
-        self._find = cache(lambda name: find_env(name, config.options))
+        allowed = Allowed(tuple(config.allow), must_exist=bool(config.name))
+        self._find = cache(lambda name: find_env(name, config.options, allowed=allowed))
         self._processes: EnvProcesses | None = None
         if config.place == "process":
-            self._processes = EnvProcesses(config.options, num_workers=config.workers, seconds=config.call_seconds)
+            self._processes = EnvProcesses(
+                config.options, num_workers=config.workers, seconds=config.call_seconds, allowed=allowed
+            )
 
     def __call__(self, name: str) -> Env:
         name = self._name or name

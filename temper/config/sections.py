@@ -31,6 +31,9 @@ class EnvConfig(Section):
     says, which is single_turn unless its source says otherwise."""
     options: dict[str, Scalar | list[Scalar]] = {}
     """Arguments of the environment."""
+    allow: list[str] = []
+    """Names of tools that cannot be undone (a payment, a mail) and that the policy may use all the same, e.g. ["pay"].
+    Any other such call is described to the policy and not carried out."""
     place: Literal["here", "process"] = "here"
     """Where environments live: in this process, whose interpreter they share with everything else; or in worker
     processes, for code that computes in Python or holds the interpreter. An episode stays in one worker to its end."""

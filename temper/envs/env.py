@@ -6,6 +6,7 @@ Owns: the registry, and finding a user's own. Refuses: anything an environment d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from temper.envs.adapters.gymnasium import GymnasiumEnv
@@ -24,11 +25,21 @@ from temper.envs.library.shop import ShopEnv
 from temper.envs.single_turn import SingleTurn
 from temper.errors import UserError, did_you_mean
 from temper.plugins import load_function, require_options
-from temper.protocols import Env
+from temper.protocols import Env, HasTools
 from temper.types import Scalar
 
 EnvFactory = Callable[..., Env]
 """Makes a fresh environment for one episode; takes the recipe's env.options as keyword arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a recipe's env.allow says."""
+
+    names: tuple[str, ...]
+    must_exist: bool
+    """Whether all environments have these tools: the recipe names one environment, not each task its own."""
+
 
 ENVS: dict[str, EnvFactory] = {
     "agent": AgentEnv,
@@ -49,7 +60,10 @@ ENVS: dict[str, EnvFactory] = {
 
 
 def find_env(
-    name: str, options: Mapping[str, Scalar | list[Scalar]] | None = None, envs: Mapping[str, EnvFactory] = ENVS
+    name: str,
+    options: Mapping[str, Scalar | list[Scalar]] | None = None,
+    envs: Mapping[str, EnvFactory] = ENVS,
+    allowed: Allowed | None = None,
 ) -> Callable[[], Env]:
     """What makes environments of this name; "package.module:Class" is a user's own. Options are checked now."""
     where, options = f'env "{name}"', options or {}
@@ -61,7 +75,17 @@ def find_env(
         known = ", ".join(sorted(envs))
         raise UserError(f'{where} is unknown.{did_you_mean(name, envs)} Known: {known}, or "package.module:Class".')
     require_options(factory, options, where=where)
-    return partial(factory, **options)
+    make = partial(factory, **options)
+    return partial(_allowing, make, allowed, where) if allowed and allowed.names else make
+
+
+def _allowing(make: Callable[[], Env], allowed: Allowed, where: str) -> Env:
+    env = make()
+    if isinstance(env, HasTools):
+        env.allow(allowed.names, must_exist=allowed.must_exist)
+    elif allowed.must_exist:
+        raise UserError(f"{where} has no tools of Temper's, so env.allow says nothing to it. Leave env.allow out")
+    return env
 
 
 def make_env(name: str) -> Env:

@@ -12,7 +12,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -109,6 +109,8 @@ class ToolEnv:
         self._presentation = presentation or Presentation()
         self._log = log or SideEffectLog()
         self._tools = ToolSet(())
+        self._allowed_names: frozenset[str] = frozenset()
+        self._must_exist = False
         self._mark = ""
         self._num_calls, self._num_bad, self._seconds_used = 0, 0, 0.0
 
@@ -119,11 +121,25 @@ class ToolEnv:
     @property
     def allowed(self) -> dict[str, str]:
         """Of a started one: what each tool is declared to do, and whether it may."""
-        return {tool.name: f"{tool.effect}, {self._permissions.grant(tool)}" for tool in self._tools}
+        grant = self._permissions.grant
+        return {
+            tool.name: f"{tool.effect}, {'permitted' if self._is_allowed(tool) else grant(tool)}"
+            for tool in self._tools
+        }
+
+    @property
+    def dry_tools(self) -> Sequence[str]:
+        """Implements protocols.HasTools."""
+        final = (tool for tool in self._tools if tool.effect == "irreversible" and not self._permissions.refusal(tool))
+        return [tool.name for tool in final if self._permissions.approve is None and not self._is_allowed(tool)]
 
     @property
     def side_effects(self) -> tuple[SideEffect, ...]:
         return self._log.entries
+
+    def allow(self, names: Collection[str], *, must_exist: bool) -> None:
+        """Implements protocols.HasTools."""
+        self._allowed_names, self._must_exist = frozenset(names), must_exist
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
         assert not self._mark, "an environment is single-use"
@@ -131,6 +147,10 @@ class ToolEnv:
         self._tools = ToolSet(self._make_tools(task, seed))
         for tool in self._tools:
             self._permissions.secrets.for_tool(tool)  # a missing secret is the user's mistake, not the policy's
+        final = {tool.name for tool in self._tools if tool.effect == "irreversible"}
+        if self._must_exist and (missing := self._allowed_names - final):
+            has = f"It has {', '.join(sorted(final))}" if final else "It has none"
+            raise UserError(f'env.allow names "{min(missing)}": no tool here that cannot be undone is called so. {has}')
         return self._presentation.open(task.messages, self._tools.schemas)
 
     async def step(self, message: Message) -> EnvReply:
@@ -201,7 +221,7 @@ class ToolEnv:
 
     async def _run(self, tool: Tool, arguments: dict[str, Any]) -> _Result:
         described = f"{tool.name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-        if tool.effect == "irreversible" and not await self._is_approved(tool, arguments):
+        if tool.effect == "irreversible" and not (self._is_allowed(tool) or await self._is_approved(tool, arguments)):
             text = f"dry run: {described} was not carried out, it needs approval"
             return _Result(name=tool.name, text=text, events=[self._event(EventKind.DENIED, tool.name, text)])
         started = time.monotonic()
@@ -239,6 +259,10 @@ class ToolEnv:
         arguments = self._permissions.secrets.redact(described)[:MAX_CHARACTERS]
         self._log.add(SideEffect(tool=tool.name, effect=tool.effect, arguments=arguments, outcome=outcome))
         return self._event(EventKind.SIDE_EFFECT, tool.name, f"{outcome}: {described}")
+
+    def _is_allowed(self, tool: Tool) -> bool:
+        """Whether the recipe names it. What permissions deny stays denied."""
+        return tool.name in self._allowed_names and self._permissions.refusal(tool) is None
 
     async def _is_approved(self, tool: Tool, arguments: Mapping[str, Any]) -> bool:
         """Whether someone said yes. Silence and errors are a no."""

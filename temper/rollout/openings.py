@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from temper.calls import CLOSE_SECONDS, call, explain_error, is_end_of_task
 from temper.errors import UserError
-from temper.protocols import Env, EnvOpening
+from temper.protocols import Env, EnvOpening, HasTools
 from temper.rollout.episode import EpisodeRenderer
 from temper.types import Task
 
@@ -26,6 +26,8 @@ class Opening:
     prompt_ids: tuple[int, ...]
     tools: tuple[str, ...]
     """Names of the tools that the chat template shows."""
+    dry_tools: tuple[str, ...] = ()
+    """Names of those whose calls are only described."""
 
 
 async def try_openings(
@@ -58,7 +60,8 @@ async def _open(
             raise UserError(f"{name}.start returned {opening!r:.60}, not an EnvOpening")
         messages = renderer.prompt_messages(dataclasses.replace(task, messages=opening.messages))
         names = tuple(str(tool.get("function", tool).get("name", "?")) for tool in opening.tools)
-        return Opening(task=task, prompt_ids=renderer.prompt_ids(messages, opening.tools), tools=names)
+        dry = tuple(env.dry_tools) if isinstance(env, HasTools) else ()
+        return Opening(task=task, prompt_ids=renderer.prompt_ids(messages, opening.tools), tools=names, dry_tools=dry)
     finally:
         await call(env.close(), CLOSE_SECONDS, f"{name}.close()")
 

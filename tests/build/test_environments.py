@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +17,17 @@ from temper.build.agents import check_judge
 from temper.build.environments import Environments
 from temper.commands.training.preflight import dry_run
 from temper.commands.training.train import train
+from temper.commands.training.trials import try_environment
 from temper.config import resolve, to_toml
 from temper.config.sections import EnvConfig
+from temper.envs.library.shop import shop
+from temper.envs.threads import play_script
+from temper.envs.tool_calls import write_call
 from temper.errors import UserError
+from temper.models.tiny import character_tokenizer
 from temper.plugins import name_function
+from temper.tasks.render import Renderer
+from temper.types import EventKind, Task
 
 ENV = """
 import os
@@ -110,3 +120,56 @@ def test_what_the_run_answers_is_not_asked_from_a_worker(tiny_recipe: dict[str, 
         (config,) = resolve({**tiny_recipe, "env": env, "stage": tiny_recipe["stage"][1:]}, (), where="test")
         with pytest.raises(UserError, match=r"Give env.options.judge an address") if is_refused else nullcontext():
             check_judge(config)
+
+
+@pytest.mark.parametrize("place", ["here", pytest.param("process", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("names", [[], ["pay"]])
+def test_what_cannot_be_undone_is_done_where_the_recipe_names_it(place: str, names: list[str]) -> None:
+    task = shop(0, 0)
+    config = EnvConfig(name="shop", place=place, allow=names)  # type: ignore[arg-type]
+    calls = [write_call("hermes", call, arguments) for call, arguments in json.loads(str(task.extra["solution"]))]
+
+    async def visit() -> tuple[float | None, bool]:
+        environments = Environments(config)
+        replies = await play_script(environments("shop"), task, (*calls, "done"))
+        await environments.close()
+        events = [event.kind for reply in replies for event in reply.events]
+        return replies[-1].reward, EventKind.DENIED in events
+
+    assert asyncio.run(visit()) == ((1.0, False) if names else (0.0, True))
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"name": "shop", "allow": ["pey"]}, r'names "pey".*It has pay'),
+        ({"name": "calculator", "allow": ["pay"]}, "It has none"),
+        ({"name": "single_turn", "allow": ["pay"]}, "no tools"),
+    ],
+)
+def test_a_name_that_no_such_tool_has_is_refused(env: dict[str, Any], words: str) -> None:
+    async def start() -> None:
+        await Environments(EnvConfig(**env))(env["name"]).start(shop(0, 0), 0)
+
+    with pytest.raises(UserError, match=words):
+        asyncio.run(start())
+
+
+def test_tasks_that_name_their_own_environments_need_not_all_have_the_tool() -> None:
+    async def start(name: str, task: Task) -> None:
+        await Environments(EnvConfig(allow=["pay"]))(name).start(task, 0)
+
+    for name in ("shop", "calculator", "single_turn"):
+        asyncio.run(start(name, shop(0, 0)))
+
+
+def test_a_dry_run_says_what_would_only_be_described(tiny_recipe: dict[str, Any]) -> None:
+    renderer = Renderer(character_tokenizer("".join(map(chr, range(32, 127)))))
+    data: Any = SimpleNamespace(renderer=renderer, asked=[shop(0, 0)], shape=SimpleNamespace(max_context=4096))
+    for names in ([], ["pay"]):
+        env = {"name": "shop", "options": {"call_format": "plain", "show_tools": "no"}, "allow": names}
+        (config,) = resolve({**tiny_recipe, "env": env, "stage": tiny_recipe["stage"][1:]}, [], where="tiny")
+        said = asyncio.run(try_environment(config, data))["environment"]
+        assert said.endswith("only described, and not carried out, since env.allow does not name it: pay") == (
+            not names
+        )

@@ -50,6 +50,8 @@ async def try_environment(config: RunConfig, data: StageData) -> dict[str, str]:
         )
     tools = sorted({name for opening in openings for name in opening.tools})
     shown = f", the template shows {', '.join(tools)}" if tools else ""
+    dry = sorted({name for opening in openings for name in opening.dry_tools})
+    shown += f"; only described, and not carried out, since env.allow does not name it: {', '.join(dry)}" if dry else ""
     return {"environment": f"{', '.join(names)}: started for {len(openings)} tasks, at most {size} tokens{shown}"}
 
 

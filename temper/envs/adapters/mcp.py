@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from temper.envs.adapters.third_party import failure, require_package, within
@@ -195,6 +195,17 @@ class McpEnv:
         self._permissions = Permissions(effects=effects_granted, approve=lambda tool, _: tool.name in self._approved)
         self._presentation = Presentation(call_format=call_format, show_tools=show_tools)
         self._env: ToolEnv | None = None
+
+    def allow(self, names: Collection[str], *, must_exist: bool) -> None:
+        """Implements protocols.HasTools; options.allow says the same."""
+        self._approved |= frozenset(names)
+
+    @property
+    def dry_tools(self) -> Sequence[str]:
+        """Implements protocols.HasTools. What options.allow does not name is asked about, and the answer is no."""
+        allowed = {} if self._env is None else self._env.allowed
+        final = [name for name, told in allowed.items() if told.startswith("irreversible")]
+        return [name for name in final if name not in self._approved]
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
         assert self._env is None, "an environment is single-use"

@@ -244,7 +244,7 @@ def _wishes(shop: Shop, max_wishes: int, draw: random.Random) -> tuple[list[str]
 class ShopEnv(ToolEnv):
     """One visit. At its end the state is compared with the goal; see judge().
 
-    approve_payments: false leaves payments dry, as for a shop where money is real.
+    Payments cannot be undone: the recipe allows them, env.allow = ["pay"], or they are only described.
     """
 
     def __init__(
@@ -252,7 +252,6 @@ class ShopEnv(ToolEnv):
         *,
         max_calls: int = 16,
         mistake_cost: float = 0.25,
-        approve_payments: bool = True,
         call_format: str = "auto",
         show_tools: str = "auto",
     ) -> None:
@@ -262,10 +261,7 @@ class ShopEnv(ToolEnv):
         super().__init__(
             self._open,
             limits=ToolLimits(calls_per_episode=max_calls),
-            permissions=Permissions(
-                effects=frozenset({"read", "write"}),
-                approve=(lambda tool, arguments: True) if approve_payments else None,
-            ),
+            permissions=Permissions(effects=frozenset({"read", "write"})),
             # A small model that was taught the shop's words by heart sees them without the marks of untrusted output.
             presentation=Presentation(
                 call_format=call_format,

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from temper.children import worker_command
+from temper.envs.env import Allowed
 from temper.envs.processes.frames import NO_CALL, Frames
 from temper.errors import BackendError, TaskError
 from temper.protocols import EnvOpening, EnvReply
@@ -40,8 +41,15 @@ class EnvProcesses:
     the deadline of one call; a worker that gives no sign of life for so long is killed.
     """
 
-    def __init__(self, options: Mapping[str, Scalar | list[Scalar]], *, num_workers: int, seconds: float) -> None:
-        self._order = pickle.dumps((dict(options), seconds))
+    def __init__(
+        self,
+        options: Mapping[str, Scalar | list[Scalar]],
+        *,
+        num_workers: int,
+        seconds: float,
+        allowed: Allowed | None = None,
+    ) -> None:
+        self._order = pickle.dumps((dict(options), allowed, seconds))
         self._num_workers = num_workers
         self._seconds = seconds
         self._episodes = itertools.count()

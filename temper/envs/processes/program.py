@@ -63,8 +63,8 @@ class EnvServer:
 
     def _hear(self, number: int, body: bytes) -> None:
         if number == NO_CALL:
-            options, self._seconds = pickle.loads(body)
-            self._find = cache(lambda name: find_env(name, options))
+            options, allowed, self._seconds = pickle.loads(body)
+            self._find = cache(lambda name: find_env(name, options, allowed=allowed))
             self._tell_of_life()
             return
         verb, *given = pickle.loads(body)

@@ -19,8 +19,14 @@ from temper.types import EventKind, Message, Status, Task
 
 
 def play(task: Task, said: Sequence[str], **options: object) -> list[EnvReply]:
-    """Replies up to the end; a policy that has said everything says done."""
-    return asyncio.run(play_script(ShopEnv(**options), task, (*said, "done")))  # type: ignore[arg-type]
+    """Replies up to the end; a policy that has said everything says done. Payments are allowed."""
+    return asyncio.run(play_script(open_shop(ShopEnv, **options), task, (*said, "done")))
+
+
+def open_shop(kind: type[ShopEnv] = ShopEnv, **options: object) -> ShopEnv:
+    env = kind(**options)  # type: ignore[arg-type]
+    env.allow(["pay"], must_exist=True)
+    return env
 
 
 def paid(task: Task, said: Sequence[str], **options: object) -> float:
@@ -86,11 +92,12 @@ def test_an_unused_coupon_is_seen_in_the_state() -> None:
     assert paid(task, [call for call in solution(task) if "use_coupon" not in call]) == 0.0
 
 
-def test_payments_run_dry_where_nobody_approves_them() -> None:
+def test_payments_run_dry_unless_the_recipe_names_them() -> None:
     task = shop(0, 0)
-    replies = play(task, solution(task), approve_payments=False)
+    replies = asyncio.run(play_script(ShopEnv(), task, (*solution(task), "done")))
     assert EventKind.DENIED in kinds(replies)
     assert replies[-1].reward == 0.0
+    assert paid(task, solution(task)) == 1.0
 
 
 def test_payments_are_logged_as_side_effects_and_browsing_is_not() -> None:
@@ -154,7 +161,7 @@ def test_money_and_stock_are_conserved_by_any_calls() -> None:
 def test_episodes_share_no_state() -> None:
     task = shop(0, 0)
     look = [write_call("hermes", "view", {}), write_call("hermes", "browse", {})]
-    asyncio.run(check_isolation_of_episodes(ShopEnv, task, said=look, other=solution(task)))
+    asyncio.run(check_isolation_of_episodes(open_shop, task, said=look, other=solution(task)))
 
 
 def test_a_shop_that_leaks_between_episodes_would_be_seen() -> None:
@@ -167,7 +174,7 @@ def test_a_shop_that_leaks_between_episodes_would_be_seen() -> None:
 
     look = [write_call("hermes", "view", {})]
     with pytest.raises(UserError, match="leaks"):
-        asyncio.run(check_isolation_of_episodes(Leaky, task, said=look, other=solution(task)))
+        asyncio.run(check_isolation_of_episodes(lambda: open_shop(Leaky), task, said=look, other=solution(task)))
 
 
 def test_equal_seeds_give_equal_tasks_the_goal_is_never_the_start_and_nothing_of_it_is_told() -> None:
