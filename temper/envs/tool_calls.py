@@ -41,6 +41,8 @@ class Parsed:
     calls: tuple[Call | BadCall, ...] = ()
 
 
+Calls = list[tuple[str, dict[str, Any]]]
+"""Names of tools, each with its arguments."""
 Parser = Callable[[str], Parsed]
 MAX_BROKEN = 200
 """Braces that begin like an object and are not one; after these no more are tried: each may be 1,000 levels deep."""

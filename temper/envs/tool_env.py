@@ -20,7 +20,7 @@ from typing import Any, Literal
 from temper.calls import DeadlinePassed
 from temper.envs.permissions import Permissions, SideEffect, SideEffectLog
 from temper.envs.threads import run_with_deadline
-from temper.envs.tool_calls import BadCall, Call, describe_tools, find_parser, parse
+from temper.envs.tool_calls import BadCall, Call, Calls, describe_tools, find_parser, parse, write_call
 from temper.envs.tools import ArgumentsRefused, Tool, ToolError, ToolSet, ToolTimeout
 from temper.errors import BackendError, TaskError, UserError
 from temper.protocols import EnvOpening, EnvReply
@@ -117,6 +117,19 @@ class ToolEnv:
     def reward(self, answer: str) -> float | None:
         """Reward of the episode that ends with this answer; an environment that judges its own state overrides it."""
         return None
+
+    def solution(self, task: Task) -> Calls:
+        """Calls that solve the task, where they are known: those in its column "solution", e.g.
+        [["add", {"item": "i1"}], ["pay", {}]]. An environment that can work them out overrides it."""
+        match read_solution(task):
+            case [*calls] if all(map(_is_call, calls)):
+                return [(name, arguments) for name, arguments in calls]
+        return []
+
+    def spell(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """A call in the words of this environment's call_format."""
+        call_format = self._presentation.call_format
+        return write_call("hermes" if call_format == "auto" else call_format, name, arguments)
 
     @property
     def allowed(self) -> dict[str, str]:
@@ -298,6 +311,23 @@ _OUTCOMES: dict[EventKind | None, Literal["done", "failed", "timed out"]] = {
     EventKind.TOOL_ERROR: "failed",
     EventKind.TOOL_TIMEOUT: "timed out",
 }
+
+
+def read_solution(task: Task) -> Any:
+    """The column "solution" of a task, as a value or as JSON; None where it has none, or one in words, as files of
+    problems do."""
+    given = task.columns.get("solution", task.extra.get("solution"))
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_call(value: object) -> bool:
+    match value:
+        case [str(), dict()]:
+            return True
+    return False
 
 
 def _same_tools(tools: tuple[Tool, ...], task: Task, seed: int) -> tuple[Tool, ...]:

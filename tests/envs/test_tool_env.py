@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -352,3 +353,21 @@ def test_an_episode_that_never_calls_properly_is_trained_as_bad_format() -> None
     trajectory, _ = roll(ambiguous_tokenizer(), turns, ToolEnv(TOOLS, presentation=PLAIN))
     assert trajectory.status is Status.BAD_FORMAT
     assert trajectory.is_trainable
+
+
+@pytest.mark.parametrize(
+    ("given", "calls"),
+    [
+        ('[["add", {"count": 2}], ["pay", {}]]', [("add", {"count": 2}), ("pay", {})]),
+        ("[]", []),
+        ("First we add, then we pay.", []),
+        ('{"shop.py": "text"}', []),
+        ('["add", {"count": 2}]', []),
+        ("7", []),
+    ],
+)
+def test_the_solution_of_a_task_is_calls_or_nothing(given: str, calls: list[Any]) -> None:
+    task = Task(id="t", messages=(Message(role="user", content="?"),), extra={"solution": given})
+    assert ToolEnv([]).solution(task) == calls
+    columns = {"solution": [["add", {"count": 2}]]}
+    assert ToolEnv([]).solution(replace(task, columns=columns)) == [("add", {"count": 2})]

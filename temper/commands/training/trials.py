@@ -12,7 +12,7 @@ from functools import partial
 from temper.build import Environments
 from temper.config import RewardConfig, RunConfig
 from temper.errors import UserError
-from temper.evals.environments import say_once
+from temper.evals.environments import say_turns
 from temper.rewards.composite import CompositeReward
 from temper.rollout.openings import try_openings
 from temper.stages.reading.data import StageData
@@ -66,10 +66,10 @@ async def try_reward(
     tasks = [task for group in groups.values() for task in group]
     # Only a reward that the environment pays needs the environment.
     make_env = Environments(config.env) if any(part.kind == "env" for part in parts) else None
-    say = partial(say_once, make_env, seed=config.seed, seconds=config.rollout.episode_seconds)
+    say = partial(say_turns, make_env, seed=config.seed, seconds=config.rollout.episode_seconds)
 
     async def score(text_of: Callable[[Task], str]) -> list[Score]:
-        said = await asyncio.gather(*(say(task, text_of(task)) for task in tasks))
+        said = await asyncio.gather(*(say(task, (text_of(task),)) for task in tasks))
         scored = await asyncio.gather(*(rubric.score(task, one) for task, one in zip(tasks, said, strict=True)))
         return [value for value, *_ in scored]
 

@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from temper.envs.adapters.third_party import failure, require_package, within
@@ -18,8 +18,8 @@ from temper.envs.permissions import Permissions
 from temper.envs.tool_env import Presentation, ToolEnv
 from temper.envs.tools import EFFECTS, Effect, Tool, ToolError
 from temper.errors import TaskError, UserError
-from temper.protocols import EnvOpening, EnvReply
-from temper.types import Message, Task
+from temper.protocols import EnvOpening
+from temper.types import Task
 
 START_SECONDS = 60.0
 """For starting the server, the handshake and the list of tools."""
@@ -150,7 +150,7 @@ def as_tool(connection: McpConnection, described: Any, *, declared: Effect, seco
     )
 
 
-class McpEnv:
+class McpEnv(ToolEnv):
     """An episode with the tools of one MCP server; it ends with the first message that calls none.
 
     server: "http://..." or the command as a list; a command is started anew for every episode.
@@ -192,44 +192,36 @@ class McpEnv:
         self._seconds = tool_seconds
         self._approved = frozenset(allowed) - set(EFFECTS)
         effects_granted = frozenset(allowed) & set(EFFECTS)
-        self._permissions = Permissions(effects=effects_granted, approve=lambda tool, _: tool.name in self._approved)
-        self._presentation = Presentation(call_format=call_format, show_tools=show_tools)
-        self._env: ToolEnv | None = None
+        self._described = list[Any]()
+        super().__init__(
+            self._open,
+            permissions=Permissions(effects=effects_granted),
+            presentation=Presentation(call_format=call_format, show_tools=show_tools),
+        )
 
-    def allow(self, names: Collection[str], *, must_exist: bool) -> None:
-        """Implements protocols.HasTools; options.allow says the same."""
-        self._approved |= frozenset(names)
-
-    @property
-    def dry_tools(self) -> Sequence[str]:
-        """Implements protocols.HasTools. What options.allow does not name is asked about, and the answer is no."""
-        allowed = {} if self._env is None else self._env.allowed
-        final = [name for name, told in allowed.items() if told.startswith("irreversible")]
-        return [name for name in final if name not in self._approved]
+    def _is_allowed(self, tool: Tool) -> bool:
+        return tool.name in self._approved or super()._is_allowed(tool)
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
-        assert self._env is None, "an environment is single-use"
-        described = await self._connection.open()
+        assert not self._described, "an environment is single-use"
+        self._described = await self._connection.open()
         for option, names in (("only", self._only), ("effects", self._effects.keys()), ("allow", self._approved)):
-            if missing := names - {tool.name for tool in described}:
+            if missing := names - {tool.name for tool in self._described}:
                 raise UserError(f'env "mcp": the server has no tool "{min(missing)}", which options.{option} names.')
-        tools = [
-            as_tool(self._connection, tool, declared=self._declared(tool.name), seconds=self._seconds)
-            for tool in described
-            if not self._only or tool.name in self._only
-        ]
-        self._env = ToolEnv(tools, permissions=self._permissions, presentation=self._presentation)
-        return await self._env.start(task, seed)
+        return await super().start(task, seed)
 
     def _declared(self, name: str) -> Effect:
         return cast(Effect, self._effects.get(name, self._effect))
 
-    async def step(self, message: Message) -> EnvReply:
-        assert self._env is not None, "step() before start()"
-        return await self._env.step(message)
-
     async def close(self) -> None:
         await self._connection.close()
+
+    def _open(self, task: Task, seed: int) -> Iterable[Tool]:
+        return [
+            as_tool(self._connection, tool, declared=self._declared(tool.name), seconds=self._seconds)
+            for tool in self._described
+            if not self._only or tool.name in self._only
+        ]
 
 
 def _require_server(server: str | list[str]) -> None:

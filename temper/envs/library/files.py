@@ -12,9 +12,9 @@ import posixpath
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from temper.envs.permissions import Permissions
+from temper.envs.tool_calls import Calls
 from temper.envs.tool_env import Presentation, ToolEnv, ToolLimits
 from temper.envs.tools import Effect, Tool, ToolError, make_tool
 from temper.errors import TaskError, UserError
@@ -36,7 +36,6 @@ ACTIONS: dict[str, Effect] = {
     "delete": "write",
 }
 """Methods of FileSystem that a policy may call."""
-Calls = list[tuple[str, dict[str, Any]]]
 MAX_CHARACTERS = 1_000_000
 """Most characters that all paths and texts of an episode have together."""
 

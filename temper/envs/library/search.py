@@ -16,7 +16,7 @@ from typing import Any
 
 from temper.envs.adapters.reasoning_gym import final_answer
 from temper.envs.library.problems import SAMPLES, read_rows, shuffled
-from temper.envs.tool_calls import write_call
+from temper.envs.tool_calls import Calls, write_call
 from temper.envs.tool_env import Presentation, ToolEnv, ToolLimits
 from temper.envs.tools import Tool, ToolError, make_tool
 from temper.errors import TaskError, UserError
@@ -129,6 +129,10 @@ class SearchEnv(ToolEnv):
 
     def reward(self, answer: str) -> float | None:
         return float(normalised(final_answer(answer, "", strict=False)) == self._gold)
+
+    def solution(self, task: Task) -> Calls:
+        way = _way_to(task, self._index, self._results)
+        return [call for name, id in way for call in (("search", {"query": name}), ("open", {"id": id}))]
 
     def _tools_of(self, task: Task, seed: int) -> Iterable[Tool]:
         self._gold = normalised(task.answer or "")

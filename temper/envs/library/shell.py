@@ -14,12 +14,13 @@ import asyncio
 import atexit
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from temper.envs.library.files import FileSystem
 from temper.envs.permissions import Permissions
-from temper.envs.tool_env import Presentation, ToolEnv, ToolLimits
+from temper.envs.tool_calls import Calls
+from temper.envs.tool_env import Presentation, ToolEnv, ToolLimits, read_solution
 from temper.envs.tools import Effect, Tool, ToolError, make_tool
 from temper.errors import TaskError, UserError, did_you_mean
 from temper.protocols import EnvReply
@@ -194,9 +195,32 @@ class ShellEnv(ToolEnv):
     async def step(self, message: Message) -> EnvReply:
         return dataclasses.replace(await super().step(message), result=self._workplace.changes())
 
+    def solution(self, task: Task) -> Calls:
+        """Writes the texts by path in the column "solution" with the tools that there are: line by line or whole."""
+        before = {path: as_text(content) for path, content in read_repository(task).items()}
+        after = read_solution(task)
+        if not isinstance(after, dict) or not all(isinstance(text, str) for text in after.values()):
+            return []
+        lines = [_line_calls(path, before, text) for path, text in after.items()]
+        if "line" in self._names and None not in lines:
+            return [call for calls in lines for call in calls or ()]
+        # A plain call stands on one line, which a file does not.
+        is_writable = "write" in self._names and self._presentation.call_format != "plain"
+        return [("write", {"path": path, "text": text}) for path, text in after.items()] if is_writable else []
+
     def _open(self, task: Task, seed: int) -> Iterable[Tool]:
         self._workplace = Workplace(task, self._command_limits, self._limits.observation_characters - 200)
         return [make_tool(getattr(self._workplace, n), effect=TOOLS[n], seconds=self._longest) for n in self._names]
+
+
+def _line_calls(path: str, before: Mapping[str, str], text: str) -> Calls | None:
+    """Calls of `line` that make a file hold this text; None where lines are to be added or taken away."""
+    old, new = before.get(path, "").split("\n"), text.split("\n")
+    if len(old) != len(new):
+        return None
+    place = {"path": path} if len(before) > 1 else {}
+    pairs = enumerate(zip(old, new, strict=True), start=1)
+    return [("line", {"number": number, "text": its, **place}) for number, (was, its) in pairs if was != its]
 
 
 @lru_cache(maxsize=1)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from temper.envs.permissions import Permissions
-from temper.envs.tool_calls import write_call
+from temper.envs.tool_calls import Calls, write_call
 from temper.envs.tool_env import Presentation, ToolEnv, ToolLimits
 from temper.envs.tools import Effect, Tool, ToolError, make_tool
 from temper.errors import TaskError, UserError
@@ -32,7 +32,6 @@ ACTIONS: dict[str, Effect] = {
     "pay": "irreversible",
 }
 """Methods of Shop that a policy may call."""
-Calls = list[tuple[str, dict[str, Any]]]
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from temper.envs.adapters import mcp as adapter
 from temper.envs.adapters.mcp import McpConnection, McpEnv, effect_of
 from temper.errors import TaskError, UserError, install_line
+from temper.evals.environments import CHECKS, EnvTrial
 from temper.protocols import EnvReply
 from temper.types import EventKind, Message, Task
 
@@ -328,3 +330,20 @@ def test_without_the_package_the_install_line_is_named(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(UserError, match=re.escape(install_line("mcp"))):
         McpEnv(server="http://127.0.0.1:1/mcp")
+
+
+def test_the_check_of_an_environment_calls_the_servers_tools_and_lists_what_they_may_do(url: str) -> None:
+    task = replace(TASK, extra={"solution": json.dumps([["put", {"thing": "apple"}]])})
+    trial = EnvTrial(
+        make_env=lambda name: McpEnv(effects=KNOWN, server=url, allow=["read", "write"], only=["add", "put", "burn"]),
+        tasks=[task],
+        seed=0,
+        seconds=60,
+        score=None,
+        pays=False,
+    )
+    said = asyncio.run(CHECKS["reach"](trial))[1]
+    assert said.endswith("; tools: add: read, permitted, put: write, permitted, burn: irreversible, only described")
+    is_fine, said = asyncio.run(CHECKS["repeats"](trial))
+    assert not is_fine, "the shelf of a server that all episodes share outlives them"
+    assert "answer 1 differs" in said
