@@ -193,7 +193,9 @@ class Env(Protocol):
 
     async def step(self, message: Message) -> EnvReply: ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> tuple[Event, ...] | None:
+        """May return what it did in a step that did not come back, so that it is recorded all the same."""
+        ...
 
 
 class LabelledCases(Protocol):

@@ -85,7 +85,8 @@ class RolloutConfig(Section):
     """Stop when more than this share of a step's episodes failed or could not be scored because of an error."""
     transcripts_gb: float = Field(2.0, ge=0)
     """What the newest rollouts may take in run.db with all their words and tokens, in GB; inf: no limit. Older ones
-    keep score, status and length; the ledger of what was trained stays whole. The largest of all stages counts."""
+    keep score, status, length and side effects; the ledger of what was trained stays whole. The largest of all stages
+    counts."""
     thinking: ThinkingConfig | None = None
     """Close the thinking of answers at a budget of tokens, e.g. {budget = 1024}, and let them answer. In evaluations,
     too."""

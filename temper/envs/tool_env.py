@@ -111,6 +111,8 @@ class ToolEnv:
         self._tools = ToolSet(())
         self._mark = ""
         self._num_calls, self._num_bad, self._seconds_used = 0, 0, 0.0
+        self._untold: list[Event] = []
+        """Side effects and refusals of a step that has not come back."""
 
     def reward(self, answer: str) -> float | None:
         """Reward of the episode that ends with this answer; an environment that judges its own state overrides it."""
@@ -139,6 +141,7 @@ class ToolEnv:
             return EnvReply(is_done=True, reward=self.reward(message.content))
         # One more than may run: all that are too many get one refusal, and not a flood of them.
         results = await self._answer(calls[: self._limits.calls_per_turn + 1])
+        self._untold.clear()
         is_lost, is_hopeless = any(result.is_lost for result in results), self._num_bad >= self._limits.bad_calls
         ending = Status.TOOL_ERROR if is_lost else Status.BAD_FORMAT if is_hopeless else None
         return EnvReply(
@@ -150,8 +153,9 @@ class ToolEnv:
             events=tuple(event for result in results for event in result.events),
         )
 
-    async def close(self) -> None:
-        """Tools with a lifetime belong to whoever made them."""
+    async def close(self) -> tuple[Event, ...]:
+        """What it did in a step that did not come back. Tools with a lifetime belong to whoever made them."""
+        return tuple(self._untold)
 
     async def _answer(self, calls: Iterable[Call | BadCall]) -> list[_Result]:
         """Results in the order of the calls."""
@@ -197,13 +201,16 @@ class ToolEnv:
     def _refused(self, kind: EventKind, name: str, reason: str) -> _Result:
         self._num_bad += kind is EventKind.BAD_CALL
         word = "denied" if kind is EventKind.DENIED else "bad call"
-        return _Result(name=name, text=f"{word}: {reason}", events=[self._event(kind, name, reason)])
+        return _Result(name=name, text=f"{word}: {reason}", events=[self._note(self._event(kind, name, reason))])
 
     async def _run(self, tool: Tool, arguments: dict[str, Any]) -> _Result:
         described = f"{tool.name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
         if tool.effect == "irreversible" and not await self._is_approved(tool, arguments):
             text = f"dry run: {described} was not carried out, it needs approval"
-            return _Result(name=tool.name, text=text, events=[self._event(EventKind.DENIED, tool.name, text)])
+            denied = self._note(self._event(EventKind.DENIED, tool.name, text))
+            return _Result(name=tool.name, text=text, events=[denied])
+        if tool.effect != "read":  # before it runs: the step may be cut off, or end in an error of the world
+            self._note(self._event(EventKind.SIDE_EFFECT, tool.name, f"begun, its end is unknown: {described}"))
         started = time.monotonic()
         text, failure = await self._outcome(tool, arguments)
         called = self._event(EventKind.TOOL_CALL, tool.name, described)
@@ -212,6 +219,7 @@ class ToolEnv:
             events.append(self._event(failure, tool.name, text))
         if tool.effect != "read":
             events.append(self._record(tool, described, failure))
+            self._untold[-1] = events[-1]  # calls that change things run one after the other
         is_lost = failure is EventKind.TOOL_TIMEOUT and tool.effect != "read"
         return _Result(name=tool.name, text=text, events=events, is_output=True, is_lost=is_lost)
 
@@ -257,6 +265,11 @@ class ToolEnv:
 
     def _event(self, kind: EventKind, name: str, detail: str) -> Event:
         return Event(kind=kind, name=name, detail=self._permissions.secrets.redact(detail)[:DETAIL_CHARACTERS])
+
+    def _note(self, event: Event) -> Event:
+        """Kept until the step has come back."""
+        self._untold.append(event)
+        return event
 
     def _message(self, result: _Result) -> Message:
         # Redacted before it is cut: half a secret would not be recognised.

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from temper.batching.rows import rows_of
+from temper.envs.permissions import Permissions
 from temper.envs.threads import check_isolation_of_episodes
 from temper.envs.tool_env import Presentation, ToolEnv, ToolLimits
 from temper.envs.tools import Tool, ToolError, make_tool, tool
@@ -269,7 +270,7 @@ def test_episodes_share_no_state_and_one_that_leaks_is_caught() -> None:
 # With the real rollout code: what the sampler drew is what is trained.
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
-CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789()+=' .:,"
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789()+=' .:,\n"
 
 
 class Tokens(PreTrainedTokenizerFast):
@@ -295,7 +296,7 @@ class Right(FakeScorer):
         return Score.of(float(trajectory.text == task.answer)), {}
 
 
-def roll(tokenizer: Tokens, turns: list[list[str]], env: Env) -> tuple[Trajectory, FakeSampler]:
+def roll(tokenizer: Tokens, turns: list[list[str]], env: Env, seconds: float = 20.0) -> tuple[Trajectory, FakeSampler]:
     """Plays what the script says, token by token as written there."""
     ids = tokenizer.get_vocab()
     script: Iterator[list[int]] = iter([[ids[token] for token in turn] for turn in turns])
@@ -311,7 +312,7 @@ def roll(tokenizer: Tokens, turns: list[list[str]], env: Env) -> tuple[Trajector
         make_env=lambda name: env,
         params=SamplingParams(max_new_tokens=32, stop_ids=(end,)),
         max_turns=4,
-        episode_seconds=20,
+        episode_seconds=seconds,
         seed=0,
     )
     task = Task(id="t", messages=(Message(role="user", content="go"),), answer="42")
@@ -352,3 +353,33 @@ def test_an_episode_that_never_calls_properly_is_trained_as_bad_format() -> None
     trajectory, _ = roll(ambiguous_tokenizer(), turns, ToolEnv(TOOLS, presentation=PLAIN))
     assert trajectory.status is Status.BAD_FORMAT
     assert trajectory.is_trainable
+
+
+def test_a_change_is_recorded_when_its_step_never_comes_back() -> None:
+    """The episode's deadline cuts the step off, or the world breaks in it: no reply tells what was done."""
+
+    @tool(effect="write")
+    def put(number: int) -> str:
+        return "put"
+
+    @tool(effect="write")
+    async def hang(number: int) -> None:
+        await asyncio.sleep(60)
+
+    @tool(effect="write")
+    def broke(number: int) -> None:
+        raise TaskError("the disk is gone")
+
+    for bad, status, error in (
+        ("hang", Status.TIMEOUT, "took longer than 0.3 s"),
+        ("broke", Status.TOOL_ERROR, "the disk is gone"),
+    ):
+        env = ToolEnv([put, hang, broke], presentation=PLAIN, permissions=Permissions(effects=frozenset({"write"})))
+        said = [[*"put(1)", "<|end|>"], [*f"put(2)\n{bad}(3)", "<|end|>"]]
+        trajectory, _ = roll(ambiguous_tokenizer(), said, env, seconds=0.3)
+        assert trajectory.status is status
+        assert error in str(trajectory.error)
+        details = [event.detail for event in trajectory.events if event.kind is EventKind.SIDE_EFFECT]
+        begun = f"begun, its end is unknown: {bad}(number=3)"
+        assert details == ["done: put(number=1)", "done: put(number=2)", begun]
+        assert [event.detail for event in trajectory.unplaced_events] == details[1:]

@@ -19,7 +19,7 @@ from temper.envs.tool_env import Presentation, ToolEnv
 from temper.envs.tools import EFFECTS, Effect, Tool, ToolError
 from temper.errors import TaskError, UserError
 from temper.protocols import EnvOpening, EnvReply
-from temper.types import Message, Task
+from temper.types import Event, Message, Task
 
 START_SECONDS = 60.0
 """For starting the server, the handshake and the list of tools."""
@@ -217,8 +217,9 @@ class McpEnv:
         assert self._env is not None, "step() before start()"
         return await self._env.step(message)
 
-    async def close(self) -> None:
+    async def close(self) -> tuple[Event, ...]:
         await self._connection.close()
+        return () if self._env is None else await self._env.close()
 
 
 def _require_server(server: str | list[str]) -> None:

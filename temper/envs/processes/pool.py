@@ -21,7 +21,7 @@ from temper.children import worker_command
 from temper.envs.processes.frames import NO_CALL, Frames
 from temper.errors import BackendError, TaskError
 from temper.protocols import EnvOpening, EnvReply
-from temper.types import Message, Scalar, Task
+from temper.types import Event, Message, Scalar, Task
 
 START_SECONDS = 120.0
 """For starting Python and importing Temper, until the first sign of life."""
@@ -86,13 +86,12 @@ class InProcess:
         assert self._worker is not None, "start() comes first"
         return await self._ask(self._worker, "step", message)  # type: ignore[no-any-return]
 
-    async def close(self) -> None:
+    async def close(self) -> tuple[Event, ...] | None:
         worker, self._worker = self._worker, None
         if worker is None:
-            return
+            return None
         try:
-            if worker.is_alive:
-                await self._ask(worker, "close")
+            return await self._ask(worker, "close") if worker.is_alive else None  # type: ignore[no-any-return]
         finally:
             worker.num_episodes -= 1
 

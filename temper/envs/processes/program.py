@@ -21,6 +21,7 @@ from temper.envs.env import find_env
 from temper.envs.processes.frames import NO_CALL, Frames
 from temper.errors import BackendError, ContextFull, TaskError, TemperError, UserError
 from temper.protocols import Env, EnvOpening, EnvReply
+from temper.types import Event
 
 LIFE_SECONDS = 1.0
 """Between two signs of life; less where the deadline of a call is short."""
@@ -84,7 +85,7 @@ class EnvServer:
             body = pickle.dumps((None, portable(error)))
         self._frames.send(number, body)
 
-    async def _call(self, verb: str, episode: int, *given: Any) -> EnvOpening | EnvReply | None:
+    async def _call(self, verb: str, episode: int, *given: Any) -> EnvOpening | EnvReply | tuple[Event, ...] | None:
         if verb == "start":
             name, *given = given  # type: ignore[assignment]
             self._envs[episode] = self._make(name)
