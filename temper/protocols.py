@@ -198,6 +198,16 @@ class Env(Protocol):
         ...
 
 
+@runtime_checkable
+class Charges(Protocol):
+    """An environment whose calls may cost something."""
+
+    def limit_cost(self, most: float) -> None:
+        """Called before start(). A call that would pass it is refused, and ends the episode as cut. Raises UserError,
+        or start() does, when nothing in it has a cost."""
+        ...
+
+
 class LabelledCases(Protocol):
     async def measure(self) -> Mapping[str, float]:
         """How far the reward agrees with people now, and by how much less than when the run began. {}: nothing was

@@ -75,6 +75,9 @@ class RolloutConfig(Section):
     """Turns of one episode."""
     max_episode_tokens: int = Field(0, ge=0)
     """Tokens drawn over all turns of one episode; 0: no limit but that of each turn."""
+    max_episode_cost: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Cost of one episode, 0: no limit. What tools say that a call costs, or an agent's price_per_token of what it
+    drew: what would pass it is refused, and the episode is cut (docs/environments.md)."""
     retries: int = Field(0, ge=0)
     """How often an episode that failed (environment error, time-out) is played anew before it is given up."""
     episode_seconds: float = Field(600.0, gt=0)

@@ -22,9 +22,10 @@ from temper.envs.library.search import SearchEnv
 from temper.envs.library.shell import ShellEnv
 from temper.envs.library.shop import ShopEnv
 from temper.envs.single_turn import SingleTurn
+from temper.envs.tool_env import NO_COST
 from temper.errors import UserError, did_you_mean
 from temper.plugins import load_function, require_options
-from temper.protocols import Env
+from temper.protocols import Charges, Env
 from temper.types import Scalar
 
 EnvFactory = Callable[..., Env]
@@ -62,6 +63,16 @@ def find_env(
         raise UserError(f'{where} is unknown.{did_you_mean(name, envs)} Known: {known}, or "package.module:Class".')
     require_options(factory, options, where=where)
     return partial(factory, **options)
+
+
+def limit_cost(env: Env, most: float) -> Env:
+    """The environment, told what its episode may cost; 0: it has no limit."""
+    if most and not isinstance(env, Charges):
+        raise UserError(f"rollout.max_episode_cost={most:g}: nothing in {type(env).__name__} has a cost. {NO_COST}")
+    if most:
+        assert isinstance(env, Charges), "just looked"
+        env.limit_cost(most)
+    return env
 
 
 def make_env(name: str) -> Env:

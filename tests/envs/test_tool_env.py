@@ -383,3 +383,57 @@ def test_a_change_is_recorded_when_its_step_never_comes_back() -> None:
         begun = f"begun, its end is unknown: {bad}(number=3)"
         assert details == ["done: put(number=1)", "done: put(number=2)", begun]
         assert [event.detail for event in trajectory.unplaced_events] == details[1:]
+
+
+def bought(*said: str, most: float, tools: list[Tool] = TOOLS, **options: Any) -> list[EnvReply]:
+    env = ToolEnv(tools, **{"presentation": PLAIN, **options})
+    env.limit_cost(most)
+    return asyncio.run(steps(env, *said))
+
+
+def test_a_call_that_would_cost_too_much_is_refused_before_it_runs_and_ends_the_episode() -> None:
+    ran: list[int] = []
+
+    @tool(cost=0.1)
+    def dear(number: int) -> int:
+        ran.append(number)
+        return number
+
+    first, last = bought("dear(1)\ndear(2)", "dear(3)\ndear(4)", most=0.3, tools=[dear])
+    assert not first.is_done
+    assert ran == [1, 2, 3], "three times 0.1 is not over 0.3"
+    assert (last.is_done, last.status) == (True, Status.TRUNCATED_TURNS)
+    assert contents(last) == ["3", "denied: a call costs 0.1, and 0 is left of 0.3"]
+    assert kinds(last) == [EventKind.TOOL_CALL, EventKind.DENIED]
+    free, paid = bought("shout(a)", "double(1)", most=0.4)
+    assert (free.is_done, paid.status) == (False, Status.TRUNCATED_TURNS), "what costs nothing is never refused"
+
+
+def test_what_a_dry_run_would_have_cost_is_not_spent() -> None:
+    @tool(effect="irreversible", cost=1.0)
+    def send() -> str:
+        return "sent"
+
+    granted = Permissions(effects=frozenset({"irreversible"}))
+    replies = bought("send()", "send()", "send()", most=1.0, tools=[send], permissions=granted)
+    assert [reply.is_done for reply in replies] == [False] * 3
+
+
+def test_an_episode_that_has_spent_all_is_judged_as_one_without_an_answer() -> None:
+    class Costly(Counter):
+        def open(self, task: Task, seed: int) -> list[Tool]:
+            super().open(task, seed)
+            return [make_tool(self.add, cost=2.0)]
+
+        def reward(self, answer: str) -> float:
+            return -1.0 if answer == "" else 1.0
+
+    env = Costly()
+    env.limit_cost(3.0)
+    called, cut = asyncio.run(steps(env, "add(1)", "add(1)"))
+    assert (called.reward, cut.reward, env.count) == (None, -1.0, 1)
+
+
+def test_a_bound_of_cost_is_refused_where_no_tool_costs() -> None:
+    with pytest.raises(UserError, match=r"rollout.max_episode_cost=1: no tool of ToolEnv has a cost. Say what tools"):
+        bought("shout(a)", most=1.0, tools=[shout])

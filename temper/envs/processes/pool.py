@@ -37,11 +37,19 @@ class EnvProcesses:
     """Makes environments that live in up to `num_workers` processes, each of them the home of many episodes.
 
     None is started before it is needed. They end with close(), with the event loop, and with this process. seconds:
-    the deadline of one call; a worker that gives no sign of life for so long is killed.
+    the deadline of one call; a worker that gives no sign of life for so long is killed. max_cost: what an episode may
+    cost; 0: no limit.
     """
 
-    def __init__(self, options: Mapping[str, Scalar | list[Scalar]], *, num_workers: int, seconds: float) -> None:
-        self._order = pickle.dumps((dict(options), seconds))
+    def __init__(
+        self,
+        options: Mapping[str, Scalar | list[Scalar]],
+        *,
+        num_workers: int,
+        seconds: float,
+        max_cost: float = 0.0,
+    ) -> None:
+        self._order = pickle.dumps((dict(options), seconds, max_cost))
         self._num_workers = num_workers
         self._seconds = seconds
         self._episodes = itertools.count()
