@@ -216,7 +216,19 @@ class Env(Protocol):
 
     async def step(self, message: Message) -> EnvReply: ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> tuple[Event, ...] | None:
+        """May return what it did in a step that did not come back, so that it is recorded all the same."""
+        ...
+
+
+@runtime_checkable
+class Charges(Protocol):
+    """An environment whose calls may cost something."""
+
+    def limit_cost(self, most: float) -> None:
+        """Called before start(). A call that would pass it is refused, and ends the episode as cut. Raises UserError,
+        or start() does, when nothing in it has a cost."""
+        ...
 
 
 class LabelledCases(Protocol):

@@ -184,7 +184,7 @@ def count_grams(pieces: Sequence[NDArray[np.int32]]) -> tuple[int, int]:
 
 def _event_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     """What agents did, per episode and per call; nothing for runs without environments that report events."""
-    events = [event for t in trajectories for turn in t.turns for event in turn.events]
+    events = [event for t in trajectories for event in t.events]
     if not events:
         return {}
     counts = Counter(event.kind for event in events)

@@ -5,6 +5,7 @@ Owns: what they are wired to, and which stages cannot have them. Refuses: runnin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ def check_agent(config: RunConfig) -> None:
     """Raises UserError for what an agent cannot do."""
     if config.env.name != NAME:
         return
-    find_env(NAME, config.env.options)()
+    affordable_tokens(config, _agent_settings(config))
     if config.rollout.max_turns == 1:
         raise UserError(
             'env "agent": rollout.max_turns is the number of calls that an agent may make in an episode, and it is 1. '
@@ -77,11 +78,33 @@ def make_player(config: RunConfig, data: StageData) -> Player:
         return _make_judged(config, data)
     if config.env.name != NAME:
         return TURN_LOOP
+    settings = _agent_settings(config)
+    return AgentPlayer(
+        _open_endpoint(data, settings),
+        Nursery(settings),
+        max_running=settings.max_running,
+        affordable_tokens=affordable_tokens(config, settings),
+    )
+
+
+def _agent_settings(config: RunConfig) -> AgentSettings:
     env = find_env(NAME, config.env.options)()
     assert isinstance(env, AgentEnv), "a recipe cannot replace it"
-    settings = env.settings
-    endpoint = _open_endpoint(data, settings)
-    return AgentPlayer(endpoint, Nursery(settings), max_running=settings.max_running)
+    return env.settings
+
+
+def affordable_tokens(config: RunConfig, settings: AgentSettings) -> int:
+    """Most tokens that an episode may draw for its cost; 0: cost is not limited."""
+    most, price = config.rollout.max_episode_cost, settings.price_per_token
+    if bool(most) != bool(price):
+        given, missing = ("rollout.max_episode_cost", "env.options.price_per_token")[:: 1 if most else -1]
+        raise UserError(f'env "{NAME}": {given} does nothing without {missing}. Give both, or leave it out')
+    tokens = math.floor(most / price * (1 + 1e-9)) if most else 0
+    if most and not tokens:
+        raise UserError(
+            f'env "{NAME}": rollout.max_episode_cost={most:g} is less than one token costs (price_per_token={price:g})'
+        )
+    return tokens
 
 
 def _open_endpoint(data: StageData, settings: AgentSettings | None = None) -> AgentEndpoint:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from temper.build.agents import check_agent, check_judge
-from temper.build.environments import check_place
+from temper.build.environments import check_cost, check_place
 from temper.build.objective import resolve_objective
 from temper.config import DATA_KEYS, FIRST, Reference, RunConfig, references
 from temper.errors import UserError, did_you_mean
@@ -57,6 +57,7 @@ def check_stage(config: RunConfig) -> Objective:
     check_agent(config)
     check_judge(config)
     check_place(config.env)
+    check_cost(config)
     objective = resolve_objective(config)
     kind.check(config, objective)
     if config.is_recorded:

@@ -146,7 +146,7 @@ def build_stage(
         hosting = Hosting(note=listeners.warn, ray=around.ray, kept=around.kept)
         sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder, hosting)
         opponent = make_opponent(config, objective, data, models.others.reference, sampler_model)
-    environments = Environments(config.env)
+    environments = Environments(config.env, max_cost=config.rollout.max_episode_cost)
     setup = _episode_setup(config, objective, data, sampler, environments)
     everybody = sampler if opponent is None else WithOpponent(sampler, opponent)
     pressure = Pressure(everybody.stats)

@@ -78,6 +78,9 @@ class RolloutConfig(Section):
     """Turns of one episode."""
     max_episode_tokens: int = Field(0, ge=0)
     """Tokens drawn over all turns of one episode; 0: no limit but that of each turn."""
+    max_episode_cost: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Cost of one episode, 0: no limit. What tools say that a call costs, or an agent's price_per_token of what it
+    drew: what would pass it is refused, and the episode is cut (docs/environments.md)."""
     retries: int = Field(0, ge=0)
     """How often an episode that failed (environment error, time-out) is played anew before it is given up."""
     episode_seconds: float = Field(600.0, gt=0)
@@ -88,7 +91,8 @@ class RolloutConfig(Section):
     """Stop when more than this share of a step's episodes failed or could not be scored because of an error."""
     transcripts_gb: float = Field(2.0, ge=0)
     """What the newest rollouts may take in run.db with all their words and tokens, in GB; inf: no limit. Older ones
-    keep score, status and length; the ledger of what was trained stays whole. The largest of all stages counts."""
+    keep score, status, length and side effects; the ledger of what was trained stays whole. The largest of all stages
+    counts."""
     thinking: ThinkingConfig | None = None
     """Close the thinking of answers at a budget of tokens, e.g. {budget = 1024}, and let them answer. In evaluations,
     too."""

@@ -23,9 +23,10 @@ from temper.envs.library.search import SearchEnv
 from temper.envs.library.shell import ShellEnv
 from temper.envs.library.shop import ShopEnv
 from temper.envs.single_turn import SingleTurn
+from temper.envs.tool_env import NO_COST
 from temper.errors import UserError, did_you_mean
 from temper.plugins import load_function, require_options
-from temper.protocols import Env, HasTools
+from temper.protocols import Charges, Env, HasTools
 from temper.types import Scalar
 
 EnvFactory = Callable[..., Env]
@@ -85,6 +86,16 @@ def _allowing(make: Callable[[], Env], allowed: Allowed, where: str) -> Env:
         env.allow(allowed.names, must_exist=allowed.must_exist)
     elif allowed.must_exist:
         raise UserError(f"{where} has no tools of Temper's, so env.allow says nothing to it. Leave env.allow out")
+    return env
+
+
+def limit_cost(env: Env, most: float) -> Env:
+    """The environment, told what its episode may cost; 0: it has no limit."""
+    if most and not isinstance(env, Charges):
+        raise UserError(f"rollout.max_episode_cost={most:g}: nothing in {type(env).__name__} has a cost. {NO_COST}")
+    if most:
+        assert isinstance(env, Charges), "just looked"
+        env.limit_cost(most)
     return env
 
 

@@ -34,6 +34,7 @@ DETAIL_CHARACTERS = 200
 MAX_CHARACTERS = 100_000
 """Most characters kept of a tool's words, before secrets are looked for, and of arguments in a record: a tool, or a
 server behind it, may answer with more than memory holds three times. Observations are cut to observation_characters."""
+NO_COST = "Say what tools cost, e.g. @tool(cost=0.5), or leave it out"
 _MARKERS = re.compile(r"<(?=\||/?(?:s|think|tools?|tool_\w+|\w+_of_turn)>)|\[(?=/?(?:INST|SYSTEM_|TOOL_|AVAILABLE_))")
 """Where the common chat markers begin: <|im_end|>, </s>, <tool_call>, <end_of_turn>, [INST], [TOOL_CALLS] ..."""
 
@@ -113,6 +114,12 @@ class ToolEnv:
         self._must_exist = False
         self._mark = ""
         self._num_calls, self._num_bad, self._seconds_used = 0, 0, 0.0
+        self._untold: list[Event] = []
+        """Side effects and refusals of a step that has not come back."""
+        self._max_cost = self._cost = 0.0
+        """What the episode may cost, 0: no limit, and what it has cost."""
+        self._is_spent = False
+        """A call was refused for its cost."""
 
     def reward(self, answer: str) -> float | None:
         """Reward of the episode that ends with this answer; an environment that judges its own state overrides it."""
@@ -150,14 +157,28 @@ class ToolEnv:
     def side_effects(self) -> tuple[SideEffect, ...]:
         return self._log.entries
 
+    def _ending(self, *, is_lost: bool) -> Status | None:
+        if is_lost:
+            return Status.TOOL_ERROR
+        if self._num_bad >= self._limits.bad_calls:
+            return Status.BAD_FORMAT
+        return Status.TRUNCATED_TURNS if self._is_spent else None
+
     def allow(self, names: Collection[str], *, must_exist: bool) -> None:
         """Implements protocols.HasTools."""
         self._allowed_names, self._must_exist = frozenset(names), must_exist
+
+    def limit_cost(self, most: float) -> None:
+        """Implements protocols.Charges."""
+        self._max_cost = most
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
         assert not self._mark, "an environment is single-use"
         self._mark = f"{random.Random(f'{seed}/{task.id}').getrandbits(32):08x}"
         self._tools = ToolSet(self._make_tools(task, seed))
+        if self._max_cost and not any(tool.cost for tool in self._tools):
+            name = type(self).__name__
+            raise UserError(f"rollout.max_episode_cost={self._max_cost:g}: no tool of {name} has a cost. {NO_COST}")
         for tool in self._tools:
             self._permissions.secrets.for_tool(tool)  # a missing secret is the user's mistake, not the policy's
         final = {tool.name for tool in self._tools if tool.effect == "irreversible"}
@@ -172,19 +193,20 @@ class ToolEnv:
             return EnvReply(is_done=True, reward=self.reward(message.content))
         # One more than may run: all that are too many get one refusal, and not a flood of them.
         results = await self._answer(calls[: self._limits.calls_per_turn + 1])
-        is_lost, is_hopeless = any(result.is_lost for result in results), self._num_bad >= self._limits.bad_calls
-        ending = Status.TOOL_ERROR if is_lost else Status.BAD_FORMAT if is_hopeless else None
+        self._untold.clear()
+        ending = self._ending(is_lost=any(result.is_lost for result in results))
         return EnvReply(
             messages=tuple(self._message(result) for result in results),
             is_done=ending is not None,
             status=ending,
-            # An episode that the policy spoilt is judged as one without an answer; one that a tool spoilt, not at all.
-            reward=self.reward("") if ending is Status.BAD_FORMAT else None,
+            # What the policy spoilt or used up is judged like no answer; what a tool spoilt is not judged at all.
+            reward=self.reward("") if ending in (Status.BAD_FORMAT, Status.TRUNCATED_TURNS) else None,
             events=tuple(event for result in results for event in result.events),
         )
 
-    async def close(self) -> None:
-        """Tools with a lifetime belong to whoever made them."""
+    async def close(self) -> tuple[Event, ...]:
+        """What it did in a step that did not come back. Tools with a lifetime belong to whoever made them."""
+        return tuple(self._untold)
 
     async def _answer(self, calls: Iterable[Call | BadCall]) -> list[_Result]:
         """Results in the order of the calls."""
@@ -225,18 +247,27 @@ class ToolEnv:
             return self._refused(EventKind.BAD_CALL, name, str(problem))
         if (reason := self._permissions.refusal(tool)) is not None:
             return self._refused(EventKind.DENIED, name, reason)
+        if self._max_cost and self._cost + tool.cost > self._max_cost * (1 + 1e-9):  # ten times 0.1 is not over 1
+            self._is_spent = True
+            left = f"{max(self._max_cost - self._cost, 0):g} is left of {self._max_cost:g}"
+            return self._refused(EventKind.DENIED, name, f"a call costs {tool.cost:g}, and {left}")
+        self._cost += tool.cost
         return tool, arguments
 
     def _refused(self, kind: EventKind, name: str, reason: str) -> _Result:
         self._num_bad += kind is EventKind.BAD_CALL
         word = "denied" if kind is EventKind.DENIED else "bad call"
-        return _Result(name=name, text=f"{word}: {reason}", events=[self._event(kind, name, reason)])
+        return _Result(name=name, text=f"{word}: {reason}", events=[self._note(self._event(kind, name, reason))])
 
     async def _run(self, tool: Tool, arguments: dict[str, Any]) -> _Result:
         described = f"{tool.name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
         if tool.effect == "irreversible" and not (self._is_allowed(tool) or await self._is_approved(tool, arguments)):
+            self._cost -= tool.cost
             text = f"dry run: {described} was not carried out, it needs approval"
-            return _Result(name=tool.name, text=text, events=[self._event(EventKind.DENIED, tool.name, text)])
+            denied = self._note(self._event(EventKind.DENIED, tool.name, text))
+            return _Result(name=tool.name, text=text, events=[denied])
+        if tool.effect != "read":  # before it runs: the step may be cut off, or end in an error of the world
+            self._note(self._event(EventKind.SIDE_EFFECT, tool.name, f"begun, its end is unknown: {described}"))
         started = time.monotonic()
         text, failure = await self._outcome(tool, arguments)
         called = self._event(EventKind.TOOL_CALL, tool.name, described)
@@ -245,6 +276,7 @@ class ToolEnv:
             events.append(self._event(failure, tool.name, text))
         if tool.effect != "read":
             events.append(self._record(tool, described, failure))
+            self._untold[-1] = events[-1]  # calls that change things run one after the other
         is_lost = failure is EventKind.TOOL_TIMEOUT and tool.effect != "read"
         return _Result(name=tool.name, text=text, events=events, is_output=True, is_lost=is_lost)
 
@@ -294,6 +326,11 @@ class ToolEnv:
 
     def _event(self, kind: EventKind, name: str, detail: str) -> Event:
         return Event(kind=kind, name=name, detail=self._permissions.secrets.redact(detail)[:DETAIL_CHARACTERS])
+
+    def _note(self, event: Event) -> Event:
+        """Kept until the step has come back."""
+        self._untold.append(event)
+        return event
 
     def _message(self, result: _Result) -> Message:
         # Redacted before it is cut: half a secret would not be recognised.

@@ -84,7 +84,7 @@ def _require_few(failures: Sequence[str], attempts: Attempts, num_tasks: int) ->
 
 def as_sample(trajectory: Trajectory, answer_of: AnswerOf, *, has_budget: bool = False) -> SampleResult:
     """`has_budget`: its thinking may have been closed."""
-    events = [event for turn in trajectory.turns for event in turn.events]
+    events = trajectory.events
     score = trajectory.score
     reflects, backtracks = looks_back(trajectory)
     return SampleResult(

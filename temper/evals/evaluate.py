@@ -212,7 +212,7 @@ def _prompt_result(members: Sequence[HeldOutAttempt], has_budget: bool) -> Promp
 
 
 def _sample_result(trajectory: Trajectory, score: Score, has_budget: bool) -> SampleResult:
-    events = [event for turn in trajectory.turns for event in turn.events]
+    events = trajectory.events
     reflects, backtracks = looks_back(trajectory)
     return SampleResult(
         score=score.value,

@@ -40,8 +40,10 @@ class DrawnCall:
 class EpisodeCalls:
     """Everything that one agent draws. Its tokens go through the sampler of its own episode, as all others do."""
 
-    def __init__(self, setup: EpisodeSetup, request_id: str) -> None:
+    def __init__(self, setup: EpisodeSetup, request_id: str, *, affordable_tokens: int = 0) -> None:
+        """affordable_tokens: most that may be drawn for what the episode may cost; 0: no limit."""
         self._setup = setup
+        self._affordable_tokens = affordable_tokens
         self._request_id = request_id
         self._asked: Counter[str] = Counter()
         self._num_begun = self._num_drawn = 0
@@ -72,11 +74,18 @@ class EpisodeCalls:
         if self._num_begun == self._setup.max_turns:
             self.cut = Status.TRUNCATED_TURNS
             raise LimitReached(f"the episode has made its {self._setup.max_turns} calls (rollout.max_turns)")
-        params = within_budget(self._setup, self._num_drawn + sum(self._being_drawn.values()))
+        num_taken = self._num_drawn + sum(self._being_drawn.values())
+        params = within_budget(self._setup, num_taken)
         if params is None:
             self.cut = Status.TRUNCATED_LENGTH
             most = self._setup.max_episode_tokens
             raise LimitReached(f"the episode has drawn its {most} tokens (rollout.max_episode_tokens)")
+        if self._affordable_tokens:
+            left = self._affordable_tokens - num_taken
+            if left <= 0:
+                self.cut = Status.TRUNCATED_LENGTH
+                raise LimitReached("the episode has cost what it may (rollout.max_episode_cost)")
+            max_new_tokens = min(max_new_tokens or left, left)
         self._num_begun += 1
         params = _shortened(params, max_new_tokens, stop)
         key = hashlib.blake2b(repr((prompt_ids, params)).encode(), digest_size=12).hexdigest()
@@ -183,7 +192,9 @@ class AgentDoor(Protocol):
 class AgentPlayer:
     """Implements episode.Player."""
 
-    def __init__(self, door: AgentDoor, nursery: Nursery, *, max_running: int) -> None:
+    def __init__(self, door: AgentDoor, nursery: Nursery, *, max_running: int, affordable_tokens: int = 0) -> None:
+        """affordable_tokens: most that an episode may draw for what it may cost; 0: no limit."""
+        self._affordable_tokens = affordable_tokens
         self._door = door
         self._nursery = nursery
         self._places = asyncio.Semaphore(max_running)
@@ -192,7 +203,7 @@ class AgentPlayer:
         return self._places
 
     async def play(self, setup: EpisodeSetup, task: Task, played: Played, request_id: str) -> Status:
-        calls = EpisodeCalls(setup, request_id)
+        calls = EpisodeCalls(setup, request_id, affordable_tokens=self._affordable_tokens)
         key, variables = await self._door.open(calls)
         told = task_for_agent(task, setup.renderer.prompt_messages(task), setup.seed)
         try:

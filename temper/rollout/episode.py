@@ -25,6 +25,7 @@ from temper.turnstile import take_turn
 from temper.types import (
     TRAINABLE_STATUSES,
     Completion,
+    Event,
     Finish,
     Group,
     Message,
@@ -35,6 +36,7 @@ from temper.types import (
     Task,
     Trajectory,
     Turn,
+    lasting,
 )
 
 Tools = Sequence[Mapping[str, Any]]
@@ -82,6 +84,10 @@ class Played:
     opening: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     result: str | None = None
+    replied: tuple[Event, ...] = ()
+    """Of a reply that is not yet part of a turn: it may be refused."""
+    lost: tuple[Event, ...] = ()
+    """Of a step that did not come back, as the environment tells at its end."""
 
 
 class Player(Protocol):
@@ -154,6 +160,7 @@ async def run_episode(setup: EpisodeSetup, task: Task, *, group_id: str, index: 
         opening=played.opening,
         tools=played.tools,
         seconds=time.monotonic() - started,
+        unplaced_events=lasting((*played.replied, *played.lost)),
         result=played.result,
     )
     return await _scored(setup.scorer, task, trajectory)
@@ -209,6 +216,7 @@ async def _play(setup: EpisodeSetup, task: Task, played: Played, request_id: str
                 turns.append(Turn(completion=completion, message=message))
                 return cut
             reply = await call(env.step(message), setup.episode_seconds, f"{name}.step()")
+            played.replied = tuple(reply.events)
             reply = dataclasses.replace(reply, messages=_readable(reply.messages), reward=_payable(reply.reward))
             if is_given:
                 _require_same(not reply.is_done and reply.messages == given[number].replies, name, number + 1)
@@ -221,6 +229,7 @@ async def _play(setup: EpisodeSetup, task: Task, played: Played, request_id: str
                     events=reply.events,
                 )
             )
+            played.replied = ()
             played.result = reply.result if reply.result is not None else played.result
             if reply.is_done:
                 return reply.status or Status.COMPLETED
@@ -231,7 +240,9 @@ async def _play(setup: EpisodeSetup, task: Task, played: Played, request_id: str
             history = (*history, *reply.messages)
         return Status.TRUNCATED_TURNS
     finally:
-        await call(env.close(), CLOSE_SECONDS, f"{name}.close()")
+        told = await call(env.close(), CLOSE_SECONDS, f"{name}.close()")
+        # Whatever else a close() of a user's own returns was never asked for.
+        played.lost = tuple(event for event in told if isinstance(event, Event)) if isinstance(told, tuple) else ()
 
 
 def _require_same(is_same: bool, env: str, turn: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from temper.rollout.drops import DEGENERATE
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.rollout.steps import StepSplit, estimate_steps
-from temper.types import TRAINABLE_STATUSES, Group, Status, Task, Trajectory
+from temper.types import TRAINABLE_STATUSES, Event, Group, Status, Task, Trajectory, lasting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +64,12 @@ async def run_group(
                 for index in range(num_own, group_size)
             ]
         baselines = [members.create_task(_greedy(setup, task, group_id, f"{name}/greedy"))] if extras.greedy else []
-    return Group(
-        id=group_id,
-        draw=draw,
-        task=task,
-        trajectories=tuple(member.result() for member in running),
-        greedy=next((member.result() for member in baselines), None),
-    )
+    trajectories = [member.result() for member in running]
+    greedy = next((member.result() for member in baselines), None)
+    if greedy is not None:  # which is not recorded: what it did to the world stands with the first member
+        done = (*trajectories[0].unplaced_events, *lasting(greedy.events, "the greedy baseline"))
+        trajectories[0] = dataclasses.replace(trajectories[0], unplaced_events=done)
+    return Group(id=group_id, draw=draw, task=task, trajectories=tuple(trajectories), greedy=greedy)
 
 
 def reason_to_drop(group: Group, *, min_members: int, drop_degenerate: bool) -> str | None:
@@ -106,14 +105,17 @@ async def _opponent(extras: Extras, task: Task, group_id: str, index: int, reque
 async def _attempt(
     setup: EpisodeSetup, task: Task, group_id: str, index: int, request_id: str, retries: int
 ) -> Trajectory:
-    """Played anew when the environment failed, as often as allowed. What failed is never trained."""
+    """Played anew when the environment failed, as often as allowed. What failed is never trained; what it did to the
+    world stays done, and is recorded with the attempt that replaces it."""
     trajectory = await run_episode(setup, task, group_id=group_id, index=index, request_id=request_id)
+    done: tuple[Event, ...] = ()
     for retry in range(1, retries + 1):
         if trajectory.status in (*TRAINABLE_STATUSES, Status.TOO_LONG):  # which would be as long again
             break
+        done += lasting(trajectory.events, f"attempt {retry}, which failed")
         again = f"{request_id}/retry {retry}"
         trajectory = await run_episode(setup, task, group_id=group_id, index=index, request_id=again)
-    return trajectory
+    return dataclasses.replace(trajectory, unplaced_events=(*done, *trajectory.unplaced_events))
 
 
 async def _greedy(setup: EpisodeSetup, task: Task, group_id: str, request_id: str) -> Trajectory:

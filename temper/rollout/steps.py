@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from temper.errors import BackendError, TemperError, UserError
 from temper.rollout.episode import EpisodeSetup, TurnLoop, cut_status, require_as_asked, run_episode
-from temper.types import Completion, Finish, Message, Request, Score, Status, Task, Trajectory, Turn
+from temper.types import Completion, Event, Finish, Message, Request, Score, Status, Task, Trajectory, Turn, lasting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,15 @@ class StepSplit:
             raise UserError(f"{self.samples} continuations per step: use 1 or more, e.g. 9.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreshEnd:
+    """What one continuation came to."""
+
+    score: Score
+    num_drawn: int
+    events: tuple[Event, ...] = ()
+
+
 async def estimate_steps(
     setup: EpisodeSetup, task: Task, trajectory: Trajectory, split: StepSplit, request_id: str
 ) -> Trajectory:
@@ -59,10 +68,15 @@ async def estimate_steps(
             ]
             for step, start in enumerate(starts)
         ]
+    fresh_ends = [[await continuation for continuation in continuations] for continuations in running]
+    done = tuple(
+        event for ends in fresh_ends for end in ends for event in lasting(end.events, "played for step values")
+    )
+    trajectory = dataclasses.replace(trajectory, unplaced_events=(*trajectory.unplaced_events, *done))
     values, num_extra = [], 0
-    for step, continuations in enumerate(running):
-        scores, extras = zip(*[await continuation for continuation in continuations], strict=True)
-        num_extra += sum(extras)
+    for step, ends in enumerate(fresh_ends):
+        num_extra += sum(end.num_drawn for end in ends)
+        scores = [end.score for end in ends]
         known = [score.value for score in scores if score.value is not None]
         if not known:
             reason = f"step {step} has no value: {scores[0].reason}"
@@ -94,10 +108,8 @@ def turn_starts(trajectory: Trajectory) -> list[int]:
     return [start for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False) if size]
 
 
-async def _play_fresh(
-    setup: EpisodeSetup, task: Task, trajectory: Trajectory, start: int, request_id: str
-) -> tuple[Score, int]:
-    """Plays the episode anew from the turn that begins with this drawn token; also how many tokens were drawn."""
+async def _play_fresh(setup: EpisodeSetup, task: Task, trajectory: Trajectory, start: int, request_id: str) -> FreshEnd:
+    """Plays the episode anew from the turn that begins with this drawn token."""
     sizes = accumulate((turn.completion.num_drawn for turn in trajectory.turns), initial=0)
     before = trajectory.turns[: list(sizes).index(start)]
     attempt = await run_episode(
@@ -107,13 +119,14 @@ async def _play_fresh(
         index=trajectory.index,
         request_id=request_id,
     )
-    return attempt.score, sum(turn.completion.num_drawn for turn in attempt.turns[len(before) :])
+    num_drawn = sum(turn.completion.num_drawn for turn in attempt.turns[len(before) :])
+    return FreshEnd(score=attempt.score, num_drawn=num_drawn, events=attempt.events)
 
 
 async def _score_fresh(
     setup: EpisodeSetup, task: Task, trajectory: Trajectory, start: int, request_id: str
-) -> tuple[Score, int]:
-    """Draws a new end for the answer from this token on and scores the whole; also how many tokens were drawn.
+) -> FreshEnd:
+    """Draws a new end for the answer from this token on and scores the whole.
 
     Only a broken backend raises.
     """
@@ -121,14 +134,15 @@ async def _score_fresh(
         async with asyncio.timeout(setup.episode_seconds):
             completion = await _continue(setup, trajectory.turns[0].completion, start, request_id)
     except TimeoutError:
-        return Score.error(f"a continuation took longer than {setup.episode_seconds:g} s"), 0
+        reason = f"a continuation took longer than {setup.episode_seconds:g} s"
+        return FreshEnd(score=Score.error(reason), num_drawn=0)
     except BackendError:
         raise
     except TemperError as problem:
-        return Score.error(str(problem)), 0
+        return FreshEnd(score=Score.error(str(problem)), num_drawn=0)
     status, num_drawn = cut_status(completion) or Status.COMPLETED, len(completion.token_ids) - start
     if status is Status.ABORTED:
-        return Score.error("a continuation was aborted"), num_drawn
+        return FreshEnd(score=Score.error("a continuation was aborted"), num_drawn=num_drawn)
     message = Message(role="assistant", content=setup.renderer.decode(completion.token_ids))
     attempt = Trajectory(
         task_id=trajectory.task_id,
@@ -139,7 +153,7 @@ async def _score_fresh(
         score=Score.unscorable("not scored yet"),
     )
     score, _ = await setup.scorer.score(task, attempt)
-    return score, num_drawn
+    return FreshEnd(score=score, num_drawn=num_drawn)
 
 
 async def _continue(setup: EpisodeSetup, completion: Completion, start: int, request_id: str) -> Completion:

@@ -120,14 +120,15 @@ class TrajectoryRecord:
     """What each part added to the score, after bounds, weight and gates."""
     text: str | None
     """The last thing the policy said. None: the transcript went to make room for newer ones; there are then no
-    messages, events and rows either."""
+    messages and rows either, and of the events those that did something to the world or were refused."""
     messages: tuple[Message, ...]
     """Everything after the prompt, policy and environment in turn."""
     finish: str | None
     num_tokens: int
     error: str | None
     events: tuple[Mapping[str, Any], ...]
-    """What its environment did: turn, kind, name, detail, cost."""
+    """What its environment did: turn, kind, name, detail, cost. The turn is None for what stands in none: of a step
+    that did not come back, or of an attempt that failed and was replaced."""
     turn_rewards: tuple[float | None, ...]
     """What each turn earned, when a part of the reward pays turns; else empty."""
     rows: tuple[TokenRow, ...]

@@ -20,6 +20,7 @@ from temper.types.batches import (
 from temper.types.checks import require_parallel
 from temper.types.columns import Column, Ragged, array_of, join_ragged, no_lists
 from temper.types.rollouts import (
+    LASTING,
     TRAINABLE_STATUSES,
     Completion,
     Event,
@@ -34,10 +35,12 @@ from temper.types.rollouts import (
     Task,
     Trajectory,
     Turn,
+    lasting,
 )
 from temper.types.scores import Score, ScoreKind
 
 __all__ = [
+    "LASTING",
     "OPTIONAL_COLUMNS",
     "TRAINABLE_STATUSES",
     "Batch",
@@ -69,6 +72,7 @@ __all__ = [
     "Turn",
     "array_of",
     "join_ragged",
+    "lasting",
     "no_lists",
     "require_parallel",
     "total_tokens",

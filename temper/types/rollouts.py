@@ -6,7 +6,7 @@ Everything is frozen, keyword-only, and checked once, when it is made.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -83,6 +83,10 @@ class EventKind(StrEnum):
     """The environment asked a model by itself: a judge, or a user that a model plays."""
 
 
+LASTING = (EventKind.SIDE_EFFECT, EventKind.DENIED)
+"""What is never forgotten: what was done to the world, and what was refused. Attempts that failed did it, too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     kind: EventKind
@@ -92,6 +96,12 @@ class Event:
     seconds: float = 0.0
     cost: float = 0.0
     """In whatever unit the environment charges."""
+
+
+def lasting(events: Iterable[Event], where: str = "") -> tuple[Event, ...]:
+    """Those that are never forgotten; with `where` each says first where it happened."""
+    kept = (event for event in events if event.kind in LASTING)
+    return tuple(replace(event, detail=f"{where}: {event.detail}") if where else event for event in kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +279,9 @@ class Trajectory:
     """Mean reward of fresh rollouts from the start of each step; parallel to step_starts."""
     extra_tokens: int = 0
     """Drawn by those rollouts."""
+    unplaced_events: tuple[Event, ...] = ()
+    """LASTING events that stand in none of its turns: of a step that did not come back, of attempts that this one
+    replaced, of episodes that were played for its step values, and with the first member of the greedy baseline."""
     result: str | None = None
     """What an agent handed in or an environment has to show, which is judged in place of the last words. None: neither,
     or the agent failed."""
@@ -297,6 +310,11 @@ class Trajectory:
     def num_tokens(self) -> int:
         """Tokens the model drew, over all turns."""
         return sum(turn.completion.num_drawn for turn in self.turns)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Everything that happened, turn by turn, and then what stands in no turn."""
+        return (*(event for turn in self.turns for event in turn.events), *self.unplaced_events)
 
     @property
     def oldest_version(self) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from temper.build import check_stages
+from temper.build import agents, check_stages
 from temper.config import load_recipe, to_toml
 from temper.errors import UserError
 
@@ -34,9 +35,28 @@ def test_a_function_beside_the_recipe_is_found(tmp_path: Path) -> None:
         ("stage.2.objective.advantage=step_values", "an agent that leads its own cannot be taken back"),
         ("stage.2.kind=rejection", "cannot play in a stage of kind rejection"),
         ("env.options.function=other.py:solve", "other.py is not there"),
+        ("rollout.max_episode_cost=1", "max_episode_cost does nothing without env.options.price_per_token"),
+        ("env.options.price_per_token=0.1", "price_per_token does nothing without rollout.max_episode_cost"),
+        ("env.options.price_per_token=-1", "price_per_token=-1 must be 0"),
         ("env.options.comand=x", 'option "comand" is unknown'),
     ],
 )
 def test_what_an_agent_cannot_do_is_said_before_anything_is_read(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_stages(recipe(tmp_path, override))
+
+
+def test_what_an_agent_may_draw_is_what_its_episode_may_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(agents, "AgentPlayer", lambda *_, **options: given.append(options["affordable_tokens"]))
+    data: Any = SimpleNamespace(tokenizer=None, renderer=None, shape=SimpleNamespace(max_context=64))
+    for overrides, tokens in (
+        ((), 0),
+        (("rollout.max_episode_cost=0.3", "env.options.price_per_token=0.1"), 3),
+        (("rollout.max_episode_cost=0.39", "env.options.price_per_token=0.1"), 3),
+    ):
+        *_, config = recipe(tmp_path, *overrides)
+        agents.make_player(config, data)
+        assert given.pop() == tokens
+    with pytest.raises(UserError, match=r"max_episode_cost=0\.1 is less than one token costs"):
+        check_stages(recipe(tmp_path, "rollout.max_episode_cost=0.1", "env.options.price_per_token=0.2"))

@@ -26,6 +26,7 @@ from temper.envs.tool_calls import write_call
 from temper.errors import UserError
 from temper.models.tiny import character_tokenizer
 from temper.plugins import name_function
+from temper.runs.reader import RunReader
 from temper.tasks.render import Renderer
 from temper.types import EventKind, Task
 
@@ -106,6 +107,60 @@ def test_an_agent_and_a_closure_have_no_place_in_workers(tiny_recipe: dict[str, 
     tiny_recipe["env"] = {"name": wanted[0][0], "place": "process"}
     with pytest.raises(UserError, match="closure was handed over"):
         check_stages(resolve(tiny_recipe, [], where="tiny"))
+
+
+COSTLY = """
+from temper.envs.tool_env import Presentation, ToolEnv
+from temper.envs.tools import tool
+from temper.types import Message
+
+@tool(cost=COST)
+def ask() -> str:
+    return "a"
+
+class Asks(ToolEnv):
+    def __init__(self):
+        super().__init__([ask], presentation=Presentation(call_format="plain", show_tools="no", mark_untrusted=False))
+
+    async def step(self, message):
+        return await super().step(Message(role="assistant", content="ask()"))
+"""
+
+
+@pytest.mark.parametrize("place", ["here", "process"])
+def test_a_recipe_bounds_what_its_episodes_cost(tmp_path: Path, tiny_recipe: dict[str, Any], place: str) -> None:
+    """Whatever the policy says, this environment asks until there is no money left."""
+    (tmp_path / "costly.py").write_text(COSTLY.replace("COST", "0.5"))
+    env = {"name": f"{tmp_path / 'costly.py'}:Asks", "place": place}
+    stage = {**tiny_recipe["stage"][-1], "steps": 1, "sampling": {"stop": list("abcdefghijklmnopqrstuvwxyz")}}
+    stage["rollout"] = {"groups_per_step": 2, "group_size": 2, "max_turns": 9, "max_episode_cost": 1.0}
+    path = tmp_path / "recipe.toml"
+    path.write_text(to_toml(resolve({**tiny_recipe, "env": env, "stage": [stage]}, [], where="tiny")))
+    with RunReader(train(path, run=tmp_path / "run")) as reader:
+        played = reader.trajectories(0, 1)
+    assert {one.status for one in played} <= {"truncated_turns", "truncated_length"}
+    whole = [one for one in played if one.status == "truncated_turns"]
+    assert whole
+    assert {sum(event["cost"] for event in one.events) for one in whole} == {1.0}
+
+
+def test_a_bound_of_cost_is_refused_where_nothing_costs(tmp_path: Path, tiny_recipe: dict[str, Any]) -> None:
+    rollout = {"max_episode_cost": 1.0}
+    for env, message in (
+        ({}, 'nothing in env "single_turn" has a cost'),
+        ({"name": "calculator"}, 'nothing in env "calculator" has a cost'),
+        ({"name": f"{tmp_path / 'world.py'}:Twice"}, "nothing in Twice has a cost"),
+    ):
+        (tmp_path / "world.py").write_text(ENV)
+        stage = {**tiny_recipe["stage"][-1], "rollout": rollout}
+        with pytest.raises(UserError, match=message):
+            check_stages(resolve({**tiny_recipe, "env": env, "stage": [stage]}, [], where="tiny"))
+    (tmp_path / "costly.py").write_text(COSTLY.replace("COST", "0.0"))
+    path = tmp_path / "recipe.toml"
+    env = {"name": f"{tmp_path / 'costly.py'}:Asks"}
+    path.write_text(to_toml(resolve({**tiny_recipe, "env": env, "stage": [stage]}, [], where="tiny")))
+    with pytest.raises(UserError, match="no tool of Asks has a cost"):
+        dry_run(path)
 
 
 def test_a_wrong_option_is_said_here_before_a_worker_is_started() -> None:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from temper.batching.rows import rows_of
+from temper.envs.permissions import Permissions
 from temper.envs.threads import check_isolation_of_episodes
 from temper.envs.tool_env import Presentation, ToolEnv, ToolLimits
 from temper.envs.tools import Tool, ToolError, make_tool, tool
@@ -270,7 +271,7 @@ def test_episodes_share_no_state_and_one_that_leaks_is_caught() -> None:
 # With the real rollout code: what the sampler drew is what is trained.
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
-CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789()+=' .:,"
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789()+=' .:,\n"
 
 
 class Tokens(PreTrainedTokenizerFast):
@@ -296,7 +297,7 @@ class Right(FakeScorer):
         return Score.of(float(trajectory.text == task.answer)), {}
 
 
-def roll(tokenizer: Tokens, turns: list[list[str]], env: Env) -> tuple[Trajectory, FakeSampler]:
+def roll(tokenizer: Tokens, turns: list[list[str]], env: Env, seconds: float = 20.0) -> tuple[Trajectory, FakeSampler]:
     """Plays what the script says, token by token as written there."""
     ids = tokenizer.get_vocab()
     script: Iterator[list[int]] = iter([[ids[token] for token in turn] for turn in turns])
@@ -312,7 +313,7 @@ def roll(tokenizer: Tokens, turns: list[list[str]], env: Env) -> tuple[Trajector
         make_env=lambda name: env,
         params=SamplingParams(max_new_tokens=32, stop_ids=(end,)),
         max_turns=4,
-        episode_seconds=20,
+        episode_seconds=seconds,
         seed=0,
     )
     task = Task(id="t", messages=(Message(role="user", content="go"),), answer="42")
@@ -371,3 +372,87 @@ def test_the_solution_of_a_task_is_calls_or_nothing(given: str, calls: list[Any]
     assert ToolEnv([]).solution(task) == calls
     columns = {"solution": [["add", {"count": 2}]]}
     assert ToolEnv([]).solution(replace(task, columns=columns)) == [("add", {"count": 2})]
+
+
+def test_a_change_is_recorded_when_its_step_never_comes_back() -> None:
+    """The episode's deadline cuts the step off, or the world breaks in it: no reply tells what was done."""
+
+    @tool(effect="write")
+    def put(number: int) -> str:
+        return "put"
+
+    @tool(effect="write")
+    async def hang(number: int) -> None:
+        await asyncio.sleep(60)
+
+    @tool(effect="write")
+    def broke(number: int) -> None:
+        raise TaskError("the disk is gone")
+
+    for bad, status, error in (
+        ("hang", Status.TIMEOUT, "took longer than 0.3 s"),
+        ("broke", Status.TOOL_ERROR, "the disk is gone"),
+    ):
+        env = ToolEnv([put, hang, broke], presentation=PLAIN, permissions=Permissions(effects=frozenset({"write"})))
+        said = [[*"put(1)", "<|end|>"], [*f"put(2)\n{bad}(3)", "<|end|>"]]
+        trajectory, _ = roll(ambiguous_tokenizer(), said, env, seconds=0.3)
+        assert trajectory.status is status
+        assert error in str(trajectory.error)
+        details = [event.detail for event in trajectory.events if event.kind is EventKind.SIDE_EFFECT]
+        begun = f"begun, its end is unknown: {bad}(number=3)"
+        assert details == ["done: put(number=1)", "done: put(number=2)", begun]
+        assert [event.detail for event in trajectory.unplaced_events] == details[1:]
+
+
+def bought(*said: str, most: float, tools: list[Tool] = TOOLS, **options: Any) -> list[EnvReply]:
+    env = ToolEnv(tools, **{"presentation": PLAIN, **options})
+    env.limit_cost(most)
+    return asyncio.run(steps(env, *said))
+
+
+def test_a_call_that_would_cost_too_much_is_refused_before_it_runs_and_ends_the_episode() -> None:
+    ran: list[int] = []
+
+    @tool(cost=0.1)
+    def dear(number: int) -> int:
+        ran.append(number)
+        return number
+
+    first, last = bought("dear(1)\ndear(2)", "dear(3)\ndear(4)", most=0.3, tools=[dear])
+    assert not first.is_done
+    assert sorted(ran) == [1, 2, 3], "three times 0.1 is not over 0.3"
+    assert (last.is_done, last.status) == (True, Status.TRUNCATED_TURNS)
+    assert contents(last) == ["3", "denied: a call costs 0.1, and 0 is left of 0.3"]
+    assert kinds(last) == [EventKind.TOOL_CALL, EventKind.DENIED]
+    free, paid = bought("shout(a)", "double(1)", most=0.4)
+    assert (free.is_done, paid.status) == (False, Status.TRUNCATED_TURNS), "what costs nothing is never refused"
+
+
+def test_what_a_dry_run_would_have_cost_is_not_spent() -> None:
+    @tool(effect="irreversible", cost=1.0)
+    def send() -> str:
+        return "sent"
+
+    granted = Permissions(effects=frozenset({"irreversible"}))
+    replies = bought("send()", "send()", "send()", most=1.0, tools=[send], permissions=granted)
+    assert [reply.is_done for reply in replies] == [False] * 3
+
+
+def test_an_episode_that_has_spent_all_is_judged_as_one_without_an_answer() -> None:
+    class Costly(Counter):
+        def open(self, task: Task, seed: int) -> list[Tool]:
+            super().open(task, seed)
+            return [make_tool(self.add, cost=2.0)]
+
+        def reward(self, answer: str) -> float:
+            return -1.0 if answer == "" else 1.0
+
+    env = Costly()
+    env.limit_cost(3.0)
+    called, cut = asyncio.run(steps(env, "add(1)", "add(1)"))
+    assert (called.reward, cut.reward, env.count) == (None, -1.0, 1)
+
+
+def test_a_bound_of_cost_is_refused_where_no_tool_costs() -> None:
+    with pytest.raises(UserError, match=r"rollout.max_episode_cost=1: no tool of ToolEnv has a cost. Say what tools"):
+        bought("shout(a)", most=1.0, tools=[shout])

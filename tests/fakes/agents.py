@@ -36,6 +36,7 @@ def play_agent(
     options: Mapping[str, Any],
     *,
     seconds: float = 30.0,
+    affordable_tokens: int = 0,
     **limits: Any,
 ) -> Trajectory:
     """One episode, through a real endpoint and a real process. options: of env "agent"; limits: of EpisodeSetup."""
@@ -47,7 +48,7 @@ def play_agent(
             model="",
             max_length=CONTEXT,
         )
-        player = AgentPlayer(endpoint, Nursery(settings), max_running=2)
+        player = AgentPlayer(endpoint, Nursery(settings), max_running=2, affordable_tokens=affordable_tokens)
         setup = EpisodeSetup(
             sampler=sampler,
             renderer=renderer,

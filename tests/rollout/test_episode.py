@@ -17,7 +17,7 @@ from temper.envs.threads import InThread
 from temper.errors import BackendError
 from temper.protocols import Env, EnvOpening, EnvReply
 from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
-from temper.types import Message, Request, SamplingParams, Score, ScoreKind, Status, Task, Trajectory
+from temper.types import Event, EventKind, Message, Request, SamplingParams, Score, ScoreKind, Status, Task, Trajectory
 from tests.fakes.episodes import FakeScorer, Letters
 from tests.fakes.sampler import FakeSampler
 
@@ -304,3 +304,15 @@ def test_what_is_no_finite_number_is_no_reward_of_a_turn(reward: Any) -> None:
     trajectory = play(EchoEnv(">", reward))
     assert trajectory.status is Status.TOOL_ERROR
     assert "finite number" in str(trajectory.error)
+
+
+def test_what_a_refused_reply_did_to_the_world_is_recorded() -> None:
+    wrote = Event(kind=EventKind.SIDE_EFFECT, name="write")
+
+    class PaysNan(TalkingEnv):
+        async def step(self, message: Message) -> EnvReply:
+            return EnvReply(reward=float("nan"), events=(Event(kind=EventKind.TOOL_CALL, name="write"), wrote))
+
+    trajectory = play(PaysNan())
+    assert (trajectory.status, trajectory.turns) == (Status.TOOL_ERROR, ())
+    assert trajectory.unplaced_events == (wrote,)

@@ -14,7 +14,19 @@ from temper.protocols import Env, EnvReply
 from temper.rollout.episode import EpisodeSetup
 from temper.rollout.group import Extras, reason_to_drop, run_group
 from temper.rollout.steps import StepSplit
-from temper.types import Completion, Group, Message, Request, SamplingParams, Score, Task, Trajectory
+from temper.types import (
+    Completion,
+    Event,
+    EventKind,
+    Group,
+    Message,
+    Request,
+    SamplingParams,
+    Score,
+    Status,
+    Task,
+    Trajectory,
+)
 from tests.fakes.episodes import FakeScorer, Letters
 from tests.fakes.sampler import FakeSampler
 
@@ -222,3 +234,35 @@ def test_a_failed_episode_is_played_anew_as_often_as_allowed(retries: int, is_sc
     assert group.trajectories[0].score.is_value == is_scored
     ids = [request.id for request in sampler.requests]
     assert len(ids) == len(set(ids)) == min(retries, 2) + 1, "every attempt draws other numbers"
+
+
+def test_what_failed_attempts_and_the_baseline_did_to_the_world_is_not_lost() -> None:
+    """Nobody has a row of theirs: a charge that an attempt made before it failed would never have been made."""
+    made: list[int] = []
+
+    class Charges(SingleTurn):
+        async def step(self, message: Message) -> EnvReply:
+            number = len(made)
+            charged = Event(kind=EventKind.SIDE_EFFECT, name="charge", detail=f"done: number {number}")
+            looked = Event(kind=EventKind.TOOL_CALL, name="look")
+            return EnvReply(is_done=True, status=Status.TOOL_ERROR if number < 3 else None, events=(looked, charged))
+
+    def make(name: str) -> Env:
+        made.append(1)
+        return Charges()
+
+    setup = EpisodeSetup(
+        sampler=FakeSampler(script), renderer=Letters(), scorer=Judge(by_index), make_env=make,
+        params=SamplingParams(max_new_tokens=8, stop_ids=(STOP,)), max_turns=1, episode_seconds=5.0, seed=0,
+    )  # fmt: skip
+    group = asyncio.run(run_group(setup, TASK, draw=0, group_size=1, prefix="s", extras=Extras(retries=3)))
+    (member,) = group.trajectories
+    assert member.is_trainable
+    assert [event.detail for event in member.unplaced_events] == [
+        "attempt 1, which failed: done: number 1",
+        "attempt 2, which failed: done: number 2",
+    ]
+    assert next(event.detail for event in member.events if event.kind is EventKind.SIDE_EFFECT) == "done: number 3"
+    group = asyncio.run(run_group(setup, TASK, draw=0, group_size=2, prefix="s", extras=Extras(greedy=True)))
+    said = [[event.detail.partition(":")[0] for event in member.unplaced_events] for member in group.trajectories]
+    assert said == [["the greedy baseline"], []]

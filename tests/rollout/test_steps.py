@@ -17,6 +17,8 @@ from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.rollout.steps import StepSplit, estimate_steps, step_starts
 from temper.types import (
     Completion,
+    Event,
+    EventKind,
     Finish,
     Message,
     Request,
@@ -342,6 +344,20 @@ def test_turns_are_steps_whose_values_are_those_of_episodes_played_anew_from_the
     assert found.extra_tokens == 2 * len(fresh)
     begun = [request.prompt_ids for request in fresh if request.id.endswith("step 2/0/2")]
     assert begun == [attempt.turns[2].completion.prompt_ids], "from exactly what the attempt saw"
+
+
+def test_what_was_done_to_the_world_for_the_values_stands_with_the_attempt() -> None:
+    class Writing(Counting):
+        async def step(self, message: Message) -> EnvReply:
+            wrote = Event(kind=EventKind.SIDE_EFFECT, name="write", detail=message.content)
+            return dataclasses.replace(await super().step(message), events=(wrote,))
+
+    _, setup = several_turns(lambda request: [*Letters().encode("a"), END], Writing)
+    attempt = asyncio.run(run_episode(setup, TASK, group_id="g", index=0, request_id="r"))
+    found = asyncio.run(estimate_steps(setup, TASK, attempt, StepSplit(samples=2), "r"))
+    # From each of three turns two episodes of three turns each, those before it heard again.
+    assert [event.detail for event in found.unplaced_events] == ["played for step values: a"] * (3 * 2 * 3)
+    assert len(found.events) == 3 + 18
 
 
 def test_an_environment_that_is_elsewhere_when_told_the_same_cannot_be_forked() -> None:

@@ -222,6 +222,27 @@ def test_tokens_of_an_episode_are_bounded(play: Play) -> None:
     assert (played.status, played.num_tokens) == (Status.TRUNCATED_LENGTH, 7)
 
 
+def test_what_an_episode_may_cost_bounds_what_it_draws(play: Play) -> None:
+    """In tokens; the recipe's own bound holds beside it, and the smaller of both cuts."""
+    for limits, most in (
+        ({"affordable_tokens": 7}, 7),
+        ({"affordable_tokens": 7, "max_episode_tokens": 5}, 5),
+        ({"affordable_tokens": 5, "max_episode_tokens": 7}, 5),
+    ):
+        played = play(LOOP, **limits)
+        assert (played.status, played.num_tokens, played.text) == (Status.TRUNCATED_LENGTH, most, "")
+        assert played.is_trainable, "used up like turns and tokens"
+    asked_again = """
+def solve(task):
+    try:
+        while True:
+            ask(task["messages"])
+    except OSError as refusal:
+        return refusal.read().decode()
+"""
+    assert "rollout.max_episode_cost" in play(asked_again, affordable_tokens=7).text
+
+
 def test_a_context_that_is_full_cuts_the_episode(play: Play) -> None:
     played = play("def solve(task):\n    ask(task['messages'])\n    ask([user('x' * 600)])")
     assert (played.status, len(played.turns)) == (Status.TRUNCATED_LENGTH, 1)

@@ -34,7 +34,7 @@ TRAINING, HELD_OUT = "training tasks", "held-out ones"
 
 async def try_environment(config: RunConfig, data: StageData) -> dict[str, str]:
     """Makes, starts and closes the environments of a few tasks. Raises UserError with what went wrong, and where."""
-    make_env = Environments(config.env)
+    make_env = Environments(config.env, max_cost=config.rollout.max_episode_cost)
     openings = await try_openings(
         make_env, data.renderer, data.asked, seed=config.seed, seconds=config.rollout.episode_seconds
     )

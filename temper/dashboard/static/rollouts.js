@@ -269,7 +269,7 @@ export function parts(values, weighted) {
 
 /** What stands where a transcript was that went to make room for newer ones. */
 export const DROPPED =
-  "Words and tokens of this rollout went to make room for newer ones (rollout.transcripts_gb); its score, status and length are kept.";
+  "Words and tokens of this rollout went to make room for newer ones (rollout.transcripts_gb); its score, status, length and what it did to the world are kept.";
 
 /** The text of a response; null: its transcript was dropped. */
 function said(text) {

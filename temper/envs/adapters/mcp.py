@@ -19,7 +19,7 @@ from temper.envs.tool_env import Presentation, ToolEnv
 from temper.envs.tools import EFFECTS, Effect, Tool, ToolError
 from temper.errors import TaskError, UserError
 from temper.protocols import EnvOpening
-from temper.types import Task
+from temper.types import Event, Task
 
 START_SECONDS = 60.0
 """For starting the server, the handshake and the list of tools."""
@@ -213,8 +213,9 @@ class McpEnv(ToolEnv):
     def _declared(self, name: str) -> Effect:
         return cast(Effect, self._effects.get(name, self._effect))
 
-    async def close(self) -> None:
+    async def close(self) -> tuple[Event, ...]:
         await self._connection.close()
+        return await super().close()
 
     def _open(self, task: Task, seed: int) -> Iterable[Tool]:
         return [

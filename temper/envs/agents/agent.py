@@ -7,6 +7,7 @@ Owns: the options of a recipe, and what an agent is given and hands back. Refuse
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -40,6 +41,8 @@ class AgentSettings:
     untold_format: str
     """How the policy calls tools of which its template says nothing; empty: the template shows them."""
     max_running: int
+    price_per_token: float
+    """Of what rollout.max_episode_cost allows, per token drawn; 0: tokens cost nothing."""
     passed: tuple[str, ...]
     is_sandboxed: bool
     """Whether agents run behind a wall, from where only the model can be reached."""
@@ -63,6 +66,7 @@ class AgentEnv:
         model: str = "",
         tools: str = "auto",
         max_running: int = 32,
+        price_per_token: float = 0.0,
         variables: list[Scalar] | None = None,
         sandbox: bool = False,
     ) -> None:
@@ -83,6 +87,8 @@ class AgentEnv:
             raise UserError(f"{where}: {file} is not there.{nearest_file(Path(file))}")
         if max_running < 1:
             raise UserError(f"{where}: max_running={max_running} must be at least 1")
+        if not 0 <= price_per_token < math.inf:
+            raise UserError(f"{where}: price_per_token={price_per_token} must be 0 (free) or more, e.g. 0.00001")
         if tools != "auto":
             find_parser(tools)
         found = shutil.which(python or sys.executable)
@@ -95,6 +101,7 @@ class AgentEnv:
             model=model,
             untold_format="" if tools == "auto" else tools,
             max_running=max_running,
+            price_per_token=price_per_token,
             passed=tuple(str(name) for name in variables or ()),
             is_sandboxed=sandbox,
         )

@@ -22,7 +22,7 @@ from temper.envs.env import Allowed
 from temper.envs.processes.frames import NO_CALL, Frames
 from temper.errors import BackendError, TaskError
 from temper.protocols import EnvOpening, EnvReply
-from temper.types import Message, Scalar, Task
+from temper.types import Event, Message, Scalar, Task
 
 START_SECONDS = 120.0
 """For starting Python and importing Temper, until the first sign of life."""
@@ -38,7 +38,8 @@ class EnvProcesses:
     """Makes environments that live in up to `num_workers` processes, each of them the home of many episodes.
 
     None is started before it is needed. They end with close(), with the event loop, and with this process. seconds:
-    the deadline of one call; a worker that gives no sign of life for so long is killed.
+    the deadline of one call; a worker that gives no sign of life for so long is killed. max_cost: what an episode may
+    cost; 0: no limit.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class EnvProcesses:
         num_workers: int,
         seconds: float,
         allowed: Allowed | None = None,
+        max_cost: float = 0.0,
     ) -> None:
-        self._order = pickle.dumps((dict(options), allowed, seconds))
+        self._order = pickle.dumps((dict(options), allowed, seconds, max_cost))
         self._num_workers = num_workers
         self._seconds = seconds
         self._episodes = itertools.count()
@@ -94,13 +96,12 @@ class InProcess:
         assert self._worker is not None, "start() comes first"
         return await self._ask(self._worker, "step", message)  # type: ignore[no-any-return]
 
-    async def close(self) -> None:
+    async def close(self) -> tuple[Event, ...] | None:
         worker, self._worker = self._worker, None
         if worker is None:
-            return
+            return None
         try:
-            if worker.is_alive:
-                await self._ask(worker, "close")
+            return await self._ask(worker, "close") if worker.is_alive else None  # type: ignore[no-any-return]
         finally:
             worker.num_episodes -= 1
 

@@ -17,10 +17,11 @@ from typing import Any
 from temper import calls
 from temper.calls import DeadlinePassed, explain_error, is_end_of_task
 from temper.children import die_with_parent, take_over_stdin
-from temper.envs.env import find_env
+from temper.envs.env import find_env, limit_cost
 from temper.envs.processes.frames import NO_CALL, Frames
 from temper.errors import BackendError, ContextFull, TaskError, TemperError, UserError
 from temper.protocols import Env, EnvOpening, EnvReply
+from temper.types import Event
 
 LIFE_SECONDS = 1.0
 """Between two signs of life; less where the deadline of a call is short."""
@@ -43,7 +44,7 @@ class EnvServer:
         self._envs: dict[int, Env] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._find: Callable[[str], Callable[[], Env]]
-        self._seconds = 0.0
+        self._seconds = self._max_cost = 0.0
 
     async def serve(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -63,7 +64,7 @@ class EnvServer:
 
     def _hear(self, number: int, body: bytes) -> None:
         if number == NO_CALL:
-            options, allowed, self._seconds = pickle.loads(body)
+            options, allowed, self._seconds, self._max_cost = pickle.loads(body)
             self._find = cache(lambda name: find_env(name, options, allowed=allowed))
             self._tell_of_life()
             return
@@ -84,7 +85,7 @@ class EnvServer:
             body = pickle.dumps((None, portable(error)))
         self._frames.send(number, body)
 
-    async def _call(self, verb: str, episode: int, *given: Any) -> EnvOpening | EnvReply | None:
+    async def _call(self, verb: str, episode: int, *given: Any) -> EnvOpening | EnvReply | tuple[Event, ...] | None:
         if verb == "start":
             name, *given = given  # type: ignore[assignment]
             self._envs[episode] = self._make(name)
@@ -101,7 +102,7 @@ class EnvServer:
             make = self._find(name)
         except UserError as error:  # who asks has found it, so this is no matter of one episode
             raise BackendError(f'env.place = "process": {error}') from error
-        return make()
+        return limit_cost(make(), self._max_cost)
 
     async def _alive(self, work: Awaitable[Any]) -> Any:
         """Tells of life after each call: many that compute for long may follow each other without a pause."""

@@ -105,7 +105,7 @@ def step_values(samples: int = 9, separator: str = "\n", tokens: int = 0) -> Adv
 
 
 @factor(needs=("turns",), min_group=2)
-def turn_returns(gamma: float = 1.0, outcome: float = 0.0) -> AdvantageFn:
+def turn_returns(gamma: float = 1.0, outcome: float = 0.0, past: float = 0.0) -> AdvantageFn:
     """A of turn k = G_k - mean over the group of G_k, G_k = what turn k and later ones were paid, discounted by turn.
 
     Credit by turn for environments that pay per turn: a good first call is not blamed for a bad last answer. The mean
@@ -113,8 +113,11 @@ def turn_returns(gamma: float = 1.0, outcome: float = 0.0) -> AdvantageFn:
     gamma = 0: each turn by its own payment alone. The outcome is not added, or `outcome` times (R - mean of R) is, to
     every turn: use 0 when the reward is what the environment pays, or with a process reward by turn, which pays the
     outcome to the last turn. Shaping changes the outcome: it is refused.
+    past: G_k also has this share of what turns before k were paid, discounted as far back; 0: a turn is not credited
+    for what it could not change, which is noise; 1, with gamma = 1: each turn has the whole return.
     """
     require_share("turn_returns", "gamma", gamma)
+    require_share("turn_returns", "past", past)
     require(outcome >= 0, f"turn_returns: outcome={outcome} must be 0 or more, e.g. 0.5")
 
     def advantage(credit: Credit) -> Tensor:
@@ -122,7 +125,7 @@ def turn_returns(gamma: float = 1.0, outcome: float = 0.0) -> AdvantageFn:
         if credit.turn_rewards is None:
             return credit.spread(outcome_advantages(credit))
         turns = turns_of(credit)
-        gained = centred(turns.returns(credit.turn_rewards, gamma), turns.cells(turns.numbers))
+        gained = centred(turns.returns(credit.turn_rewards, gamma, past), turns.cells(turns.numbers))
         return gained[turns.of_token] + outcome * credit.spread(outcome_advantages(credit))
 
     return advantage
@@ -163,9 +166,14 @@ class Turns:
     per_member: Tensor
     """[B] turns of each trajectory."""
 
-    def returns(self, paid_N: Tensor, gamma: float) -> Tensor:
+    def returns(self, paid_N: Tensor, gamma: float, past: float = 0.0) -> Tensor:
         paid = torch.zeros(len(self.numbers), dtype=torch.float64).index_add(0, self.of_token, paid_N)
-        return discounted_sums(paid, gamma, self.per_member)
+        to_go = discounted_sums(paid, gamma, self.per_member)
+        if not past:
+            return to_go
+        # The same run backwards, less the turn itself, which it also holds.
+        so_far = discounted_sums(paid.flip(0), gamma, self.per_member.flip(0)).flip(0)
+        return to_go + past * (so_far - paid)
 
     def cells(self, keys: Tensor) -> Tensor:
         """Turns of one group with one key get one number, from 0."""

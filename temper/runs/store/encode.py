@@ -15,7 +15,19 @@ from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
 from temper.runs.store.arrays import ARRAY_TYPES, PLANES, pack_array, pack_loads
 from temper.runs.store.nulls import number
 from temper.storable import to_json
-from temper.types import Batch, EvaluationResult, Group, Message, Sample, Score, StepReport, Trace, Trajectory, array_of
+from temper.types import (
+    Batch,
+    EvaluationResult,
+    Event,
+    Group,
+    Message,
+    Sample,
+    Score,
+    StepReport,
+    Trace,
+    Trajectory,
+    array_of,
+)
 
 Row = tuple[Any, ...]
 TRAINED = "trained"
@@ -185,11 +197,14 @@ def _arrays(arrays: Mapping[str, NDArray[Any]]) -> Row:
 
 
 def _events(trajectory: Trajectory) -> str | None:
-    """What its environment did, turn by turn; None when it reported nothing."""
+    """What its environment did, turn by turn, and then what stands in no turn, with null there; None when it reported
+    nothing."""
+    placed: list[tuple[int | None, Event]]
+    placed = [(number, event) for number, turn in enumerate(trajectory.turns) for event in turn.events]
+    placed += [(None, event) for event in trajectory.unplaced_events]
     found = [
         {"turn": number, "kind": event.kind.value, "name": event.name, "detail": event.detail, "cost": event.cost}
-        for number, turn in enumerate(trajectory.turns)
-        for event in turn.events
+        for number, event in placed
     ]
     return to_json(found) if found else None
 

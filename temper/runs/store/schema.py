@@ -2,7 +2,8 @@
 
 Arrays are little-endian and unpadded: token_ids and versions int32, log-probabilities, entropies, advantages and
 weights float32, loss_mask uint8, loads int32; arrays.py packs them. NULL means "not known", never zero. A rollout whose
-text is NULL has lost its transcript to the limit on them: what it scored stays, what it said is gone.
+text is NULL has lost its transcript to the limit on them: what it scored and did to the world stays, what it said is
+gone. Events without a turn are of a step that did not come back, or of an episode that has no row of its own.
 """
 
 from __future__ import annotations

@@ -115,6 +115,7 @@ def test_whole_trajectories_are_those_of_this_process(name: str, options: dict[s
     assert here[0].status is Status.COMPLETED
     assert len({type(one.turns[0].reward) for one in here if one.turns}) == 1
     if name == WORLD:
+        assert [event.detail for event in elsewhere[0].unplaced_events] == ["told at the end"]
         assert [one.status for one in here[3:]] == [Status.TOOL_ERROR] * 3
         assert "ZeroDivisionError" in str(elsewhere[3].error)
         assert "worlds.py, line" in str(elsewhere[3].error), "the line of its author"

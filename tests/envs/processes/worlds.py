@@ -86,8 +86,9 @@ class World:
             await asyncio.sleep(60)
         return self._inside.step(message)
 
-    async def close(self) -> None:
+    async def close(self) -> tuple[Event, ...]:
         self._inside.close()
+        return (Event(kind=EventKind.SIDE_EFFECT, name="dig", detail="told at the end"),)
 
 
 def threaded(*, size: int = 9) -> InThread:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -284,6 +285,56 @@ def test_the_outcome_is_mixed_into_the_credit_of_turns_when_asked_for(credit) ->
     assert turn_returns(gamma=0)(given).tolist() == [0.5, 0, -0.5, 0], "each turn by what it was paid"
 
 
+def test_what_earlier_turns_were_paid_counts_for_later_ones_as_much_as_asked_for(credit) -> None:
+    """Paid (1, 0) and (0, 1) by turn. past = 1: both turns have the whole return, which is equal. past = 0.5: second
+    turns have 0 + 0.5 and 1 + 0."""
+    given = credit(
+        [1.0, 1.0],
+        lengths=torch.tensor([2, 2]),
+        turn_ids=torch.tensor([0, 1, 0, 1]),
+        turn_rewards=torch.tensor([1.0, 0, 0, 1.0], dtype=torch.float64),
+    )
+    assert turn_returns(past=0)(given).tolist() == turn_returns()(given).tolist() == [0, -0.5, 0, 0.5]
+    assert turn_returns(past=0.5)(given).tolist() == [0, -0.25, 0, 0.25]
+    assert turn_returns(past=1)(given).tolist() == [0, 0, 0, 0]
+    assert turn_returns(past=1, gamma=0.5)(given).tolist() == [0.25, -0.25, -0.25, 0.25]
+
+
+@pytest.mark.parametrize(("gamma", "past"), [(1.0, 1.0), (0.9, 0.3), (0.5, 1.0), (0.0, 1.0)])
+def test_returns_with_a_past_are_those_summed_turn_by_turn(credit, gamma: float, past: float) -> None:
+    """Two groups; members with one to four turns of one to three tokens; any token may be paid."""
+    draws = random.Random(7)
+    sizes = [[draws.randint(1, 3) for _ in range(draws.randint(1, 4))] for _ in range(6)]
+    groups = [0, 0, 0, 1, 1, 1]
+    paid = [[[draws.uniform(-1, 1) for _ in range(size)] for size in turns] for turns in sizes]
+    given = credit(
+        [0.0] * 6,
+        groups,
+        lengths=torch.tensor([sum(turns) for turns in sizes]),
+        turn_ids=torch.tensor([turn for turns in sizes for turn, size in enumerate(turns) for _ in range(size)]),
+        turn_rewards=torch.tensor([x for turns in paid for turn in turns for x in turn], dtype=torch.float64),
+    )
+    worth = [
+        [
+            sum(
+                sum(other) * gamma ** abs(place - turn) * (past if place < turn else 1)
+                for place, other in enumerate(turns)
+            )
+            for turn in range(len(turns))
+        ]
+        for turns in paid
+    ]
+    expected = []
+    for member, turns in enumerate(sizes):
+        for turn, size in enumerate(turns):
+            peers = [
+                worth[other][turn] for other in range(6) if groups[other] == groups[member] and turn < len(sizes[other])
+            ]
+            expected += [worth[member][turn] - sum(peers) / len(peers)] * size
+    found = turn_returns(gamma=gamma, past=past)(given)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
 def test_turns_that_began_in_the_same_state_are_compared(credit) -> None:
     """Three members, two turns of one token each. All begin alike; the first two also begin their second turn alike,
     the third stands alone there. Outcomes 1, 0, 0; the mean is 1/3. Second turns: 1 and 0, mean 0.5."""
@@ -312,7 +363,9 @@ def test_states_of_two_groups_are_not_compared(credit) -> None:
     assert state_returns()(given).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("build", [lambda: turn_returns(outcome=-1), lambda: state_returns(weight=0)])
+@pytest.mark.parametrize(
+    "build", [lambda: turn_returns(outcome=-1), lambda: turn_returns(past=1.5), lambda: state_returns(weight=0)]
+)
 def test_shares_of_credit_that_make_no_sense_are_refused(build) -> None:
     with pytest.raises(UserError, match=r"must be"):
         build()

@@ -10,7 +10,7 @@ import numpy as np
 
 from temper.runs.reader import RunReader
 from temper.runs.store.run_store import RunStore, open_run
-from temper.types import Batch, StepReport
+from temper.types import Batch, Event, EventKind, StepReport
 
 StepMaker = Callable[..., tuple[StepReport, Batch]]
 
@@ -53,6 +53,34 @@ def test_only_the_newest_transcripts_stay_and_everything_else_of_the_old_ones(
             else:
                 assert {(t.text, t.messages, t.events, t.rows) for t in kept} == {(None, (), (), ())}
         assert sum(row["bytes"] for row in bounded.query("SELECT bytes FROM transcripts")) <= limit
+
+
+def test_what_was_done_to_the_world_outlives_its_transcript(tmp_path: Path, make_step: StepMaker) -> None:
+    """Also what stands in no turn: of an attempt that failed and was replaced."""
+    wrote = Event(kind=EventKind.SIDE_EFFECT, name="write", detail="done: write(path='a')", cost=0.5)
+    refused, called = Event(kind=EventKind.DENIED, name="send"), Event(kind=EventKind.TOOL_CALL, name="look")
+    report, batch = make_step(1)
+    group = batch.groups[0]
+    busy, quiet, *others = group.trajectories
+    turn = dataclasses.replace(busy.turns[0], events=(called, wrote, refused))
+    busy = dataclasses.replace(busy, turns=(turn,), unplaced_events=(dataclasses.replace(wrote, name="earlier"),))
+    quiet = dataclasses.replace(quiet, turns=(dataclasses.replace(quiet.turns[0], events=(called,)),))
+    group = dataclasses.replace(group, trajectories=(busy, quiet, *others))
+    store = limited(tmp_path / "run", 0.0)
+    store.append(report, dataclasses.replace(batch, groups=(group, *batch.groups[1:])))
+    store.flush()
+    with RunReader(tmp_path / "run") as reader:
+        assert [len(t.events) for t in reader.trajectories(0, 1) if t.group_id == group.id] == [4, 1]
+    for step in (2, 3):
+        store.append(*make_step(step))
+    store.close()
+    with RunReader(tmp_path / "run") as reader:
+        kept = [t for t in reader.trajectories(0, 1) if t.group_id == group.id]
+        assert [t.text for t in kept] == [None, None]
+        said = [(event["turn"], event["kind"], event["name"]) for event in kept[0].events]
+        assert said == [(0, "side_effect", "write"), (0, "denied", "send"), (None, "side_effect", "earlier")]
+        assert (kept[0].events[0]["detail"], kept[0].events[0]["cost"]) == (wrote.detail, 0.5)
+        assert kept[1].events == ()
 
 
 def test_the_newest_step_stays_even_when_it_is_larger_than_the_limit(tmp_path: Path, make_step: StepMaker) -> None:
