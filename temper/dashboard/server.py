@@ -17,6 +17,7 @@ from temper import listening
 from temper.dashboard import pages, recipes
 from temper.dashboard.answers import Guard, to_json
 from temper.dashboard.database import OutOfTime
+from temper.dashboard.effects import EffectFilter, list_effects
 from temper.dashboard.prompts import PromptFilter, list_prompts
 from temper.dashboard.queries import RolloutFilter
 from temper.dashboard.registry import Registry, UnknownRun, summary
@@ -46,6 +47,13 @@ MOST_QUERY = 1000
 
 class SearchTooLong(Exception):
     """A text to search for that nobody types."""
+
+
+def page_of(offset: int, limit: int, *searches: str | None) -> tuple[int, int]:
+    """Where a page of a list begins, and how many rows it has. SearchTooLong: what is searched for is no search."""
+    if max(len(text or "") for text in searches) > MOST_QUERY:
+        raise SearchTooLong(f"a text to search for has at most {MOST_QUERY} characters")
+    return max(offset, 0), min(max(limit, 1), MOST_ROWS)
 
 
 STATUS_OF: dict[type[Exception], int] = {
@@ -193,17 +201,18 @@ def _add_rollout_routes(app: FastAPI, registry: Registry, answer: Answer) -> Non
 
     @app.get("/api/runs/{run_id}/rollouts")
     def rollouts(run_id: str, wanted: RolloutFilter = Depends(RolloutFilter), offset: int = 0, limit: int = 50) -> Any:
-        if max(len(wanted.q or ""), len(wanted.task or "")) > MOST_QUERY:
-            raise SearchTooLong(f"a text to search for has at most {MOST_QUERY} characters")
-        rows = min(max(limit, 1), MOST_ROWS)
-        return answer(lambda: pages.rollouts(registry.find(run_id).folder, wanted, max(offset, 0), rows))
+        page = page_of(offset, limit, wanted.q, wanted.task)
+        return answer(lambda: pages.rollouts(registry.find(run_id).folder, wanted, *page))
 
     @app.get("/api/runs/{run_id}/prompts")
     def prompts(run_id: str, wanted: PromptFilter = Depends(PromptFilter), offset: int = 0, limit: int = 50) -> Any:
-        if len(wanted.q or "") > MOST_QUERY:
-            raise SearchTooLong(f"a text to search for has at most {MOST_QUERY} characters")
-        rows = min(max(limit, 1), MOST_ROWS)
-        return answer(lambda: list_prompts(registry.find(run_id).folder, wanted, max(offset, 0), rows))
+        page = page_of(offset, limit, wanted.q)
+        return answer(lambda: list_prompts(registry.find(run_id).folder, wanted, *page))
+
+    @app.get("/api/runs/{run_id}/effects")
+    def effects(run_id: str, wanted: EffectFilter = Depends(EffectFilter), offset: int = 0, limit: int = 50) -> Any:
+        page = page_of(offset, limit, wanted.tool)
+        return answer(lambda: list_effects(registry.find(run_id).folder, wanted, *page))
 
     @app.get("/api/runs/{run_id}/experts")
     def experts(run_id: str, stage: int | None = None, step: int | None = None) -> Any:

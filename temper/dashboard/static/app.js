@@ -16,6 +16,7 @@ export const PAGES = [
   { name: "systems", letter: "s", title: "Systems" },
   { name: "evaluations", letter: "e", title: "Evaluations" },
   { name: "config", letter: "c", title: "Config" },
+  { name: "effects", letter: "f", title: "Effects" },
 ];
 const RUNS_EVERY_MS = 10000;
 const page = document.getElementById("page");

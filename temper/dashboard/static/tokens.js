@@ -233,7 +233,7 @@ function eventsCard(events) {
 function eventBadge(event, name = "") {
   return badge(
     `${plain(event.kind).replaceAll("_", " ")}${name && ` ${name}`}`,
-    /error|timeout|bad|denied/.test(event.kind) ? "bad" : "accent",
+    /error|timeout|bad|denied|described/.test(event.kind) ? "bad" : "accent",
   );
 }
 

@@ -160,6 +160,9 @@ def plant(folder: Path) -> None:
             audit,
         )
         connection.execute("INSERT INTO events VALUES (?, 'warning', ?)", (time.time(), ATTACK))
+        kinds = ("side_effect", "described", "denied", "tool_call")
+        done = [{"turn": 0, "kind": kind, "name": f"pay{ATTACK}", "detail": ATTACK, "cost": 0.0} for kind in kinds]
+        connection.execute("UPDATE trajectories SET events = ? WHERE member < 2", (json.dumps(done),))
     connection.close()
 
 

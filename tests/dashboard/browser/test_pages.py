@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.browser
 
-PAGES = ("overview", "metrics", "rollouts", "tokens", "data", "systems", "evaluations", "config")
+PAGES = ("overview", "metrics", "rollouts", "tokens", "data", "systems", "evaluations", "config", "effects")
 Browser = Any
 """The fixture's class, in conftest.py."""
 Query = Callable[..., list[tuple[Any, ...]]]
@@ -369,6 +369,33 @@ def test_prompts_are_sorted_searched_and_opened(browser: Browser, query: Query) 
     browser.click('[aria-label="Prompts"] .row')
     browser.wait("document.querySelectorAll('.member').length === 4", "its newest group")
     assert browser.problems() == []
+
+
+def test_side_effects_are_filtered_turned_over_and_lead_to_their_episode(browser: Browser, query: Query) -> None:
+    (episodes,) = query("planted", "SELECT COUNT(*) FROM trajectories WHERE events IS NOT NULL")[0]
+    browser.open("planted", "effects")
+    rows = "document.querySelectorAll('.row')"
+    browser.wait(f"{rows}.length === {min(50, 3 * episodes)}", "calls of all kinds")
+    assert "<script>window.hacked=1</script>" in browser.text(".row"), "what a model wrote is text"
+    browser.choose("[name=outcome]", "described")
+    told = "[...document.querySelectorAll('.row .badge')].map((one) => one.textContent)"
+    browser.wait(f"{told}.length && {told}.every((one) => one === 'described')", "described calls alone")
+    assert browser.count(".row") == min(50, episodes)
+    assert "outcome=described" in browser.hash()
+    browser.choose("[name=tool]", "no such tool")
+    browser.wait("document.querySelector('.empty')?.innerText.includes('No call fits')", "that none fits")
+    browser.choose("[name=tool]", "pay<scr")
+    browser.wait(f"{rows}.length > 0", "calls of a tool")
+    browser.copy_link()
+    browser.wait(
+        f"{rows}.length > 0 && document.querySelector('[name=tool]').value === 'pay<scr'", "the same from the link"
+    )
+    browser.click(".row")
+    browser.wait("location.hash.includes('/tokens') && document.querySelector('.event')", "the episode")
+    assert not browser.is_hacked()
+    assert browser.problems() == []
+    browser.open("plain", "effects")
+    assert "Nothing was changed" in browser.text("#page")
 
 
 def test_pass_rates_of_prompts_are_drawn_as_shares_of_the_whole(browser: Browser) -> None:
