@@ -32,6 +32,18 @@ def is_public(host: str) -> bool:
         return host != "localhost"
 
 
+def split_address(text: str, what: str) -> tuple[str, int]:
+    """Host and port of "0.0.0.0:8765" or "[::1]:8765". what: the name of the setting, for a UserError."""
+    host, sign, port = text.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if is_bracketed:
+        host = host[1:-1]
+    is_port = port.isascii() and port.isdigit() and int(port) < 1 << 16
+    if not sign or not host or not is_port or (":" in host) != is_bracketed:
+        raise UserError(f'{what}={text!r} is no address and port. Write e.g. "0.0.0.0:8765"')
+    return host, int(port)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket; port 0 picks one. Bound before anything slow is loaded, so that a taken port is known at once."""
     try:

@@ -1,22 +1,21 @@
-"""A client for any server that speaks the OpenAI chat-completions protocol, on asyncio streams.
+"""A client for any server that speaks the OpenAI chat-completions protocol.
 
-Owns: connections, the deadline, retries, and what counts as an answer. Refuses: keys in recipes; proxies; streaming;
-judging. Asyncio and not threads: a server that sends one byte a second is cut off by cancelling, wherever it waits.
+Owns: idle connections, the deadline, retries, and what counts as an answer. Refuses: HTTP itself (connection.py), keys
+in recipes, proxies, streaming, judging.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
-import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import SplitResult, urlsplit
 
+from temper.asking.connection import Connection, connect
 from temper.errors import TaskError, UserError
 from temper.types import Message
 
@@ -100,7 +99,7 @@ class Endpoint:
         self.options = options
         self._key = key or read_key(options.key_variable)
         self._url: SplitResult = urlsplit(options.base_url)
-        self._idle: list[_Connection] = []
+        self._idle: list[Connection] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(options.max_concurrent)
 
@@ -163,7 +162,7 @@ class Endpoint:
         return answer
 
     async def _exchange(self, request: bytes) -> tuple[int, dict[str, str], bytes]:
-        connection = self._idle.pop() if self._idle else await _connect(self._url)
+        connection = self._idle.pop() if self._idle else await connect(self._url, MAX_BODY_BYTES)
         try:
             answer = await connection.exchange(request)
         except BaseException:  # also when cancelled: the rest of this answer must not be read as the next one
@@ -221,73 +220,3 @@ def read_reply(answer: bytes) -> Reply:
     if not isinstance(content, str | None) or not isinstance(signed, str):
         raise _Flaky(f"no text in the answer {answer[:80]!r}")
     return Reply(text=content or "", model=signed, is_cut=is_cut)
-
-
-async def _connect(url: SplitResult) -> _Connection:
-    context = ssl.create_default_context() if url.scheme == "https" else None
-    port = url.port or (443 if context else 80)
-    return _Connection(*await asyncio.open_connection(url.hostname, port, ssl=context))
-
-
-class _Connection:
-    """One HTTP/1.1 connection, one exchange after the other."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self.is_reusable = True
-
-    async def exchange(self, request: bytes) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers by lower-case name, body. ValueError: what came is not HTTP."""
-        self.is_reusable = False
-        self._writer.write(request)
-        await self._writer.drain()
-        status, headers = await self._head()
-        while 100 <= status < 200:
-            status, headers = await self._head()
-        body = await self._body(headers)
-        is_delimited = "content-length" in headers or "transfer-encoding" in headers
-        self.is_reusable = is_delimited and headers.get("connection", "").lower() != "close"
-        return status, headers, body
-
-    def close(self) -> None:
-        with contextlib.suppress(RuntimeError):  # its loop is closed, and with it the socket
-            self._writer.transport.abort()
-
-    async def _head(self) -> tuple[int, dict[str, str]]:
-        first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        match = re.fullmatch(r"HTTP/1\.[01] ([0-9]{3})(?: .*)?", first)
-        if match is None:
-            raise ValueError(f"not HTTP: {first[:60]!r}")
-        fields = (line.partition(":") for line in lines if line)
-        headers = {name.strip().lower(): value.strip() for name, _, value in fields}
-        if first.startswith("HTTP/1.0"):
-            headers.setdefault("connection", "close")
-        return int(match[1]), headers
-
-    async def _body(self, headers: Mapping[str, str]) -> bytes:
-        if headers.get("transfer-encoding", "").lower() == "chunked":
-            return await self._chunks()
-        if "content-length" in headers:
-            return await self._reader.readexactly(_size(headers["content-length"], 10))
-        body = b""
-        while piece := await self._reader.read(1 << 16):
-            body += piece
-            _size(str(len(body)), 10)
-        return body
-
-    async def _chunks(self) -> bytes:
-        body = b""
-        while size := _size((await self._reader.readuntil(b"\r\n")).split(b";")[0].strip().decode("latin-1"), 16):
-            body += await self._reader.readexactly(size)
-            _size(str(len(body)), 10)
-            await self._reader.readexactly(2)
-        while await self._reader.readuntil(b"\r\n") != b"\r\n":
-            pass  # trailers
-        return body
-
-
-def _size(text: str, number_base: int) -> int:
-    if not re.fullmatch(r"[0-9a-fA-F]{1,16}", text) or (size := int(text, number_base)) > MAX_BODY_BYTES:
-        raise ValueError(f"a body of {text[:20]!r} bytes")
-    return size

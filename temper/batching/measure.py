@@ -20,7 +20,7 @@ from torch import Tensor
 from temper.batching.reflection import reflection_metrics
 from temper.objectives import Credit, Objective, PolicyObjective
 from temper.objectives.objective import shaped
-from temper.types import EventKind, Finish, Group, Status, Trajectory, array_of
+from temper.types import REFUSED, EventKind, Finish, Group, Status, Trajectory, array_of
 
 BINS = 10
 SOLVED = 1.0
@@ -196,7 +196,7 @@ def _event_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         "gen/tool_error_rate": counts[EventKind.TOOL_ERROR] / calls,
         "gen/tool_timeout_rate": counts[EventKind.TOOL_TIMEOUT] / calls,
         "gen/bad_call_rate": counts[EventKind.BAD_CALL] / num_episodes,
-        "gen/permission_denied": counts[EventKind.DENIED] / num_episodes,
+        "gen/permission_denied": sum(counts[kind] for kind in REFUSED) / num_episodes,
         "gen/model_calls_mean": counts[EventKind.MODEL_CALL] / num_episodes,
         "gen/side_effect_rate": counts[EventKind.SIDE_EFFECT] / num_episodes,
         "gen/cost_per_success": sum(event.cost for event in events) / max(1, num_solved),

@@ -22,7 +22,7 @@ from torch import Tensor
 from temper.batching.measure import measure_advantages, measure_groups, measure_shaping
 from temper.batching.rows import rows_of_groups, with_column
 from temper.objectives import Credit, Extent, Objective, SlopedWeighting, advantages_of, targets_of
-from temper.types import Batch, Column, Group, Sample, Trajectory, array_of
+from temper.types import Batch, Column, Group, Sample, Trajectory, Turn, array_of
 
 Scorer = Literal["policy", "reference", "teacher", "critic"]
 ScoreFn = Callable[[Sequence[Sample], Scorer], Sequence[Sequence[float]]]
@@ -228,12 +228,15 @@ def _steps(members: Sequence[Trajectory], lengths: Sequence[int]) -> tuple[Tenso
 
 
 def _turns(members: Sequence[Trajectory]) -> tuple[Tensor, Tensor | None]:
-    """For each drawn token: the number of its turn, and what was paid when the turn ended."""
+    """For each drawn token: the number of its turn in time, and what was paid when the turn ended."""
     turns = [
         (number, turn.completion.num_drawn, pay)
         for member in members
-        for number, (turn, pay) in enumerate(
-            zip(member.turns, member.turn_rewards or [turn.reward for turn in member.turns], strict=True)
+        for number, turn, pay in zip(
+            member.turn_order or range(len(member.turns)),
+            member.turns,
+            member.turn_rewards or [turn.reward for turn in member.turns],
+            strict=True,
         )
     ]
     sizes = torch.tensor([size for _, size, _ in turns], dtype=torch.int64)
@@ -246,11 +249,17 @@ def _turns(members: Sequence[Trajectory]) -> tuple[Tensor, Tensor | None]:
 
 
 def _turn_states(members: Sequence[Trajectory]) -> Tensor:
-    """For each drawn token: a number of what the model saw when its turn began."""
-    turns = [turn.completion for member in members for turn in member.turns]
-    seen = [hashlib.blake2b(np.array(turn.prompt_ids, np.int64).tobytes(), digest_size=7).digest() for turn in turns]
-    states = torch.tensor([int.from_bytes(digest) for digest in seen], dtype=torch.int64)
-    return states.repeat_interleave(torch.tensor([turn.num_drawn for turn in turns], dtype=torch.int64))
+    """For each drawn token: a number of the state in which its turn began."""
+    turns = [turn for member in members for turn in member.turns]
+    states = torch.tensor([_turn_state(turn) for turn in turns], dtype=torch.int64)
+    return states.repeat_interleave(torch.tensor([turn.completion.num_drawn for turn in turns], dtype=torch.int64))
+
+
+def _turn_state(turn: Turn) -> int:
+    """By the name that the environment gave it; else by what the model saw."""
+    if turn.state is not None:
+        return _hash(f"state {turn.state}")
+    return _digest(np.array(turn.completion.prompt_ids, np.int64).tobytes())
 
 
 def _key(seed: int, version: int, member: Trajectory) -> int:
@@ -259,7 +268,11 @@ def _key(seed: int, version: int, member: Trajectory) -> int:
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+    return _digest(text.encode(errors="surrogatepass"))
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest())
 
 
 def _update_of_groups(groups: Sequence[Group], rules: CreditRules, version: int, epoch: int) -> Tensor:

@@ -17,10 +17,12 @@ from temper.envs.adapters.verifiers import VerifiersEnv
 from temper.envs.adapters.verifiers_models import is_address
 from temper.envs.agents.agent import NAME, AgentEnv, AgentSettings
 from temper.envs.agents.launch import Nursery
+from temper.envs.agents.service import AgentService
 from temper.envs.env import find_env
 from temper.errors import UserError
+from temper.listening import listen
 from temper.protocols import Env
-from temper.rollout.agents import AgentPlayer
+from temper.rollout.agents import AgentPlayer, AgentRunner
 from temper.rollout.episode import TURN_LOOP, Player
 from temper.rollout.judged import JudgedPlayer, JudgeModel
 from temper.serve.agents import AgentEndpoint
@@ -29,6 +31,8 @@ from temper.serve.text import Words
 from temper.stages.kinds import kind_of
 from temper.stages.reading.data import StageData
 
+HERE = ("127.0.0.1", 0)
+"""Where environments of this process ask."""
 JUDGED_TOGETHER = 16
 """Answers that a judge of the run's own draws at one time: its cache has room for them."""
 
@@ -81,10 +85,15 @@ def make_player(config: RunConfig, data: StageData) -> Player:
     settings = _agent_settings(config)
     return AgentPlayer(
         _open_endpoint(data, settings),
-        Nursery(settings),
+        _make_runner(settings),
         max_running=settings.max_running,
         affordable_tokens=affordable_tokens(config, settings),
     )
+
+
+def _make_runner(settings: AgentSettings) -> AgentRunner:
+    service = settings.addresses.service
+    return Nursery(settings) if service is None else AgentService(service, settings.service_key)
 
 
 def _agent_settings(config: RunConfig) -> AgentSettings:
@@ -108,13 +117,21 @@ def affordable_tokens(config: RunConfig, settings: AgentSettings) -> int:
 
 
 def _open_endpoint(data: StageData, settings: AgentSettings | None = None) -> AgentEndpoint:
-    """settings: of agents; None: environments ask."""
-    untold_format = settings.untold_format if settings is not None else ""
+    """settings: of agents; None: environments ask, from this process."""
+    if settings is None:
+        return AgentEndpoint(
+            lambda records: Conversations(data.tokenizer, data.renderer, records),
+            listen(*HERE),
+            model="",
+            max_length=data.shape.max_context,
+        )
     return AgentEndpoint(
-        lambda records: Conversations(data.tokenizer, data.renderer, records, untold_format),
-        model=settings.model if settings is not None else "",
+        lambda records: Conversations(data.tokenizer, data.renderer, records, settings.untold_format),
+        listen(settings.addresses.host, settings.addresses.port),
+        model=settings.model,
         max_length=data.shape.max_context,
-        has_socket=settings is not None and settings.is_sandboxed,
+        address=settings.addresses.told,
+        has_socket=settings.is_sandboxed,
     )
 
 
@@ -130,6 +147,7 @@ def _make_judged(config: RunConfig, data: StageData) -> Player:
     renderer = policy.make_renderer()
     door = AgentEndpoint(
         lambda records: Conversations(policy.tokenizer, renderer, records),
+        listen(*HERE),
         model=policy.folder.resolve().name,
         max_length=policy.shape.max_context,
     )

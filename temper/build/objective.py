@@ -10,12 +10,15 @@ from typing import Any
 
 from temper.build.agents import answers_env
 from temper.config import RunConfig
+from temper.envs.agents.agent import NAME as AGENT
 from temper.errors import UserError
 from temper.objectives import DirectLoss, Objective, PolicyObjective, check_objective, resolve
 from temper.objectives.advantage.critics import pretraining_steps
 from temper.objectives.combinations import SAMPLER_WEIGHTS, corrects_staleness, notices_moving
 from temper.objectives.resolve import REGISTRY
 from temper.stages.kinds import kind_of
+
+CREDIT_BY_TURN = {"turn_returns", "state_returns"}
 
 
 def resolve_objective(config: RunConfig) -> Objective:
@@ -182,7 +185,30 @@ def _check_epochs(config: RunConfig, objective: Objective) -> str | None:
     )
 
 
-_CHECKS = (_check_float16, _check_critic_steps, _check_reference_rule, _check_kl_cov, _check_epochs)
+def _check_agent_discounts(config: RunConfig, objective: Objective) -> str | None:
+    """Discounts by token go along the rows, and an agent's rows do not stand in the order of time."""
+    if config.env.name != AGENT or not isinstance(objective, PolicyObjective):
+        return None
+    given = dict(objective.advantage.arguments)
+    places = (("gamma", 1), ("discount", 0)) if objective.advantage.name not in CREDIT_BY_TURN else ()
+    for name, neutral in places:
+        if given.get(name, neutral) != neutral:
+            return (
+                f"objective.advantage {objective.advantage.name} with {name}={given[name]} discounts by tokens in the "
+                "order in which they stand, and the conversations of an agent stand one after the other, whichever "
+                f"came first. Use {name} = {neutral}, or credit by turn, which goes by time, e.g. state_returns"
+            )
+    return None
+
+
+_CHECKS = (
+    _check_agent_discounts,
+    _check_float16,
+    _check_critic_steps,
+    _check_reference_rule,
+    _check_kl_cov,
+    _check_epochs,
+)
 
 
 def _require_fit(config: RunConfig, objective: Objective) -> None:

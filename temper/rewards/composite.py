@@ -88,7 +88,7 @@ class CompositeReward:
             return total, parts, []
         paid = {name: turns for name, (_, turns) in zip(judging, found, strict=True) if turns is not None}
         given = [turn.reward for turn in trajectory.turns]
-        earned = pay_turns(total.value, given, paid, parts, self._rules)
+        earned = pay_turns(total.value, given, paid, parts, self._rules, trajectory.last_turn)
         if not all(map(math.isfinite, earned)):
             return Score.error(f"the turns earn {earned}: not all of it is a finite number"), parts, []
         return total, parts, earned

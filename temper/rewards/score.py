@@ -82,17 +82,18 @@ def pay_turns(
     paid: Mapping[str, Sequence[float | None]],
     parts: Mapping[str, Score],
     rules: Mapping[str, PartRule],
+    last: int = -1,
 ) -> list[float]:
     """What each turn earned: by its environment, by the parts that pay turns, and the outcome at the end.
 
-    `given` is by the environment, `paid` by those parts before weighting. The last turn gets what is left of the
+    `given` is by the environment, `paid` by those parts before weighting. The turn `last` gets what is left of the
     total after what the turns were given, so that they sum to the total and the weighted payments: an outcome is
     counted once, whether the environment paid it or a verifier found it. A closed gate leaves nothing of the payments.
     """
     if not given:
         return []
     earned = [reward or 0.0 for reward in given]
-    earned[-1] += total - sum(earned)
+    earned[last] += total - sum(earned)
     if _has_closed_gate(parts, rules):
         return earned
     for name, rewards in paid.items():

@@ -1,7 +1,8 @@
 """Episodes that an agent leads: it asks for completions when it likes, and what it drew becomes turns.
 
 Owns: what an agent may draw and how, the order of what it drew, how its end becomes a status. Refuses: HTTP
-(serve/agents.py), processes (envs/agents/), and a gradient of its own: batching/rows.py makes rows of the turns.
+(serve/agents.py), processes and services (envs/agents/), and a gradient of its own: batching/rows.py makes rows of the
+turns.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from temper.calls import waiting_for
-from temper.envs.agents.agent import result_of, task_for_agent
-from temper.envs.agents.launch import AgentEnd, Nursery
+from temper.envs.agents.agent import AgentEnd, task_for_agent
 from temper.errors import BackendError, ContextFull, TaskError
 from temper.rollout.episode import EpisodeSetup, Played, cut_status, draw_as_asked, within_budget
 from temper.types import Completion, Finish, Message, Request, SamplingParams, Status, Task, Turn
@@ -123,7 +123,7 @@ class EpisodeCalls:
 
     def fill(self, played: Played) -> None:
         """The turns, row by row, each with what was said behind it."""
-        played.opening, turns = turns_of(self._calls)
+        played.opening, turns, played.turn_order = turns_of(self._calls)
         played.turns += turns
 
     def last_cut(self) -> Status | None:
@@ -142,15 +142,16 @@ def was_answered(completion: Completion) -> bool:
     return bool(completion.token_ids) and completion.finish not in (Finish.ABORT, Finish.INTERRUPT)
 
 
-def turns_of(calls: Sequence[DrawnCall]) -> tuple[tuple[Message, ...], list[Turn]]:
-    """What was said first, and the turns, row by row, each with what was said behind it."""
+def turns_of(calls: Sequence[DrawnCall]) -> tuple[tuple[Message, ...], list[Turn], tuple[int, ...]]:
+    """What was said first, the turns, row by row, each with what was said behind it, and Trajectory.turn_order."""
     ordered = in_rows(calls)
     said = [call.messages for call in ordered]
     turns = [
         Turn(completion=call.completion, message=Message(role="assistant", content=call.text), replies=replies)
         for call, replies in zip(ordered, [*said[1:], ()], strict=False)
     ]
-    return said[0] if said else (), turns
+    place = {id(call): number for number, call in enumerate(calls)}
+    return said[0] if said else (), turns, tuple(place[id(call)] for call in ordered)
 
 
 def in_rows(calls: Sequence[DrawnCall]) -> list[DrawnCall]:
@@ -175,11 +176,16 @@ def in_rows(calls: Sequence[DrawnCall]) -> list[DrawnCall]:
     return [call for row in rows for call in row]
 
 
+Posted = asyncio.Future["str | TaskError"]
+"""The result that an agent has posted, or what was wrong with the one it tried to post."""
+
+
 class AgentDoor(Protocol):
     """Where agents ask; serve/agents.py implements it."""
 
-    async def open(self, calls: EpisodeCalls) -> tuple[str, Mapping[str, str]]:
-        """A key that is this episode's alone, and the variables that tell an agent where to ask."""
+    async def open(self, calls: EpisodeCalls, posted: Posted | None = None) -> tuple[str, Mapping[str, str]]:
+        """A key that is this episode's alone, and the variables that tell an agent where to ask. posted: takes the
+        first result that comes with the key; None: results are not taken."""
         ...
 
     async def shut(self, key: str) -> None:
@@ -189,14 +195,24 @@ class AgentDoor(Protocol):
     async def close(self) -> None: ...
 
 
+class AgentRunner(Protocol):
+    """What lets an agent play; envs/agents/launch.py and service.py implement it."""
+
+    async def run(self, task: Mapping[str, Any], variables: Mapping[str, str], posted: Posted) -> AgentEnd:
+        """Plays one episode, to its end or until it is cancelled."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 class AgentPlayer:
     """Implements episode.Player."""
 
-    def __init__(self, door: AgentDoor, nursery: Nursery, *, max_running: int, affordable_tokens: int = 0) -> None:
+    def __init__(self, door: AgentDoor, runner: AgentRunner, *, max_running: int, affordable_tokens: int = 0) -> None:
         """affordable_tokens: most that an episode may draw for what it may cost; 0: no limit."""
         self._affordable_tokens = affordable_tokens
         self._door = door
-        self._nursery = nursery
+        self._runner = runner
         self._places = asyncio.Semaphore(max_running)
 
     def place(self) -> AbstractAsyncContextManager[object]:
@@ -204,18 +220,19 @@ class AgentPlayer:
 
     async def play(self, setup: EpisodeSetup, task: Task, played: Played, request_id: str) -> Status:
         calls = EpisodeCalls(setup, request_id, affordable_tokens=self._affordable_tokens)
-        key, variables = await self._door.open(calls)
+        posted: Posted = asyncio.get_running_loop().create_future()
+        key, variables = await self._door.open(calls, posted)
         told = task_for_agent(task, setup.renderer.prompt_messages(task), setup.seed)
         try:
             with waiting_for("the agent"):
-                end = await self._until_ended(calls, self._nursery.run(told, variables), setup.episode_seconds)
+                end = await self._until_ended(calls, self._runner.run(told, variables, posted), setup.episode_seconds)
         finally:
             await self._door.shut(key)
             calls.fill(played)
-        return _judge(calls, end, played)
+        return _judge(calls, _with_posted(end, posted), played)
 
     async def close(self) -> None:
-        await self._nursery.close()
+        await self._runner.close()
         await self._door.close()
 
     async def _until_ended(self, calls: EpisodeCalls, agent: Coroutine[Any, Any, AgentEnd], seconds: float) -> AgentEnd:
@@ -231,6 +248,14 @@ class AgentPlayer:
             await asyncio.wait((running,), timeout=1.0 if running.done() else 20.0)
 
 
+def _with_posted(end: AgentEnd, posted: Posted) -> AgentEnd:
+    """The end of an agent, with the result that it has posted in place of any other."""
+    found = posted.result() if posted.done() else end.result
+    if isinstance(found, TaskError):
+        return AgentEnd(problem=end.problem or f"the agent posted no result: {found}")
+    return AgentEnd(problem=end.problem, result=found)
+
+
 def _judge(calls: EpisodeCalls, end: AgentEnd, played: Played) -> Status:
     """The status, and the result of an agent that ended as it should.
 
@@ -242,7 +267,7 @@ def _judge(calls: EpisodeCalls, end: AgentEnd, played: Played) -> Status:
         raise calls.full or TaskError(problem or "the agent ended without asking the model: is OPENAI_BASE_URL used?")
     if problem is not None and calls.cut is None and calls.full is None:
         raise TaskError(problem)
-    played.result = "" if problem is not None else result_of(end.stdout)
+    played.result = "" if problem is not None else end.result
     if calls.cut is not None:
         return calls.cut
     # An agent that was told that its context is full may have cut it, and ended well.

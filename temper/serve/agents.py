@@ -1,7 +1,7 @@
 """Where agents ask while they are trained, and environments that ask the policy: one address, a key for each episode.
 
 Owns: the server, which episode a key stands for, and what of OpenAI's interface means something else in training.
-Refuses: drawing and limits (rollout/agents.py), starting agents (envs/agents/), being reached from other machines.
+Refuses: drawing and limits (rollout/agents.py), starting agents (envs/agents/), whoever has no key of an episode.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import tempfile
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from temper.envs.agents.launch import MODEL_SOCKET
 from temper.errors import BackendError, ContextFull, install_line
-from temper.listening import listen, listen_at, make_server, own_names
-from temper.rollout.agents import DrawnCall, EpisodeCalls, LimitReached
+from temper.listening import listen_at, make_server, own_names
+from temper.rollout.agents import DrawnCall, EpisodeCalls, LimitReached, Posted
 from temper.serve.app import App, HttpClient, HttpSettings, Receive, Send
 from temper.serve.asked import ChatRequest
 from temper.serve.conversation import Conversations
@@ -29,7 +30,6 @@ from temper.serve.records import Entry, Parent, Records
 from temper.serve.refusals import CONTEXT_FULL, Refused
 from temper.types import Completion, Request
 
-HOST = "127.0.0.1"
 SESSION = "episode"
 MAX_AT_ONCE = 64
 """Completions of one episode under way at the same time."""
@@ -122,32 +122,44 @@ class EpisodeRecords:
         """Nothing is held open."""
 
 
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 class AgentEndpoint:
     """Implements rollout.agents.AgentDoor and the ASGI interface. Lives in the event loop of the run."""
 
     def __init__(
         self,
         converse: Callable[[Records], Conversations],
+        bound: socket.socket,
         *,
         model: str,
         max_length: int,
+        address: str = "",
         has_socket: bool = False,
     ) -> None:
-        """converse: how the model talks, with what was said before in one episode. has_socket: agents behind a wall ask
-        through a socket in the file system."""
+        """converse: how the model talks, with what was said before in one episode. bound: where it listens; closed with
+        it. address: the same as agents are told it; empty: as it is bound. has_socket: agents behind a wall ask through
+        a socket in the file system."""
         self._converse = converse
+        self._bound = bound
+        host, port = bound.getsockname()[:2]
+        self._address = address or f"http://{_bracketed(host)}:{port}"
+        own = own_names(host)
+        # A tunnel may lead here, and its other end has a name of its own.
+        self._hosts = own and own | {_bracketed(urlsplit(self._address).hostname or host)}
         self._model = model
         self._max_length = max_length
         self._gateways: dict[str, tuple[Gateway, App]] = {}
         self._worker = text_thread()
         self._lock = asyncio.Lock()
-        self._bound: socket.socket | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="temper-model-") if has_socket else None
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
 
-    async def open(self, calls: EpisodeCalls) -> tuple[str, Mapping[str, str]]:
-        port = await self._started()
+    async def open(self, calls: EpisodeCalls, posted: Posted | None = None) -> tuple[str, Mapping[str, str]]:
+        await self._start()
         key = f"temper-{secrets.token_urlsafe(24)}"
         records = EpisodeRecords(calls)
         limits = ServerLimits(
@@ -161,10 +173,10 @@ class AgentEndpoint:
             ordering=AsTrained(calls, self._max_length),
             worker=self._worker,
         )
-        settings = HttpSettings(api_key=key, hosts=own_names(HOST), session=SESSION)
-        self._gateways[key] = (gateway, App(gateway, settings))
+        settings = HttpSettings(api_key=key, hosts=self._hosts, session=SESSION)
+        self._gateways[key] = (gateway, App(gateway, settings, posted))
         model = self._model or "policy"
-        variables = {"OPENAI_BASE_URL": f"http://{HOST}:{port}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
+        variables = {"OPENAI_BASE_URL": f"{self._address}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
         if self._folder is not None:
             variables[MODEL_SOCKET] = self._socket_path()
         return key, variables
@@ -178,8 +190,7 @@ class AgentEndpoint:
             self._server.should_exit = True
             await asyncio.wait((self._serving,), timeout=2 * SHUTDOWN_SECONDS)
             self._serving.cancel()
-        if self._bound is not None:
-            self._bound.close()
+        self._bound.close()
         if self._folder is not None:
             self._folder.cleanup()
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -196,11 +207,10 @@ class AgentEndpoint:
         assert self._folder is not None, "only agents behind a wall have it"
         return os.path.join(self._folder.name, "socket")
 
-    async def _started(self) -> int:
-        """The port it listens at."""
+    async def _start(self) -> None:
+        """With the first episode: what has come before waits at the socket."""
         async with self._lock:
-            if self._bound is None:
-                self._bound = listen(HOST, 0)
+            if self._serving is None:
                 missing = f"the policy's endpoint needs uvicorn. Run: {install_line('serve')}"
                 self._server = make_server(self, shutdown_seconds=SHUTDOWN_SECONDS, missing=missing)
                 # By itself it would take over Ctrl-C and SIGTERM, which are the run's.
@@ -210,6 +220,5 @@ class AgentEndpoint:
                 async with asyncio.timeout(START_SECONDS):
                     while not self._server.started and not self._serving.done():
                         await asyncio.sleep(LOOK_SECONDS)
-            if self._serving is None or self._serving.done():
+            if self._serving.done():
                 raise BackendError("the server that agents ask has ended")
-            return int(self._bound.getsockname()[1])

@@ -64,7 +64,7 @@ def _episode(name: str, rows: Sequence[Recorded], scores: Mapping[int, tuple[Sco
     calls = [
         DrawnCall(completion=row.turn.completion, text=row.turn.message.content, messages=row.messages) for row in rows
     ]
-    opening, turns = turns_of(calls)
+    opening, turns, order = turns_of(calls)
     score, judge = scores.get(rows[-1].id, (Score.unscorable("not scored yet"), ""))
     newest = rows[-1].turn
     played = Trajectory(
@@ -75,6 +75,7 @@ def _episode(name: str, rows: Sequence[Recorded], scores: Mapping[int, tuple[Sco
         status=cut_status(newest.completion) or Status.COMPLETED,
         score=score,
         opening=opening,
+        turn_order=order,
         # Of conversations side by side, what was said last need not stand last.
         result=None if turns[-1].completion is newest.completion else newest.message.content,
     )

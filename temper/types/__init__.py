@@ -21,6 +21,7 @@ from temper.types.checks import require_parallel
 from temper.types.columns import Column, Ragged, array_of, join_ragged, no_lists
 from temper.types.rollouts import (
     LASTING,
+    REFUSED,
     TRAINABLE_STATUSES,
     Completion,
     Event,
@@ -42,6 +43,7 @@ from temper.types.scores import Score, ScoreKind
 __all__ = [
     "LASTING",
     "OPTIONAL_COLUMNS",
+    "REFUSED",
     "TRAINABLE_STATUSES",
     "Batch",
     "Column",

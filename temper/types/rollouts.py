@@ -76,14 +76,17 @@ class EventKind(StrEnum):
     BAD_CALL = "bad_call"
     """The policy asked for something that is not a tool, or with arguments that do not fit."""
     DENIED = "denied"
-    """Asked for and refused: a limit, a missing permission, an irreversible act that nobody approved."""
+    """Asked for and refused: a limit, a missing permission."""
+    DESCRIBED = "described"
+    """Refused, too: an irreversible act that nobody approved. What it would have done is in the detail."""
     SIDE_EFFECT = "side_effect"
     """Something outside the conversation changed."""
     MODEL_CALL = "model_call"
     """The environment asked a model by itself: a judge, or a user that a model plays."""
 
 
-LASTING = (EventKind.SIDE_EFFECT, EventKind.DENIED)
+REFUSED = (EventKind.DENIED, EventKind.DESCRIBED)
+LASTING = (EventKind.SIDE_EFFECT, *REFUSED)
 """What is never forgotten: what was done to the world, and what was refused. Attempts that failed did it, too."""
 
 
@@ -246,6 +249,8 @@ class Turn:
     reward: float | None = None
     """Reward of this turn alone; None when the environment gives none per turn."""
     events: tuple[Event, ...] = ()
+    state: str | None = None
+    """Name that the environment gave the state in which the turn began. None: it is known by what the model saw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +271,9 @@ class Trajectory:
     turn_rewards: tuple[float, ...] = ()
     """What each turn earned, when a part of the reward pays turns: by the environment, by that part, and at the end the
     score. Empty: only the environment pays turns (Turn.reward)."""
+    turn_order: tuple[int, ...] = ()
+    """Place in time of each turn, from 0, where an agent's conversations stand one after the other. Empty: turns stand
+    as they came."""
     error: str | None = None
     """What went wrong when status is TOOL_ERROR, TIMEOUT or ABORTED."""
     opening: tuple[Message, ...] = ()
@@ -305,6 +313,11 @@ class Trajectory:
         if self.result is not None:
             return self.result
         return self.turns[-1].message.content if self.turns else ""
+
+    @property
+    def last_turn(self) -> int:
+        """Where the turn stands that came last; -1 when there is none."""
+        return self.turn_order.index(len(self.turns) - 1) if self.turn_order else len(self.turns) - 1
 
     @property
     def num_tokens(self) -> int:

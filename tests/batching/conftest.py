@@ -9,7 +9,7 @@ import pytest
 from temper.types import Completion, Finish, Group, Message, Score, Status, Task, Trajectory, Turn
 
 
-def make_turn(prompt: Sequence[int], drawn: Sequence[int], version: int = 0) -> Turn:
+def make_turn(prompt: Sequence[int], drawn: Sequence[int], version: int = 0, state: str | None = None) -> Turn:
     completion = Completion(
         prompt_ids=tuple(prompt),
         token_ids=list(drawn),
@@ -17,7 +17,7 @@ def make_turn(prompt: Sequence[int], drawn: Sequence[int], version: int = 0) -> 
         versions=[version] * len(drawn),
         finish=Finish.STOP,
     )
-    return Turn(completion=completion, message=Message(role="assistant", content=""))
+    return Turn(completion=completion, message=Message(role="assistant", content=""), state=state)
 
 
 @pytest.fixture

@@ -125,6 +125,22 @@ def test_turns_are_compared_with_those_that_saw_the_same(group, turn) -> None:
     assert found == [pytest.approx(x) for x in ([4 / 3, 2 / 3 + 0.5], [-2 / 3, -1 / 3 - 0.5], [-2 / 3, -1 / 3])]
 
 
+def test_turns_that_began_in_a_state_of_one_name_are_compared_whatever_was_said_before(group, turn) -> None:
+    """The numbers of docs/environments.md: both reach the goal, the second member's first turn changed nothing."""
+
+    def found(start: str | None, door: str | None) -> list[list[float]]:
+        straight = [turn([1], [3], state=start), turn([1, 3, 8], [5], state=door)]
+        first, second, third = ([1], [4]), ([1, 4, 7], [3]), ([1, 4, 7, 3, 8], [5])
+        detour = [turn(*first, state=start), turn(*second, state=start), turn(*third, state=door)]
+        given = rules("dr_grpo", {"advantage": {"name": "state_returns", "gamma": 0.5}})
+        (rows,) = credited([group([(1.0, straight), (1.0, detour)])], given).updates
+        return [drawn(row, row.advantages) for row in rows]
+
+    assert found("start", "door") == [pytest.approx(x) for x in ([1 / 12, 0], [-1 / 6, 1 / 12, 0])]
+    assert found(None, None) == [pytest.approx(x) for x in ([1 / 8, 0], [-1 / 8, 0, 0])]
+    assert found(None, "half \ud83d") == found(None, None), "the last turns of both were worth the same"
+
+
 def test_weights_are_those_of_the_weighting(group) -> None:
     groups = [group([(1.0, 3), (0.0, 2)]), group([(1.0, 1), (0.0, 2)], draw=1)]
     expected = {

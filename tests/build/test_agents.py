@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,9 @@ def test_a_function_beside_the_recipe_is_found(tmp_path: Path) -> None:
     [
         ("rollout.max_turns=1", "rollout.max_turns is the number of calls"),
         ("stage.2.objective.advantage=step_values", "an agent that leads its own cannot be taken back"),
+        ("stage.2.objective.advantage={name='returns_to_go',gamma=0.9}", "with gamma=0.9 discounts by tokens"),
+        ("stage.2.objective={preset='ppo',advantage={name='gae',gamma=0.99}}", "Use gamma = 1, or credit by turn"),
+        ("env.options.url=http://127.0.0.1:9000", "one of them, not function and url"),
         ("stage.2.kind=rejection", "cannot play in a stage of kind rejection"),
         ("env.options.function=other.py:solve", "other.py is not there"),
         ("rollout.max_episode_cost=1", "max_episode_cost does nothing without env.options.price_per_token"),
@@ -44,6 +48,23 @@ def test_a_function_beside_the_recipe_is_found(tmp_path: Path) -> None:
 def test_what_an_agent_cannot_do_is_said_before_anything_is_read(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_stages(recipe(tmp_path, override))
+
+
+@pytest.mark.parametrize(
+    "advantage",
+    ["returns_to_go", "{name='state_returns',gamma=0.9}", "{name='turn_returns',gamma=0.9}"],
+)
+def test_credit_that_goes_by_time_or_discounts_nothing_is_not_refused(tmp_path: Path, advantage: str) -> None:
+    check_stages(recipe(tmp_path, f"stage.2.objective.advantage={advantage}"))
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_trained(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        *_, config = recipe(tmp_path, f"env.options.listen=127.0.0.1:{port}")
+        data: Any = SimpleNamespace(tokenizer=None, renderer=None, shape=SimpleNamespace(max_context=64))
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}"):
+            agents.make_player(config, data)
 
 
 def test_what_an_agent_may_draw_is_what_its_episode_may_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from temper.envs.agents.agent import AgentEnv
 from temper.envs.agents.launch import Nursery
+from temper.envs.agents.service import AgentService
+from temper.listening import listen
 from temper.rollout.agents import AgentPlayer
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.serve.agents import AgentEndpoint
@@ -36,32 +38,42 @@ def play_agent(
     options: Mapping[str, Any],
     *,
     seconds: float = 30.0,
+    max_new_tokens: int = 80,
+    scorer: Any = None,
     affordable_tokens: int = 0,
+    afterwards: Callable[[], object] = lambda: None,
     **limits: Any,
 ) -> Trajectory:
-    """One episode, through a real endpoint and a real process. options: of env "agent"; limits: of EpisodeSetup."""
+    """One episode, through a real endpoint and a real process or service. options: of env "agent"; afterwards: done
+    while the endpoint still stands; limits: of EpisodeSetup."""
 
     async def main() -> Trajectory:
         settings, renderer = AgentEnv(**options).settings, Renderer(tokenizer)
         endpoint = AgentEndpoint(
             lambda records: Conversations(tokenizer, renderer, records, settings.untold_format),
+            listen(settings.addresses.host, settings.addresses.port),
             model="",
             max_length=CONTEXT,
+            address=settings.addresses.told,
         )
-        player = AgentPlayer(endpoint, Nursery(settings), max_running=2, affordable_tokens=affordable_tokens)
+        service = settings.addresses.service
+        runner = AgentService(service, settings.service_key) if service is not None else Nursery(settings)
+        player = AgentPlayer(endpoint, runner, max_running=2, affordable_tokens=affordable_tokens)
         setup = EpisodeSetup(
             sampler=sampler,
             renderer=renderer,
-            scorer=RightAnswer(),
+            scorer=scorer or RightAnswer(),
             make_env=lambda name: pytest.fail("an agent needs no environment"),
-            params=SamplingParams(temperature=0.7, max_new_tokens=80, stop_ids=renderer.stop_ids),
+            params=SamplingParams(temperature=0.7, max_new_tokens=max_new_tokens, stop_ids=renderer.stop_ids),
             episode_seconds=seconds,
             seed=0,
             player=player,
             **{"max_turns": 8, **limits},
         )
         try:
-            return await run_episode(setup, task, group_id="g", index=0, request_id="r")
+            played = await run_episode(setup, task, group_id="g", index=0, request_id="r")
+            await asyncio.to_thread(afterwards)
+            return played
         finally:
             await player.close()
 

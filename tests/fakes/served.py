@@ -25,7 +25,8 @@ class ServingThread:
         self._thread.start()
 
     def _serve(self, weights: SharedWeights, opener: Open) -> None:
-        asyncio.run(serve(self._connection, weights, opener))
+        with contextlib.suppress(SystemExit):  # of a process it would be the end
+            asyncio.run(serve(self._connection, weights, opener))
         weights.close()
 
     def wait(self, seconds: float) -> str | None:

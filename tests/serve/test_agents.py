@@ -13,6 +13,7 @@ import pytest
 
 from temper.batching import rows_of
 from temper.errors import BackendError
+from temper.listening import listen
 from temper.serve.agents import AgentEndpoint
 from temper.serve.conversation import Conversations
 from temper.types import Message, Publication, Request, Status, Task, Trajectory
@@ -310,8 +311,12 @@ def test_a_broken_sampler_ends_the_run_and_not_the_episode(play: Play) -> None:
 
 def test_a_key_opens_its_own_episode_and_no_other(tokenizer: Any) -> None:
     async def main() -> None:
-        endpoint = AgentEndpoint(lambda records: Conversations(tokenizer, None, records), model="", max_length=512)
-        port = await endpoint._started()
+        bound = listen("127.0.0.1", 0)
+        endpoint = AgentEndpoint(
+            lambda records: Conversations(tokenizer, None, records), bound, model="", max_length=512
+        )
+        await endpoint._start()
+        port = bound.getsockname()[1]
 
         def ask() -> int:
             request = urllib.request.Request(

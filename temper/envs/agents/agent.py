@@ -1,7 +1,7 @@
 """Env "agent": a program of the user's that asks the model over HTTP, when and as often as it likes.
 
-Owns: the options of a recipe, and what an agent is given and hands back. Refuses: starting it (launch.py), answering it
-(serve/agents.py), and step(): the agent leads.
+Owns: the options of a recipe, and what an agent is given and hands back. Refuses: starting it (launch.py), finding one
+that runs already (service.py), answering it (serve/agents.py), and step(): the agent leads.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from temper.asking.endpoint import read_key
+from temper.envs.agents.addresses import OWN, AgentAddresses, read_addresses
 from temper.envs.tool_calls import find_parser
 from temper.errors import TaskError, UserError, nearest_file
 from temper.protocols import EnvOpening, EnvReply
 from temper.sandbox import require_sandbox
+from temper.storable import without_halves
 from temper.types import Message, Scalar, Task
 
 NAME = "agent"
+RESULT_BYTES = 1 << 20
+"""Most that an agent may hand in."""
+RESULT_PATH = "/result"
+"""Where it posts its result, below OPENAI_BASE_URL."""
 PASSED = ("HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
 """Variables that an agent gets from Temper's own environment. Keys and tokens are not among them."""
 
@@ -32,8 +39,11 @@ class AgentSettings:
     """How a run's agents are started and talked to."""
 
     command: str
-    """Program and arguments; empty where there is a function."""
+    """Program and arguments; empty where there is a function or a service."""
     function: str
+    addresses: AgentAddresses
+    service_key: str
+    """What the service wants to be shown; empty: nothing."""
     python: str
     """The interpreter that starts agents, and runs the function."""
     model: str
@@ -54,14 +64,26 @@ class AgentSettings:
         return {**kept, "PATH": f"{own}{os.pathsep}{os.environ.get('PATH', os.defpath)}", "NO_PROXY": "*"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentEnd:
+    """How an agent ended."""
+
+    problem: str | None = None
+    """What was wrong with it; None: it ended as it should."""
+    result: str = ""
+    """What it handed in by its end; what it has posted before counts in its place."""
+
+
 class AgentEnv:
-    """A program of your own that asks the model over HTTP and prints a result (docs/agents.md)."""
+    """A program of your own that asks the model over HTTP, and prints or posts a result (docs/agents.md)."""
 
     def __init__(
         self,
         *,
         command: str = "",
         function: str = "",
+        url: str = "",
+        key_variable: str = "",
         python: str = "",
         model: str = "",
         tools: str = "auto",
@@ -69,35 +91,38 @@ class AgentEnv:
         price_per_token: float = 0.0,
         variables: list[Scalar] | None = None,
         sandbox: bool = False,
+        listen: str = OWN,
+        address: str = "",
     ) -> None:
         where = f'env "{NAME}"'
-        if sandbox and function:
-            raise UserError(
-                f"{where}: sandbox = true takes a command, not a function: each agent is started behind a wall of its "
-                'own. Give options.command, e.g. "python my_agent.py"'
-            )
-        if sandbox:
-            require_sandbox()
-        if bool(command) == bool(function):
-            raise UserError(f'{where}: give options.command, e.g. "python my_agent.py", or options.function')
-        if function and ":" not in function:
-            raise UserError(f'{where}: function={function!r} must be "package.module:name" or "folder/file.py:name"')
-        file = function.rpartition(":")[0]
-        if file.endswith(".py") and not Path(file).is_file():
-            raise UserError(f"{where}: {file} is not there.{nearest_file(Path(file))}")
         if max_running < 1:
             raise UserError(f"{where}: max_running={max_running} must be at least 1")
         if not 0 <= price_per_token < math.inf:
             raise UserError(f"{where}: price_per_token={price_per_token} must be 0 (free) or more, e.g. 0.00001")
         if tools != "auto":
             find_parser(tools)
-        found = shutil.which(python or sys.executable)
-        if found is None:
-            raise UserError(f"{where}: python={python!r} is no program. Give the path of a Python interpreter")
+        given = [name for name, value in (("command", command), ("function", function), ("url", url)) if value]
+        if len(given) != 1:
+            raise UserError(
+                f'{where}: give options.command, e.g. "python my_agent.py", or options.function, or options.url of a '
+                f"service that runs elsewhere: one of them, not {' and '.join(given) or 'none'}"
+            )
+        for_starting = {"python": python, "variables": variables, "sandbox": sandbox}
+        if url and (idle := [name for name, value in for_starting.items() if value]):
+            raise UserError(
+                f"{where}: {idle[0]} is for agents that Temper starts, and the service at options.url runs already. "
+                "Leave it out"
+            )
+        if key_variable and not url:
+            raise UserError(f"{where}: key_variable holds what the service at options.url is shown. Leave it out")
+        if sandbox and (listen != OWN or address):
+            raise UserError(f"{where}: an agent behind a wall reaches this machine alone. Leave listen and address out")
         self.settings = AgentSettings(
             command=command,
             function=function,
-            python=found,
+            addresses=read_addresses(where, url, listen, address),
+            service_key=read_key(key_variable),
+            python="" if url else _find_python(where, python),
             model=model,
             untold_format="" if tools == "auto" else tools,
             max_running=max_running,
@@ -105,9 +130,8 @@ class AgentEnv:
             passed=tuple(str(name) for name in variables or ()),
             is_sandboxed=sandbox,
         )
-        program = shlex.split(command)[0] if command else found
-        if shutil.which(program, path=self.settings.variables()["PATH"]) is None:
-            raise UserError(f"{where}: there is no program {program!r}. Give its path in options.command")
+        if not url:
+            _require_startable(where, self.settings)
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
         """For a dry run: the task as it is asked. Nothing is started."""
@@ -135,10 +159,47 @@ def result_of(stdout: str) -> str:
     """The field "result" when the last line is a JSON object that has it; otherwise everything that was printed."""
     text = stdout.strip()
     try:
-        last = json.loads(text.rpartition("\n")[2])
-    except (ValueError, RecursionError):
+        return read_result(text.rpartition("\n")[2].encode())
+    except TaskError:
         return text
-    if not isinstance(last, dict) or "result" not in last:
-        return text
-    result = last["result"]
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+def read_result(body: bytes) -> str:
+    """The result in a JSON object {"result": ...}: a text as it is, anything else as JSON. TaskError: there is none."""
+    if len(body) > RESULT_BYTES:
+        raise TaskError(f"a result of {len(body)} bytes: at most {RESULT_BYTES} are taken")
+    try:
+        handed_in = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f'a result is JSON, e.g. {{"result": "42"}}, and this is none: {body[:80]!r}') from error
+    if not isinstance(handed_in, dict) or "result" not in handed_in:
+        raise TaskError(f'a result is a JSON object, e.g. {{"result": "42"}}, and this has none: {body[:80]!r}')
+    result = handed_in["result"]
+    return without_halves(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False))
+
+
+def _find_python(where: str, python: str) -> str:
+    found = shutil.which(python or sys.executable)
+    if found is None:
+        raise UserError(f"{where}: python={python!r} is no program. Give the path of a Python interpreter")
+    return found
+
+
+def _require_startable(where: str, settings: AgentSettings) -> None:
+    """Raises UserError for an agent that cannot be started here."""
+    function = settings.function
+    if settings.is_sandboxed and function:
+        raise UserError(
+            f"{where}: sandbox = true takes a command, not a function: each agent is started behind a wall of its "
+            'own. Give options.command, e.g. "python my_agent.py"'
+        )
+    if settings.is_sandboxed:
+        require_sandbox()
+    if function and ":" not in function:
+        raise UserError(f'{where}: function={function!r} must be "package.module:name" or "folder/file.py:name"')
+    file = function.rpartition(":")[0]
+    if file.endswith(".py") and not Path(file).is_file():
+        raise UserError(f"{where}: {file} is not there.{nearest_file(Path(file))}")
+    program = shlex.split(settings.command)[0] if settings.command else settings.python
+    if shutil.which(program, path=settings.variables()["PATH"]) is None:
+        raise UserError(f"{where}: there is no program {program!r}. Give its path in options.command")

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from temper.envs.agents import nursery
-from temper.envs.agents.agent import AgentSettings
+from temper.envs.agents.agent import AgentEnd, AgentSettings, result_of
 from temper.errors import TaskError, UserError
 from temper.sandbox.cgroup import ControlGroup, find_homes
 from temper.sandbox.enclosure import agent_filter, enclose
@@ -32,8 +32,8 @@ END_SECONDS = nursery.KILL_SECONDS + nursery.GRACE_SECONDS + 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentEnd:
-    """How an agent ended."""
+class _ProcessEnd:
+    """How its supervisor says that an agent ended."""
 
     code: int | None
     """Exit code; negative: the signal that killed it. None: it was ended, and `why` says why."""
@@ -57,7 +57,7 @@ class AgentEnd:
 
 
 class Nursery:
-    """Starts with the first agent; close() ends it and everything it started."""
+    """Implements rollout.agents.AgentRunner. Starts with the first agent; close() ends it and everything it started."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
@@ -66,8 +66,9 @@ class Nursery:
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
 
-    async def run(self, task: Mapping[str, Any], variables: Mapping[str, str]) -> AgentEnd:
-        """Plays one episode. Cancelling it ends the agent; it returns when nothing of the agent is left."""
+    async def run(self, task: Mapping[str, Any], variables: Mapping[str, str], posted: object = None) -> AgentEnd:
+        """Plays one episode. Cancelling it ends the agent; it returns when nothing of the agent is left. posted: of no
+        interest here, for a program ends by itself, whatever it has handed in before."""
         path = await self._started()
         try:
             reader, writer = await asyncio.open_unix_connection(path, limit=2 * nursery.OUTPUT_BYTES)
@@ -153,6 +154,7 @@ class Nursery:
 
 def _end_of(answer: bytes) -> AgentEnd:
     try:
-        return AgentEnd(**json.loads(answer))
+        end = _ProcessEnd(**json.loads(answer))
     except (ValueError, TypeError) as error:
         raise TaskError("the agent's supervisor died without a word") from error
+    return AgentEnd(problem=end.problem, result=result_of(end.stdout))

@@ -41,9 +41,10 @@ class Credit:
     """[N] what each turn was paid, on the turn's last token: by the environment, or by a reward that pays turns, the
     outcome then included. None: no turn was paid for."""
     turn_ids: Tensor | None = None
-    """[N] number of the turn that each token belongs to, from 0 in each trajectory."""
+    """[N] number in time of the turn that each token belongs to, from 0 in each trajectory."""
     turn_states: Tensor | None = None
-    """[N] equal for tokens of turns at whose beginning the model saw the same."""
+    """[N] equal for tokens of turns that began in the same state: one that the environment named alike, or, where it
+    names none, one in which the model saw the same."""
     reward_parts: Mapping[str, Tensor] = field(default_factory=dict)
     """[B] what each part added to the reward, by name: after bounds, weight and gates; NaN where a member lacks it."""
     part_weights: Mapping[str, float] = field(default_factory=dict)

@@ -125,7 +125,7 @@ def turn_returns(gamma: float = 1.0, outcome: float = 0.0, past: float = 0.0) ->
         if credit.turn_rewards is None:
             return credit.spread(outcome_advantages(credit))
         turns = turns_of(credit)
-        gained = centred(turns.returns(credit.turn_rewards, gamma, past), turns.cells(turns.numbers))
+        gained = centred(turns.returns(turns.paid(credit), gamma, past), turns.cells(turns.numbers))
         return gained[turns.of_token] + outcome * credit.spread(outcome_advantages(credit))
 
     return advantage
@@ -136,9 +136,9 @@ def state_returns(gamma: float = 0.95, weight: float = 1.0) -> AdvantageFn:
     """A of turn k = (R - mean of R) + weight (G_k - mean of G over the group's turns that began in the same state).
 
     G_k = what turn k and later ones were paid, discounted by turn; without payment per turn the outcome is paid to the
-    last one. Two turns begin in the same state when the model saw the same tokens; one alone in its state is compared
-    with nobody. The first turn is always comparable, later ones where members have not yet parted. GiGPO, arXiv
-    2505.10978, without its division by the deviation, and with equal histories in place of equal observations.
+    last one. Two turns begin in the same state when the environment names it alike (EnvReply.state), however they came
+    there; where it names none, when the model saw the same tokens, that is, until members part. One alone in its state
+    is compared with nobody. GiGPO, arXiv 2505.10978, without its division by the deviation.
     """
     require_share("state_returns", "gamma", gamma)
     require(weight > 0, f"state_returns: weight={weight} must be positive, e.g. 1.0. Use group_mean without it")
@@ -146,8 +146,7 @@ def state_returns(gamma: float = 0.95, weight: float = 1.0) -> AdvantageFn:
     def advantage(credit: Credit) -> Tensor:
         assert credit.turn_states is not None, "state_returns needs the state before each turn"
         turns = turns_of(credit)
-        paid_N = credit.turn_rewards if credit.turn_rewards is not None else rewards_at_tokens(credit)
-        gained = centred(turns.returns(paid_N, gamma), turns.cells(turns.states))
+        gained = centred(turns.returns(turns.paid(credit), gamma), turns.cells(turns.states))
         return credit.spread(outcome_advantages(credit)) + weight * gained[turns.of_token]
 
     return advantage
@@ -155,7 +154,7 @@ def state_returns(gamma: float = 0.95, weight: float = 1.0) -> AdvantageFn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """One entry for each member and turn that drew something, in that order, however many tokens it has."""
+    """One entry for each member and turn that drew something, in that order and in time, however many tokens it has."""
 
     of_token: Tensor
     """[N] which turn each token belongs to."""
@@ -166,8 +165,17 @@ class Turns:
     per_member: Tensor
     """[B] turns of each trajectory."""
 
-    def returns(self, paid_N: Tensor, gamma: float, past: float = 0.0) -> Tensor:
-        paid = torch.zeros(len(self.numbers), dtype=torch.float64).index_add(0, self.of_token, paid_N)
+    def paid(self, credit: Credit) -> Tensor:
+        """What each turn was paid; where none was paid for, what its tokens were, and the last one the outcome."""
+        paid_N = credit.token_rewards if credit.turn_rewards is None else credit.turn_rewards
+        paid = torch.zeros(len(self.numbers), dtype=torch.float64)
+        if paid_N is not None:
+            paid = paid.index_add(0, self.of_token, paid_N)
+        if credit.turn_rewards is None:  # not at the last token: of an agent's turns the newest need not stand last
+            paid[self.per_member.cumsum(0) - 1] += credit.rewards
+        return paid
+
+    def returns(self, paid: Tensor, gamma: float, past: float = 0.0) -> Tensor:
         to_go = discounted_sums(paid, gamma, self.per_member)
         if not past:
             return to_go

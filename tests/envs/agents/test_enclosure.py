@@ -88,7 +88,7 @@ def wait_until_none(mark: str) -> list[int]:
 
 def test_an_agent_reaches_the_model_through_its_own_address(tmp_path: Path) -> None:
     end = run_agent(tmp_path, f"{ASK}\nprint(ask())")
-    assert (end.problem, end.stdout.strip()) == (None, "HELLO")
+    assert (end.problem, end.result) == (None, "HELLO")
 
 
 def test_an_agent_reaches_nothing_else(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ tell("scratch", lambda: open("/tmp/mine", "w").write("x"))
         text = text.replace("PORT_OF_HOST", str(listening.getsockname()[1]))
         end = run_agent(tmp_path, text)
     assert end.problem is None
-    said = dict(line.split(" DONE " if " DONE " in line else " denied ", 1) for line in end.stdout.splitlines())
-    done = {line.split(" DONE ")[0] for line in end.stdout.splitlines() if " DONE " in line}
+    said = dict(line.split(" DONE " if " DONE " in line else " denied ", 1) for line in end.result.splitlines())
+    done = {line.split(" DONE ")[0] for line in end.result.splitlines() if " DONE " in line}
     assert done == {"model", "scratch"}, said
 
 
@@ -131,7 +131,7 @@ def test_what_an_agent_leaves_running_ends_with_it(tmp_path: Path) -> None:
     mark = secrets.token_hex(8)
     left = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99) # {mark}'],"
     end = run_agent(tmp_path, f"{left} start_new_session=True)\nprint('bye')")
-    assert (end.problem, end.stdout.strip()) == (None, "bye")
+    assert (end.problem, end.result) == (None, "bye")
     assert wait_until_none(mark) == []
 
 
@@ -155,7 +155,7 @@ def test_a_fork_bomb_is_the_end_of_its_episode_alone(tmp_path: Path) -> None:
     problem = str(run_agent(tmp_path, text).problem)
     assert "Resource temporarily unavailable" in problem or "more than 256 processes" in problem, problem
     assert wait_until_none(str(tmp_path / "agent.py")) == []
-    assert run_agent(tmp_path, f"{ASK}\nprint(ask())").stdout.strip() == "HELLO", "the next is not harmed"
+    assert run_agent(tmp_path, f"{ASK}\nprint(ask())").result == "HELLO", "the next is not harmed"
 
 
 def test_a_folder_that_would_show_everything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,14 @@ Frameworks are looked for in the Python that TEMPER_AGENTS_PYTHON names, which `
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +35,7 @@ TASK = Task(id="t", messages=(Message(role="user", content="47*83"),), answer="3
 
 
 def test_every_example_is_played_and_short() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*PACKAGES, "calculator"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*PACKAGES, "calculator", "service"}
     assert all(path.read_text().count("\n") <= 40 for path in EXAMPLES.glob("*.py"))
 
 
@@ -42,15 +46,35 @@ def test_an_example_calls_its_tool_and_answers_in_one_row(name: str, how: str) -
     found = subprocess.run([PYTHON, "-c", f"import importlib.util as u; assert u.find_spec({package!r})"], timeout=60)
     if found.returncode:
         pytest.skip(f"{package} is not installed")
+    path = EXAMPLES / f"{name}.py"
+    what = {"function": f"{path}:solve"} if how == "function" else {"command": f"{PYTHON} {path}"}
+    require_played({**what, "python": PYTHON, "tools": "plain"})
+
+
+def test_the_service_of_the_examples_calls_its_tool_and_answers_in_one_row() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    service = subprocess.Popen([sys.executable, str(EXAMPLES / "service.py"), str(port)], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            time.sleep(0.05)
+        require_played({"url": f"http://127.0.0.1:{port}/episodes"})
+    finally:
+        service.kill()
+        service.wait(timeout=10)
+
+
+def require_played(options: dict[str, Any]) -> None:
+    """One episode in which the tool is called and its value is the answer."""
     tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789+-*/=?.,:;!'() ")
 
     def say(request: Request) -> list[int]:
         said = "3901" if "<|user|>3901" in tokenizer.decode(request.prompt_ids) else "calc(47*83)"
         return [*tokenizer.encode(said), tokenizer.eos_token_id]
 
-    path = EXAMPLES / f"{name}.py"
-    what = {"function": f"{path}:solve"} if how == "function" else {"command": f"{PYTHON} {path}"}
-    options = {**what, "python": PYTHON, "tools": "plain"}
     played = play_agent(TASK, FakeSampler(say), tokenizer, options, seconds=120.0)
     assert (played.status, played.error, played.score.value) == (Status.COMPLETED, None, 1.0)
     (row,) = rows_of(played)

@@ -51,9 +51,9 @@ def test_a_command_gets_its_task_and_its_key_and_prints_a_result(
     text = "import json, os, sys\ntask = json.load(sys.stdin)\n"
     text += "print(task['prompt'], os.environ['OPENAI_API_KEY'], os.environ.get('SECRET_TOKEN'))"
     end = run_agent(command=script(tmp_path, text))
-    assert (end.problem, end.stdout.strip()) == (None, "hello key-1 None")
+    assert (end.problem, end.result) == (None, "hello key-1 None")
     allowed = run_agent(command=script(tmp_path, text), variables=["SECRET_TOKEN"])
-    assert allowed.stdout.strip() == "hello key-1 s3cret"
+    assert allowed.result == "hello key-1 s3cret"
 
 
 def test_a_function_is_imported_once_and_called_in_a_process_of_its_own(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_function_is_imported_once_and_called_in_a_process_of_its_own(tmp_path
         try:
             ends = await asyncio.gather(*(nursery.run(TASK, {}) for _ in range(3)))
             assert all(end.problem is None for end in ends)
-            return [result_of(end.stdout) for end in ends]
+            return [end.result for end in ends]
         finally:
             await nursery.close()
 
@@ -140,11 +140,11 @@ def test_a_nursery_that_was_killed_is_started_anew(tmp_path: Path) -> None:
             assert nursery._process is not None
             nursery._process.kill()
             await asyncio.wait_for(nursery._process.wait(), 10)
-            return [first.stdout, (await nursery.run(TASK, {})).stdout]
+            return [first.result, (await nursery.run(TASK, {})).result]
         finally:
             await nursery.close()
 
-    assert asyncio.run(play()) == ["here\n", "here\n"]
+    assert asyncio.run(play()) == ["here", "here"]
 
 
 def test_a_function_that_cannot_be_imported_is_the_users_mistake(tmp_path: Path) -> None:
