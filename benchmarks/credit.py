@@ -1,6 +1,7 @@
-"""Which credit learns faster with tools: by trajectory, by turn or by state? One supervised checkpoint, several seeds.
+"""Which credit learns faster with tools: by trajectory, turn, state or step? One supervised checkpoint, several seeds.
 
     python benchmarks/credit.py --task calculator --seeds 3
+    python benchmarks/credit.py --task shop --seeds 3 --credits trajectory,turn,step
 Every run starts from the same supervised checkpoint and sees the same rewards: the environment pays half a point for
 the way, in the turn that goes it, and one for the end. Only objective.advantage differs. Held-out scores count the end
 alone, at temperature 1, on tasks that no setting was chosen by. What a finished run achieved is kept beside it
@@ -16,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,12 +27,19 @@ from learning import interval
 
 from temper.config import RunConfig, load_recipe, merge, to_toml
 from temper.envs.library.calculator import Calculator
+from temper.envs.library.shop import Shop, ShopEnv, judge
 from temper.protocols import EnvOpening, EnvReply
 from temper.runs.reader import RunReader
 from temper.types import Message, Task
 
-CREDITS = {"trajectory": "group_mean", "turn": "turn_returns", "state": "state_returns"}
-"""None divides by a deviation, so that they differ in what they compare alone."""
+CREDITS: dict[str, str | dict[str, Any]] = {
+    "trajectory": "group_mean",
+    "turn": "turn_returns",
+    "state": "state_returns",
+    "step": {"name": "step_values", "samples": 4},
+}
+"""None divides by a deviation, so that they differ in what they compare alone. Step values are those of turns, and the
+episodes that estimate them are drawn on top of all others: 4 from each turn, where the paper has 9."""
 WAY = 0.5
 """Paid for the way, by turn."""
 HELDOUT_SEED = 7919
@@ -58,6 +67,38 @@ class PayingCalculator(Calculator):
         return dataclasses.replace(reply, reward=WAY * is_first)
 
 
+class PayingShop(ShopEnv):
+    """Pays the turn that makes a call of the solution hold, and takes it back from one that undoes it; then the end."""
+
+    async def start(self, task: Task, seed: int) -> EnvOpening:
+        self._calls, self._held = json.loads(str(task.extra["solution"])), 0.0
+        return await super().start(task, seed)
+
+    async def step(self, message: Message) -> EnvReply:
+        reply = await super().step(message)
+        before, self._held = self._held, share_held(self._calls, self._start, self._shop)
+        is_reached = judge(self._start, self._shop, self._goal, 0.0) == 1.0
+        reward = WAY * (self._held - before) + (reply.reward or 0.0)
+        return dataclasses.replace(reply, reward=reward, result="reached" if is_reached else "missed")
+
+
+def share_held(calls: Sequence[tuple[str, dict[str, Any]]], start: Shop, shop: Shop) -> float:
+    """The share of these calls whose effect is seen in the shop."""
+    placed = [order for id, order in shop.orders.items() if id not in start.orders]
+    holds = {
+        "cancel": lambda order: shop.orders[order]["is_cancelled"],
+        "add": lambda item, count: (Counter(shop.cart) + shop.bought)[item] == count,
+        "use_coupon": lambda code: code in (shop.coupon, *(order["coupon"] for order in placed)),
+        "pay": lambda: bool(placed),
+    }
+    return statistics.fmean(holds[name](**arguments) for name, arguments in calls)
+
+
+def is_reached(prompt: str, response: str, answer: str | None) -> float:
+    """The held-out score of a visit: PayingShop says what became of it in place of the last message."""
+    return float(response == "reached")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What the credits are compared on."""
@@ -81,6 +122,13 @@ COMPARISONS = {
         practice={"steps": 8, "rollout": {"groups_per_step": 32}},
         num_heldout=256,
     ),
+    "shop": Comparison(
+        recipe=ROOT / "recipes" / "agent_shop.toml",
+        env="PayingShop",
+        outcome={"kind": f"{FILE}:is_reached"},
+        practice={},
+        num_heldout=128,
+    ),
 }
 
 
@@ -90,6 +138,8 @@ class Achieved:
 
     start: tuple[float, float, float]
     end: tuple[float, float, float]
+    num_drawn: int
+    """Tokens that the policy drew in training, for step values too."""
 
     @property
     def gain(self) -> float:
@@ -157,14 +207,15 @@ def run(runs: Path, name: str, config: RunConfig) -> Achieved:
             raise SystemExit(f"{name} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
         kept.write_text(json.dumps(asdict(read(folder))))
     found = json.loads(kept.read_text())
-    return Achieved(start=tuple(found["start"]), end=tuple(found["end"]))
+    return Achieved(start=tuple(found["start"]), end=tuple(found["end"]), num_drawn=found["num_drawn"])
 
 
 def read(folder: Path) -> Achieved:
     with RunReader(folder) as reader:
         scores = [score for score in reader.evaluations() if score.name == "sampled"]
-    first, last = scores[0], scores[-1]
-    return Achieved(start=(first.score, first.low, first.high), end=(last.score, last.low, last.high))
+        num_drawn = sum(step.tokens_drawn for step in reader.steps())
+    first, last = ((score.score, score.low, score.high) for score in (scores[0], scores[-1]))
+    return Achieved(start=first, end=last, num_drawn=num_drawn)
 
 
 HEADER = (
@@ -172,6 +223,7 @@ HEADER = (
     "before",
     "after [95%], by seed",
     "gain [95% over seeds]",
+    "tokens drawn a run",
     "more than by trajectory [95% over seeds]",
 )
 
@@ -181,7 +233,16 @@ def rows(results: dict[str, list[Achieved]]) -> list[tuple[str, ...]]:
     for credit, runs in results.items():
         before = statistics.fmean(one.start[0] for one in runs)
         after = ", ".join("{:.1f} [{:.1f}, {:.1f}]".format(*(100 * value for value in one.end)) for one in runs)
-        cells = [f"{credit} (`{CREDITS[credit]}`)", f"{100 * before:.1f}", after, shown([one.gain for one in runs])]
+        advantage = CREDITS[credit]
+        name = advantage if isinstance(advantage, str) else advantage["name"]
+        drawn = round(statistics.fmean(one.num_drawn for one in runs), -3)
+        cells = [
+            f"{credit} (`{name}`)",
+            f"{100 * before:.1f}",
+            after,
+            shown([one.gain for one in runs]),
+            f"{drawn:,.0f}",
+        ]
         others = results.get("trajectory", []) if credit != "trajectory" else []
         more = [one.end[0] - other.end[0] for one, other in zip(runs, others, strict=False)]
         found.append((*cells, shown(more) if more else ""))

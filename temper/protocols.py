@@ -190,6 +190,9 @@ class EnvOpening:
     """What the policy sees first."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools it may call, as chat templates take them."""
+    state: str | None = None
+    """Name of the state that the world is in now: episodes of one task are in the same state where it is the same,
+    whatever was said on the way. None: only equal conversations are in the same state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +210,8 @@ class EnvReply:
     """How the episode ended, when is_done and not as it should, e.g. BAD_FORMAT. None: COMPLETED."""
     result: str | None = None
     """What rewards judge if the episode ends here, cut off or not, instead of the last message. None: as before."""
+    state: str | None = None
+    """As in EnvOpening, for the turn that comes next."""
 
 
 class Env(Protocol):

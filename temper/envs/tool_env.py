@@ -125,13 +125,14 @@ class ToolEnv:
         """Reward of the episode that ends with this answer; an environment that judges its own state overrides it."""
         return None
 
+    def state(self) -> str | None:
+        """Name of the state that its world is in now (EnvReply.state). Overridden by who can tell."""
+        return None
+
     def solution(self, task: Task) -> Calls:
         """Calls that solve the task, where they are known: those in its column "solution", e.g.
         [["add", {"item": "i1"}], ["pay", {}]]. An environment that can work them out overrides it."""
-        match read_solution(task):
-            case [*calls] if all(map(_is_call, calls)):
-                return [(name, arguments) for name, arguments in calls]
-        return []
+        return _read_calls(task)
 
     def spell(self, name: str, arguments: Mapping[str, Any]) -> str:
         """A call in the words of this environment's call_format."""
@@ -177,15 +178,15 @@ class ToolEnv:
         self._mark = f"{random.Random(f'{seed}/{task.id}').getrandbits(32):08x}"
         self._tools = ToolSet(self._make_tools(task, seed))
         if self._max_cost and not any(tool.cost for tool in self._tools):
-            name = type(self).__name__
-            raise UserError(f"rollout.max_episode_cost={self._max_cost:g}: no tool of {name} has a cost. {NO_COST}")
+            no_cost = f"no tool of {type(self).__name__} has a cost. {NO_COST}"
+            raise UserError(f"rollout.max_episode_cost={self._max_cost:g}: {no_cost}")
         for tool in self._tools:
             self._permissions.secrets.for_tool(tool)  # a missing secret is the user's mistake, not the policy's
         final = {tool.name for tool in self._tools if tool.effect == "irreversible"}
         if self._must_exist and (missing := self._allowed_names - final):
             has = f"It has {', '.join(sorted(final))}" if final else "It has none"
             raise UserError(f'env.allow names "{min(missing)}": no tool here that cannot be undone is called so. {has}')
-        return self._presentation.open(task.messages, self._tools.schemas)
+        return dataclasses.replace(self._presentation.open(task.messages, self._tools.schemas), state=self.state())
 
     async def step(self, message: Message) -> EnvReply:
         calls = parse(message.content, self._presentation.call_format).calls
@@ -202,6 +203,7 @@ class ToolEnv:
             # What the policy spoilt or used up is judged like no answer; what a tool spoilt is not judged at all.
             reward=self.reward("") if ending in (Status.BAD_FORMAT, Status.TRUNCATED_TURNS) else None,
             events=tuple(event for result in results for event in result.events),
+            state=self.state(),
         )
 
     async def close(self) -> tuple[Event, ...]:
@@ -264,8 +266,8 @@ class ToolEnv:
         if tool.effect == "irreversible" and not (self._is_allowed(tool) or await self._is_approved(tool, arguments)):
             self._cost -= tool.cost
             text = f"dry run: {described} was not carried out, it needs approval"
-            denied = self._note(self._event(EventKind.DENIED, tool.name, text))
-            return _Result(name=tool.name, text=text, events=[denied])
+            dry = self._note(self._event(EventKind.DESCRIBED, tool.name, text))
+            return _Result(name=tool.name, text=text, events=[dry])
         if tool.effect != "read":  # before it runs: the step may be cut off, or end in an error of the world
             self._note(self._event(EventKind.SIDE_EFFECT, tool.name, f"begun, its end is unknown: {described}"))
         started = time.monotonic()
@@ -320,7 +322,7 @@ class ToolEnv:
             answer = await run_with_deadline(question, seconds, f"approval of {tool.name}")
         except BackendError:
             raise
-        except Exception:  # fails closed; the DENIED event records it
+        except Exception:  # fails closed; the DESCRIBED event records it
             return False
         return answer is True
 
@@ -328,7 +330,6 @@ class ToolEnv:
         return Event(kind=kind, name=name, detail=self._permissions.secrets.redact(detail)[:DETAIL_CHARACTERS])
 
     def _note(self, event: Event) -> Event:
-        """Kept until the step has come back."""
         self._untold.append(event)
         return event
 
@@ -358,6 +359,13 @@ def read_solution(task: Task) -> Any:
         return json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         return None
+
+
+def _read_calls(task: Task) -> Calls:
+    match read_solution(task):
+        case [*calls] if all(map(_is_call, calls)):
+            return [(name, arguments) for name, arguments in calls]
+    return []
 
 
 def _is_call(value: object) -> bool:

@@ -105,7 +105,7 @@ def test_an_irreversible_act_is_only_described_unless_someone_approves() -> None
         env = ToolEnv(world.tools(), permissions=permissions)
         _, reply = play(env, "launch", {"target": "moon"})
         assert "dry run: launch(target='moon') was not carried out" in reply.messages[0].content
-        assert kinds(reply) == [EventKind.DENIED]
+        assert kinds(reply) == [EventKind.DESCRIBED]
         assert world.done == []
         assert env.side_effects == ()
 

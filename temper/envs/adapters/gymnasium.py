@@ -76,6 +76,10 @@ class _Game:
     env: Any
     parse: Callable[[str, Any], Any]
     render: Callable[[Any, Any], str]
+    is_finite: bool
+    """Whether an observation is one of finitely many, and so names a state."""
+    observation: Any
+    """The newest."""
 
 
 def _open(settings: GymnasiumSettings, seed: int) -> tuple[_Game, str]:
@@ -96,7 +100,8 @@ def _open(settings: GymnasiumSettings, seed: int) -> tuple[_Game, str]:
     observation, _ = env.reset(seed=seed)
     env.action_space.seed(seed)
     instructions = settings.instructions or _instructions(package, env, words)
-    return _Game(env, parse, render), f"{instructions}\n\n{render(observation, env)}".strip()
+    game = _Game(env, parse, render, _is_finite(package, env.observation_space), observation)
+    return game, f"{instructions}\n\n{render(observation, env)}".strip()
 
 
 def _make(package: Any, settings: GymnasiumSettings) -> Any:
@@ -158,6 +163,13 @@ def _text_action(text: str, space: Any) -> str:
     return action
 
 
+def _is_finite(package: Any, space: Any) -> bool:
+    """A number, several, or text. Pixels and real numbers hardly ever come again."""
+    kinds = package.spaces
+    parts = space.spaces if isinstance(space, kinds.Tuple) else (space,)
+    return all(isinstance(part, kinds.Discrete | kinds.MultiDiscrete | kinds.Text) for part in parts)
+
+
 def _rendered(observation: Any, env: Any) -> str:
     """The environment's own text where it draws one, else the observation as Python prints it."""
     if env.render_mode != "ansi":
@@ -197,9 +209,11 @@ class GymnasiumEnv:
     async def start(self, task: Task, seed: int) -> EnvOpening:
         own = task.extra.get("gymnasium")
         settings = GymnasiumSettings(**json.loads(own)) if isinstance(own, str) else self._settings
-        self._game, text = await self._thread.call(_open, settings, episode_seed(task, seed))
+        game, text = await self._thread.call(_open, settings, episode_seed(task, seed))
+        self._game = game
         opening = (Message(role="user", content=text),)
-        return EnvOpening(messages=opening if task.messages == opening else (*task.messages, *opening))
+        shown = opening if task.messages == opening else (*task.messages, *opening)
+        return EnvOpening(messages=shown, state=self._state(game))
 
     async def step(self, message: Message) -> EnvReply:
         assert self._game is not None, "step() before start()"
@@ -209,12 +223,12 @@ class GymnasiumEnv:
         try:
             action = game.parse(text, game.env.action_space)
         except ValueError as error:
-            return self._refused(str(error))
+            return self._refused(game, str(error))
         if not game.env.action_space.contains(action):
-            return self._refused(f"{action!r} is not an action here.")
+            return self._refused(game, f"{action!r} is not an action here.")
         self._num_bad = 0
-        observation, reward, terminated, truncated, _ = game.env.step(action)
-        text = game.render(observation, game.env)
+        game.observation, reward, terminated, truncated, _ = game.env.step(action)
+        text = game.render(game.observation, game.env)
         if reward is None:
             raise TaskError(f"{game.env.spec.id} gave no reward")
         return EnvReply(
@@ -222,9 +236,13 @@ class GymnasiumEnv:
             reward=float(reward),
             is_done=bool(terminated or truncated),
             status=Status.TRUNCATED_TURNS if truncated and not terminated else None,
+            state=self._state(game),
         )
 
-    def _refused(self, reason: str) -> EnvReply:
+    def _state(self, game: _Game) -> str | None:
+        return f"{game.observation}, {self._num_bad} bad actions" if game.is_finite else None
+
+    def _refused(self, game: _Game, reason: str) -> EnvReply:
         self._num_bad += 1
         is_over = self._num_bad >= self._bad_allowed
         return EnvReply(
@@ -233,6 +251,7 @@ class GymnasiumEnv:
             is_done=is_over,
             events=(Event(kind=EventKind.BAD_CALL, name=self._settings.id or "action", detail=reason),),
             status=Status.BAD_FORMAT if is_over else None,
+            state=self._state(game),
         )
 
     async def close(self) -> None:

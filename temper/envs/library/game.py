@@ -194,7 +194,7 @@ class Game:
         except (KeyError, ValueError) as error:
             raise TaskError(f'task {task.id} does not come from the generator "game": {error}') from error
         self._draw = random.Random(f"game/{seed}/{task.id}")
-        return EnvOpening(messages=task.messages)
+        return EnvOpening(messages=task.messages, state=self._state)
 
     async def step(self, message: Message) -> EnvReply:
         move = " ".join(final_answer(message.content, "", strict=False).split())
@@ -208,10 +208,15 @@ class Game:
         said = f"Opponent: {answer}\n{self._board.text()}"
         if (worth := self._board.outcome()) is not None:
             return EnvReply(messages=(Message(role="user", content=said),), reward=worth, is_done=True)
-        return EnvReply(messages=(Message(role="user", content=f"{said}\nYour move."),), reward=0.0)
+        asked = Message(role="user", content=f"{said}\nYour move.")
+        return EnvReply(messages=(asked,), reward=0.0, state=self._state)
 
     async def close(self) -> None:
         pass
+
+    @property
+    def _state(self) -> str:
+        return f"{self._board.code()}, {self._bad_moves_left} bad moves left"
 
     async def _answer(self) -> str:
         assert self._draw is not None, "start() comes first"
@@ -231,7 +236,7 @@ class Game:
             return EnvReply(reward=LOSS, is_done=True, events=(event,), status=Status.BAD_FORMAT)
         self._bad_moves_left -= 1
         said = f"That is no legal move. Legal: {', '.join(self._board.moves())}."
-        return EnvReply(messages=(Message(role="user", content=said),), reward=0.0, events=(event,))
+        return EnvReply(messages=(Message(role="user", content=said),), reward=0.0, events=(event,), state=self._state)
 
 
 def _find_opponent(name: str) -> Opponent:

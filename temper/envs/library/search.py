@@ -7,6 +7,7 @@ once built, and shared by all episodes of the process.
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 import sqlite3
 from collections.abc import Iterable
@@ -116,6 +117,8 @@ class SearchEnv(ToolEnv):
         self._index = open_index(_corpus_of(corpus))
         self._results = results
         self._gold = ""
+        self._seen: set[str] = set()
+        """Digests of what tools have shown."""
         super().__init__(
             self._tools_of,
             limits=ToolLimits(calls_per_episode=max_calls),
@@ -129,6 +132,10 @@ class SearchEnv(ToolEnv):
 
     def reward(self, answer: str) -> float | None:
         return float(normalised(final_answer(answer, "", strict=False)) == self._gold)
+
+    def state(self) -> str:
+        """What has been seen, in whatever order."""
+        return " ".join(sorted(self._seen))
 
     def solution(self, task: Task) -> Calls:
         way = _way_to(task, self._index, self._results)
@@ -144,16 +151,20 @@ class SearchEnv(ToolEnv):
 
             query: words to look for
             """
-            return self._index.search(query, self._results)
+            return self._see(self._index.search(query, self._results))
 
         def open(id: str) -> str:
             """Shows a whole article.
 
             id: as search() gives it
             """
-            return self._index.open(id)
+            return self._see(self._index.open(id))
 
         return make_tool(search), make_tool(open)
+
+    def _see(self, shown: str) -> str:
+        self._seen.add(hashlib.blake2b(shown.encode(), digest_size=8).hexdigest())
+        return shown
 
 
 def normalised(answer: str) -> str:

@@ -47,14 +47,19 @@ class Shop:
     coupon: str = ""
     orders: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By id: items, paid, coupon, is_cancelled."""
+    is_brief: bool = False
+    """Prompt and answers in few words, for models that read character by character."""
+    page: str = ""
+    """Kind that was browsed last; what is seen there is known."""
 
     def browse(self, kind: str = "") -> str:
         """Lists the items on sale.
 
         kind: only items of this kind, e.g. mug
         """
-        wanted = kind.strip().lower().removesuffix("s")
-        shown = [f"{id}: {_line(item)}" for id, item in self.items.items() if wanted in ("", item["kind"])]
+        self.page = wanted = kind.strip().lower().removesuffix("s")
+        line = _brief_line if self.is_brief else _line
+        shown = [line(id, item) for id, item in self.items.items() if wanted in ("", item["kind"])]
         return "\n".join(shown) or f"nothing; kinds are {', '.join(sorted({i['kind'] for i in self.items.values()}))}"
 
     def view(self) -> str:
@@ -63,9 +68,7 @@ class Shop:
             f"{id}: {_counted(o['items'])}, {_money(o['paid'])}{', cancelled' if o['is_cancelled'] else ''}"
             for id, o in self.orders.items()
         )
-        return "\n".join(
-            (f"cart: {_counted(self.cart)}, {_money(self.total)}", f"wallet: {_money(self.wallet)}", *orders)
-        )
+        return "\n".join((self._cart(), f"wallet: {_money(self.wallet)}", *orders))
 
     def add(self, item: str, count: int = 1) -> str:
         """Puts an item into the cart.
@@ -77,7 +80,7 @@ class Shop:
         if self.cart.get(item, 0) + count > self.items[item]["stock"]:
             raise ToolError(f"only {self.items[item]['stock']} of {item} are in stock")
         self.cart[item] = self.cart.get(item, 0) + count
-        return f"cart: {_counted(self.cart)}, {_money(self.total)}"
+        return self._cart()
 
     def remove(self, item: str, count: int = 1) -> str:
         """Takes an item out of the cart.
@@ -90,7 +93,7 @@ class Shop:
             raise ToolError(f"the cart has {self.cart.get(item, 0)} of {item}")
         self.cart[item] -= count
         self.cart = {id: held for id, held in self.cart.items() if held}
-        return f"cart: {_counted(self.cart)}, {_money(self.total)}"
+        return self._cart()
 
     def use_coupon(self, code: str) -> str:
         """Uses a coupon for the cart.
@@ -114,7 +117,7 @@ class Shop:
         for item, count in self.cart.items():
             self.items[item]["stock"] -= count
         self.cart, self.coupon = {}, ""
-        return f"order {id} is paid, wallet: {_money(self.wallet)}"
+        return "paid" if self.is_brief else f"order {id} is paid, wallet: {_money(self.wallet)}"
 
     def cancel(self, order: str) -> str:
         """Cancels an order; the money comes back.
@@ -128,7 +131,7 @@ class Shop:
         self.wallet += found["paid"]
         for item, count in found["items"].items():
             self.items[item]["stock"] += count
-        return f"order {order} is cancelled, wallet: {_money(self.wallet)}"
+        return "cancelled" if self.is_brief else f"order {order} is cancelled, wallet: {_money(self.wallet)}"
 
     @property
     def total(self) -> int:
@@ -140,6 +143,9 @@ class Shop:
     def bought(self) -> Counter[str]:
         """Items of open orders."""
         return sum((Counter(o["items"]) for o in self.orders.values() if not o["is_cancelled"]), Counter[str]())
+
+    def _cart(self) -> str:
+        return f"cart: {_counted(self.cart)}, {_money(self.total)}"
 
     def _require(self, item: str, count: int) -> None:
         if item not in self.items:
@@ -156,23 +162,25 @@ def judge(start: Shop, end: Shop, goal: Shop, mistake_cost: float) -> float:
     return max(float(is_reached) - mistake_cost * mistakes, -1.0)
 
 
-def shop(index: int, seed: int, *, items: int = 8, max_wishes: int = 2) -> Task:
+def shop(index: int, seed: int, *, items: int = 8, max_wishes: int = 2, brief: bool = False) -> Task:
     """A shop and what to do there: buy a named item or the cheapest of its kind, use a coupon, cancel an order.
 
-    The goal is the state after the calls in extra "solution", so that every task can be solved.
+    The goal is the state after the calls in extra "solution", so that every task can be solved. brief: in few words and
+    with items called by name, for models that read character by character.
     """
     if not 2 <= items <= len(KINDS) * len(COLOURS) or not 1 <= max_wishes <= 3:
         raise UserError(f"items={items} must lie in 2 to 30, max_wishes={max_wishes} in 1 to 3.")
     draw = random.Random(f"shop/{seed}/{index}")
-    start = _stocked(items, draw)
-    wishes, calls = _wishes(start, max_wishes, draw)
+    start = _stocked(items, draw, brief)
+    told, calls = _wishes(start, max_wishes, draw)
+    wishes = "; ".join(told)
     goal = read_shop(write_shop(start))
     for name, arguments in calls:
         getattr(goal, name)(**arguments)
     # The sum makes prompts differ where shops do: tasks with equal prompts are taken for one and the same.
-    prompt = (
-        f"You have {_money(start.wallet)}. In the shop, {'; '.join(wishes)}. Buy nothing else. Say done at the end."
-    )
+    prompt = f"You have {_money(start.wallet)}. In the shop, {wishes}. Buy nothing else. Say done at the end."
+    if brief:
+        prompt = f"{_money(start.wallet)}: {wishes}"
     return Task(
         id=f"shop:{seed}:{index}",
         messages=(Message(role="user", content=prompt),),
@@ -181,12 +189,14 @@ def shop(index: int, seed: int, *, items: int = 8, max_wishes: int = 2) -> Task:
     )
 
 
-def shop_demo(index: int, seed: int, *, items: int = 8, max_wishes: int = 2, call_format: str = "plain") -> Task:
+def shop_demo(
+    index: int, seed: int, *, items: int = 8, max_wishes: int = 2, brief: bool = False, call_format: str = "plain"
+) -> Task:
     """A whole right episode to imitate: it browses for the kind before it adds an item, pays, and says done.
 
     The words between are those of an env with call_format = "plain", show_tools = "no". All its turns are trained.
     """
-    task = shop(index, seed, items=items, max_wishes=max_wishes)
+    task = shop(index, seed, items=items, max_wishes=max_wishes, brief=brief)
     visited = read_shop(str(task.extra["start"]))
     said = list(task.messages)
     for name, arguments in json.loads(str(task.extra["solution"])):
@@ -198,17 +208,25 @@ def shop_demo(index: int, seed: int, *, items: int = 8, max_wishes: int = 2, cal
     return Task(id=f"shop_demo:{seed}:{index}", messages=tuple(said), env="shop", answer="done", extra=extra)
 
 
-def _stocked(items: int, draw: random.Random) -> Shop:
-    """Prices are all different, so that the cheapest is one item."""
+def _stocked(items: int, draw: random.Random, is_brief: bool) -> Shop:
+    """Prices are all different, so that the cheapest is one item. In a brief shop an item's name is its id."""
     names = draw.sample([(kind, colour) for kind in KINDS for colour in COLOURS], items)
     prices = draw.sample(range(300, 4000, 20), items)
     shelf = {
-        f"i{number}": {"kind": kind, "colour": colour, "price": price, "stock": draw.randint(4, 9)}
+        f"{colour} {kind}" if is_brief else f"i{number}": {
+            "kind": kind,
+            "colour": colour,
+            "price": price,
+            "stock": draw.randint(4, 9),
+        }
         for number, ((kind, colour), price) in enumerate(zip(names, prices, strict=True), start=1)
     }
     codes = draw.sample(("SPRING", "HARVEST", "LANTERN", "COMET", "WILLOW"), 2)
     return Shop(
-        items=shelf, coupons={code: draw.choice((10, 20, 25)) for code in codes}, wallet=draw.randint(50_000, 99_999)
+        items=shelf,
+        coupons={code: draw.choice((10, 20, 25)) for code in codes},
+        wallet=draw.randint(50_000, 99_999),
+        is_brief=is_brief,
     )
 
 
@@ -272,6 +290,11 @@ class ShopEnv(ToolEnv):
     def reward(self, answer: str) -> float | None:
         return judge(self._start, self._shop, self._goal, self._mistake_cost)
 
+    def state(self) -> str:
+        """Page and cart, coupon and orders: the rest follows from them."""
+        shop = self._shop
+        return json.dumps((shop.page, shop.cart, shop.coupon, shop.orders), sort_keys=True)
+
     def _open(self, task: Task, seed: int) -> Iterable[Tool]:
         try:
             self._start, self._shop = (read_shop(str(task.extra["start"])) for _ in range(2))
@@ -289,8 +312,12 @@ def read_shop(text: str) -> Shop:
     return Shop(**json.loads(text))
 
 
-def _line(item: dict[str, Any]) -> str:
-    return f"{item['colour']} {item['kind']}, {_money(item['price'])}, {item['stock']} in stock"
+def _line(id: str, item: dict[str, Any]) -> str:
+    return f"{id}: {item['colour']} {item['kind']}, {_money(item['price'])}, {item['stock']} in stock"
+
+
+def _brief_line(id: str, item: dict[str, Any]) -> str:
+    return f"{id} {_money(item['price'])}"
 
 
 def _counted(items: dict[str, int]) -> str:

@@ -1,7 +1,7 @@
 """Environments in worker processes: code that holds the interpreter holds one of theirs.
 
-Owns: starting, feeding, ending and replacing workers, and which episode lives where. Refuses: judging; an episode whose
-worker is lost is an error, as are all others in that worker.
+Owns: starting, feeding, ending and replacing workers, and which episode lives where. Refuses: judging, and playing
+anew: each episode of a worker that is lost hears EnvironmentLost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from temper.children import worker_command
 from temper.envs.env import Allowed
 from temper.envs.processes.frames import NO_CALL, Frames
-from temper.errors import BackendError, TaskError
+from temper.errors import BackendError, EnvironmentLost, TaskError
 from temper.protocols import EnvOpening, EnvReply
 from temper.types import Event, Message, Scalar, Task
 
@@ -127,7 +127,7 @@ class EnvProcess:
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._has_spoken = False
         self._silent_seconds = 0.0
-        self._lost: TaskError | BackendError | None = None
+        self._lost: EnvironmentLost | BackendError | None = None
         """Why it is over; None: it is not, or not yet known."""
         self._frames = Frames(self._hear, self._hang_up)
         self._frames.send(NO_CALL, order)
@@ -222,7 +222,7 @@ class EnvProcess:
             else f"the process of its environment is lost ({how}), and every episode that it played with it: "
             f"{self.num_episodes}. A new one takes its place"
         )
-        self._lost = (BackendError if is_broken else TaskError)(text)
+        self._lost = (BackendError if is_broken else EnvironmentLost)(text)
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(type(self._lost)(text))

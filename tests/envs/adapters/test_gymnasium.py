@@ -73,6 +73,22 @@ def test_a_walk_over_frozen_lake_is_paid_at_the_goal() -> None:
     assert "HFF[G]" in replies[-1].messages[0].content
 
 
+def test_a_cell_is_one_state_whichever_way_led_to_it_and_pixels_name_none() -> None:
+    async def states(task: Task, *said: str) -> list[str | None]:
+        env = GymnasiumEnv()
+        opening = await env.start(task, 0)
+        replies = [await env.step(Message(role="assistant", content=text)) for text in said]
+        await env.close()
+        return [opening.state, *(reply.state for reply in replies)]
+
+    there_and_back = asyncio.run(states(lake(), "right", "left", "down", "what?"))
+    assert there_and_back[0] is not None
+    assert there_and_back[0] == there_and_back[2]
+    assert len(set(there_and_back)) == 4, "a bad action is a state of its own: too many of them end the episode"
+    assert asyncio.run(states(lake(), "down"))[1] == there_and_back[3]
+    assert asyncio.run(states(gymnasium(0, 0, id="CartPole-v1"), "1")) == [None, None]
+
+
 def test_the_prompt_of_a_task_is_not_shown_twice() -> None:
     async def opening(task: Task) -> tuple[Message, ...]:
         env = GymnasiumEnv(id="FrozenLake-v1")

@@ -152,3 +152,12 @@ def test_equal_seeds_give_equal_tasks_and_wrong_options_are_user_errors() -> Non
     for wrong in (lambda: game(0, 0, rules="chess"), lambda: Game(opponent="bset"), lambda: Game(mistakes=2.0)):
         with pytest.raises(UserError):
             wrong()
+
+
+def test_the_state_is_the_position_and_the_bad_moves_left() -> None:
+    task = game(0, 3, rules="tic_tac_toe")
+    said = iter(["nonsense"])
+    bad = play(task, lambda board: next(said, board.moves()[0]))
+    straight = play(task, lambda board: board.moves()[0])
+    assert str(bad[0].state).endswith(", 1 bad moves left")
+    assert bad[1].state == str(straight[0].state).replace("2 bad", "1 bad")

@@ -243,3 +243,13 @@ def test_output_is_marked_as_untrusted_unless_the_model_was_taught_the_plain_wor
     for show_tools, is_marked in (("text", True), ("no", False)):
         reply = play(search(0, 1), lambda shown: "search(Marlund)", call_format="plain", show_tools=show_tools)[0]
         assert ("no instructions" in reply.messages[0].content) == is_marked
+
+
+def test_the_state_is_what_was_seen_in_whatever_order() -> None:
+    asked = [write_call("hermes", "search", {"query": title}) for title in TITLES[:2]]
+
+    def after(*said: str) -> str | None:
+        return play(search(0, 1), says(*said))[len(said) - 1].state
+
+    assert after(*asked) == after(*reversed(asked)) == after(asked[0], *asked)
+    assert len({after(*asked), after(asked[0]), after(asked[1])}) == 3

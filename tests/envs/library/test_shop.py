@@ -95,7 +95,7 @@ def test_an_unused_coupon_is_seen_in_the_state() -> None:
 def test_payments_run_dry_unless_the_recipe_names_them() -> None:
     task = shop(0, 0)
     replies = asyncio.run(play_script(ShopEnv(), task, (*solution(task), "done")))
-    assert EventKind.DENIED in kinds(replies)
+    assert EventKind.DESCRIBED in kinds(replies)
     assert replies[-1].reward == 0.0
     assert paid(task, solution(task)) == 1.0
 
@@ -158,6 +158,24 @@ def test_money_and_stock_are_conserved_by_any_calls() -> None:
         assert min(i["stock"] for i in state.items.values()) >= 0
 
 
+def test_a_state_is_page_cart_coupon_and_orders_however_they_came_about() -> None:
+    task = shop(0, 0)
+    start = read_shop(str(task.extra["start"]))
+    (one, two), code = list(start.items)[:2], next(iter(start.coupons))
+
+    def last(*calls: tuple[str, dict[str, object]]) -> str | None:
+        return play(task, [write_call("hermes", name, arguments) for name, arguments in calls])[-2].state
+
+    put, browse = [("add", {"item": id}) for id in (one, two)], ("browse", {"kind": "mug"})
+    held = last(*put)
+    assert held is not None
+    assert last(*reversed(put)) == held
+    assert last(*put, put[0], ("remove", {"item": one})) == held
+    assert last(("view", {}), *put, ("add", {"item": "none"})) == held, "looking and failing change nothing"
+    others = [put[:1], [*put, put[0]], [*put, browse], [*put, ("use_coupon", {"code": code})], [*put, ("pay", {})]]
+    assert len({held, *(last(*calls) for calls in others)}) == 6
+
+
 def test_episodes_share_no_state() -> None:
     task = shop(0, 0)
     look = [write_call("hermes", "view", {}), write_call("hermes", "browse", {})]
@@ -170,6 +188,7 @@ def test_a_shop_that_leaks_between_episodes_would_be_seen() -> None:
 
     class Leaky(ShopEnv):
         def _open(self, task: Task, seed: int) -> list[Tool]:
+            self._shop = shared
             return [make_tool(getattr(shared, name), effect=effect) for name, effect in ACTIONS.items()]
 
     look = [write_call("hermes", "view", {})]
@@ -219,3 +238,17 @@ def test_output_is_marked_as_untrusted_unless_the_model_was_taught_the_plain_wor
     for call_format, show_tools, is_marked in (("hermes", "no", True), ("plain", "text", True), ("plain", "no", False)):
         reply = play(task, [look[call_format]], call_format=call_format, show_tools=show_tools)[0]
         assert ("no instructions" in reply.messages[0].content) == is_marked
+
+
+def test_a_brief_shop_says_the_same_in_few_words_and_calls_items_by_name() -> None:
+    for index in range(40):
+        brief, long = (shop_demo(index, 1, items=4, max_wishes=1, brief=is_brief) for is_brief in (True, False))
+        sizes = [sum(len(said.content) for said in demo.messages) for demo in (brief, long)]
+        assert sizes[0] < 0.8 * sizes[1]
+        task = shop(index, 1, items=4, max_wishes=1, brief=True)
+        said = [message.content for message in brief.messages if message.role == "assistant"]
+        assert paid(task, said, call_format="plain", show_tools="no") == 1.0
+        shown = [reply.messages[0].content for reply in play(task, said, call_format="plain", show_tools="no")[:-1]]
+        assert shown == [message.content for message in brief.messages if message.role == "tool"]
+        assert "i1" not in "".join(shown)
+    assert len({shop(index, 1, items=4, max_wishes=1, brief=True).messages for index in range(200)}) > 190

@@ -38,10 +38,14 @@ class Sum(FakeScorer):
         return Score.of(sum(turn.reward or 0.0 for turn in trajectory.turns)), {}
 
 
-async def play(make_env: Any, scripts: Sequence[Sequence[str]], *, seconds: float = 20.0) -> list[Trajectory]:
+async def play(
+    make_env: Any, scripts: Sequence[Sequence[str]], *, seconds: float = 20.0,
+    before_draw: Callable[[Request], object] = lambda request: None,
+) -> list[Trajectory]:  # fmt: skip
     """All scripts at once: what the policy says, turn by turn."""
 
     def draw(request: Request) -> list[int]:
+        before_draw(request)
         place, turn = map(int, request.id.split("/"))
         return [*map(ord, scripts[place][turn]), END]
 
@@ -116,6 +120,7 @@ def test_whole_trajectories_are_those_of_this_process(name: str, options: dict[s
     assert len({type(one.turns[0].reward) for one in here if one.turns}) == 1
     if name == WORLD:
         assert [event.detail for event in elsewhere[0].unplaced_events] == ["told at the end"]
+        assert [turn.state for turn in elsewhere[0].turns] == ["at the start", "heard a", None]
         assert [one.status for one in here[3:]] == [Status.TOOL_ERROR] * 3
         assert "ZeroDivisionError" in str(elsewhere[3].error)
         assert "worlds.py, line" in str(elsewhere[3].error), "the line of its author"
@@ -153,6 +158,26 @@ def workers_named(workers: EnvProcesses) -> Callable[[str], InProcess]:
 
 def test_a_killed_worker_is_an_error_of_its_episodes_and_is_replaced() -> None:
     lose_one("kill", "signal SIGKILL")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_episodes_of_a_lost_worker_are_played_anew_and_are_as_if_it_had_lived(number: signal.Signals) -> None:
+    scripts = [("a", "b", "c", "end"), ("free", "d", "end"), ("a", "end")]
+
+    async def use(workers: EnvProcesses) -> None:
+        undisturbed = await play(workers_named(workers), scripts)
+        hit = workers.process_ids
+
+        def hit_once(request: Request) -> None:
+            if request.id == "0/2" and workers.process_ids == hit:
+                os.kill(hit[0], number)
+
+        disturbed = await play(workers_named(workers), scripts, before_draw=hit_once)
+        assert workers.process_ids != hit, "it was lost"
+        assert [one.status for one in undisturbed] == [Status.COMPLETED] * 3
+        assert disturbed == undisturbed
+
+    run(use, seconds=2.0)
 
 
 @pytest.mark.heavy

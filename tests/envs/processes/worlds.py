@@ -47,7 +47,8 @@ class SyncWorld:
         SyncWorld.num_open += 1
         self._draws = random.Random(f"{seed}/{task.id}")
         opening = Message(role="user", content=f"{task.messages[0].content} {self._draws.random()}")
-        return EnvOpening(messages=(Message(role="system", content="half \ud83d"), opening), tools=TOOLS)
+        messages = (Message(role="system", content="half \ud83d"), opening)
+        return EnvOpening(messages=messages, tools=TOOLS, state="at the start")
 
     def step(self, message: Message) -> EnvReply:
         word = message.content
@@ -66,6 +67,7 @@ class SyncWorld:
             events=(Event(kind=EventKind.TOOL_CALL, name="dig", detail=word, seconds=0.25, cost=2.0),),
             status=Status.BAD_FORMAT if word == "bad" else None,
             result=f"result of {word}" if word != "free" else None,
+            state=f"heard {word}" if word != "free" else None,
         )
 
     def close(self) -> None:
