@@ -54,7 +54,7 @@ adapters: $(VENV)-adapters/.installed
 # vLLM's build for CPUs, with the torch that constraints.txt names and not the one it asks for. Its last test kills it.
 vllm: $(VENV)-vllm/.installed
 	$(VENV)-vllm/bin/python -m pytest --reruns 1 -m "not slow" tests/engine/vllm/test_engine.py \
-		tests/engine/vllm/test_parallel.py tests/engine/vllm/test_experts.py
+		tests/engine/vllm/test_parallel.py tests/engine/vllm/test_experts.py tests/engine/vllm/test_fleet.py
 
 # Forty faults at one run of two trainers and two samplers: a quarter of an hour.
 chaos: $(INSTALLED)

@@ -2,10 +2,10 @@
 
     python benchmarks/chaos.py                 # 40 faults, a quarter of an hour on two cores
     python benchmarks/chaos.py --faults 6 --seed 3
-A tiny recipe with two trainers, two samplers and a reward in worker processes, synchronous and exact, with a checkpoint
-after every step. Its processes are killed and stopped again and again. It must end with every step recorded once, every
-answer judged, no process left behind, and the weights of the same run left alone, to the bit. Exit code 1 when
-something of this does not hold.
+A tiny recipe with two trainers, two samplers, a reward and environments in worker processes, synchronous and exact,
+with a checkpoint after every step. Its processes are killed and stopped again and again. It must end with every step
+recorded once, every answer judged, no process left behind, and the weights of the same run left alone, to the bit. Exit
+code 1 when something of this does not hold.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ RECIPE = """
 name = "chaos"
 reward = [{ kind = "judged.py:overlap" }]
 train = [{ generator = "spell_backward", seed = 1, options = { min_letters = 1, max_letters = 3 } }]
+env = { name = "world.py:Asking", place = "process", workers = 2, call_seconds = 8 }
 sampling = { max_new_tokens = 4 }
 alarms = { readiness = "off" }
 checkpoint = { every = 1, keep = 2 }
@@ -59,7 +60,7 @@ trainer = { examples_per_step = 8 }
 kind = "rl"
 steps = STEPS
 optim = { learning_rate = 1e-3 }
-rollout = { groups_per_step = 4, group_size = 4 }
+rollout = { groups_per_step = 4, group_size = 4, max_turns = 2, retries = 0 }
 """
 REWARD = '''
 import time
@@ -70,6 +71,30 @@ def overlap(prompt, response, answer):
     time.sleep(0.02)
     return sum(a == b for a, b in zip(response, answer)) / max(1, len(answer))
 '''
+WORLD = """
+import asyncio
+import random
+
+from temper.protocols import EnvOpening, EnvReply
+from temper.types import Message
+
+
+class Asking:
+    '''Asks a second time, behind a letter that the seed draws; slow enough to be hit while it plays.'''
+
+    async def start(self, task, seed):
+        self.letters, self.num_steps = random.Random(f"{seed}/{task.id}"), 0
+        return EnvOpening(messages=task.messages)
+
+    async def step(self, message):
+        self.num_steps += 1
+        await asyncio.sleep(0.05)
+        letter = self.letters.choice("abcdefghijklmnopqrstuvwxyz")
+        return EnvReply(messages=(Message(role="user", content=letter),), is_done=self.num_steps == 2)
+
+    async def close(self):
+        pass
+"""
 PATIENCE = 300.0
 """For the run to go on after a fault, in seconds; more is a run that hangs."""
 LEAVING_SECONDS = 15.0
@@ -77,6 +102,7 @@ ROLES = {
     "trainer": b"temper.commands.training.ranks",
     "sampler": b"temper.cluster.sampler_main",
     "reward worker": b"temper.rewards.workers.program",
+    "environment worker": b"temper.envs.processes.program",
 }
 """What the command line of each has in it. The driver is the process that was started."""
 FAULTS = (
@@ -84,10 +110,12 @@ FAULTS = (
     ("trainer", signal.SIGKILL),
     ("driver", signal.SIGKILL),
     ("reward worker", signal.SIGKILL),
+    ("environment worker", signal.SIGKILL),
     ("sampler", signal.SIGSTOP),
     ("trainer", signal.SIGSTOP),
     ("driver", signal.SIGTERM),
     ("reward worker", signal.SIGSTOP),
+    ("environment worker", signal.SIGSTOP),
 )
 PHASES = ("opening", "a step", "a checkpoint")
 
@@ -115,6 +143,7 @@ class Driven:
         home.mkdir()
         (home / "recipe.toml").write_text(recipe)
         (home / "judged.py").write_text(REWARD)
+        (home / "world.py").write_text(WORLD)
         self._home, self.folder, self.log = home, home / "run", home / "log.txt"
         self.process = self._start()
 

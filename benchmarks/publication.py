@@ -39,7 +39,7 @@ from temper.cluster.samplers import start_sampler
 from temper.engine.digests import differing, digested
 from temper.engine.local.engine import LocalEngine
 from temper.engine.process.client import ProcessSampler
-from temper.engine.process.order import SamplerOrder
+from temper.engine.process.order import LocalOrder
 from temper.engine.process.sent_weights import PIECE_BYTES, SentWeights
 from temper.engine.process.weights import SharedWeights, anonymous_file
 from temper.models.load import load_model
@@ -68,14 +68,14 @@ class CalledBack:
         self._process.kill()
 
 
-def open_way(way: str, order: SamplerOrder) -> ProcessSampler:
+def open_way(way: str, order: LocalOrder) -> ProcessSampler:
     if way == "shared":
         return start_sampler(order.to_json(), SharedWeights(anonymous_file()))
     callback = Callback(SILENT_SECONDS)
     return ProcessSampler(callback, SentWeights(), CalledBack(callback), order=order.to_json())
 
 
-async def measure(way: str, model: Any, order: SamplerOrder, repeats: int) -> tuple[list[float], list[float], bool]:
+async def measure(way: str, model: Any, order: LocalOrder, repeats: int) -> tuple[list[float], list[float], bool]:
     """Seconds of each publication and of each proof, and whether the process draws what is drawn here with the last
     one."""
     sampler = open_way(way, order)
@@ -137,7 +137,7 @@ def main() -> None:
         columns = ["way", "buckets", "first s", "later s", "GiB/s", "proof s", "arrived"]
         table = Table(*columns, *(["of a step"] if options.step_seconds else []), title=title)
         settings = size_engine(seed=0, max_running=8, max_length=2048, kv_tokens=4096, tokens_per_step=512)
-        order = SamplerOrder(
+        order = LocalOrder(
             folder=name, dtype=dtype, device=str(device), numerics="fast", weights="model", settings=settings
         )
         for way in options.ways:

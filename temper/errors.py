@@ -42,6 +42,10 @@ class TaskError(TemperError):
     """One task or episode failed. Recorded as that trajectory's status; never a reward, never the end of a run."""
 
 
+class EnvironmentLost(TaskError):
+    """The process that an episode lived in is gone, with whatever else lived there. The episode may be played anew."""
+
+
 class ContextFull(TaskError):
     """The prompt leaves no room for an answer."""
 
@@ -50,6 +54,10 @@ class BackendError(TemperError):
     """An engine, trainer, verifier or store broke. The run stops and names the part."""
 
     exit_code = 3
+
+
+class EngineLost(BackendError):
+    """An engine whose processes are gone or silent: it will not draw again. A sampler process ends with it."""
 
 
 class OutOfMemory(BackendError):

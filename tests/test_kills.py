@@ -3,13 +3,14 @@ once, no token was older than the bound, and nothing of a dead run is left."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,8 +23,9 @@ from temper.commands.training import train as training
 from temper.config import RunConfig, resolve
 from temper.engine.fleet import fleet
 from temper.engine.local.engine import LocalEngine
+from temper.engine.process import saving
 from temper.engine.process.client import ProcessSampler
-from temper.engine.process.order import SamplerOrder, open_engine
+from temper.engine.process.order import open_engine, read_order
 from temper.errors import BackendError, TemperError
 from temper.runs.reader import RunReader
 from temper.types import Completion, Request
@@ -94,8 +96,8 @@ class Mortal(LocalEngine):
 def test_a_sampler_that_dies_in_a_rollout_ends_the_run_and_a_resume_goes_on(
     staleness: int, tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def mortal(text: str) -> LocalEngine:
-        engine = open_engine(SamplerOrder.from_json(text))
+    async def mortal(text: str) -> LocalEngine:
+        engine = open_engine(read_order(text))
         engine.__class__ = Mortal
         return engine
 
@@ -117,6 +119,52 @@ def test_a_sampler_that_dies_in_a_rollout_ends_the_run_and_a_resume_goes_on(
         assert 0 < len(reader.steps()) < 3, "the kill was meant for the middle of the run"
     training.train_stages(stages, run=run, resume=True)
     check_run(run, steps=3, staleness=staleness)
+
+
+class ToldAndGone(LocalEngine):
+    """An engine whose process is killed once, behind the first answers that it told before they were whole."""
+
+    has_told = False
+    sampler: ProcessSampler | None = None
+
+    def so_far(self, least: Mapping[str, int]) -> dict[str, Completion]:
+        told = super().so_far(least)
+        if told and not ToldAndGone.has_told and ToldAndGone.sampler is not None and self.version == 1:
+            ToldAndGone.has_told = True
+            asyncio.get_running_loop().call_soon(ToldAndGone.sampler._process.kill)
+        return told
+
+
+def test_a_run_goes_on_behind_what_a_dead_sampler_had_told_and_has_the_weights_of_one_left_alone(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def told_and_gone(text: str) -> LocalEngine:
+        engine = open_engine(read_order(text))
+        engine.__class__ = ToldAndGone
+        return engine
+
+    def begin(order: str, *shared: Any, **more: Any) -> ProcessSampler:
+        ToldAndGone.sampler = serve_in_a_thread(order, *shared, opener=told_and_gone, **more)
+        return ToldAndGone.sampler
+
+    monkeypatch.setattr(build_sampler, "start_sampler", begin)
+    monkeypatch.setattr(saving, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(saving, "LEAST_TOKENS", 3)
+    table = placed(tiny_recipe, 0, steps=3)
+    table["cluster"] = {"max_restarts": 2}
+    table["sampling"] = {**table.get("sampling", {}), "max_new_tokens": 16}
+    del table["heldout"], table["stage"][0]["evaluation"]
+    weights, rescued = {}, {}
+    for name, is_killed in (("alone", False), ("killed", True)):
+        monkeypatch.setattr(ToldAndGone, "has_told", not is_killed)
+        training.train_stages(resolve(table, (), where="test"), run=tmp_path / name)
+        check_run(tmp_path / name, steps=3, staleness=0)
+        last = tmp_path / name / "checkpoints" / "0-rl" / "step-3"
+        weights[name] = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+        with RunReader(tmp_path / name) as reader:
+            rescued[name] = sum(point.value for point in reader.metric("sys/rescued"))
+    assert weights["alone"] == weights["killed"] != {}
+    assert rescued["alone"] == 0 < rescued["killed"]
 
 
 class Driver:

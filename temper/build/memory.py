@@ -150,7 +150,8 @@ def written_layouts(config: RunConfig, data: StageData) -> dict[int, Layout]:
     alone = Layout(trainers=cluster.trainers, parts=cluster.parts)
     if config.engine.place == "here" or cluster.sampler_addresses:  # those have other GPUs
         return {alone.gpus: alone}
-    apart = replace(alone, samplers=cluster.num_samplers, is_apart=True)
+    each = config.engine.tensor_parallel
+    apart = replace(alone, samplers=cluster.num_samplers, is_apart=True, sampler_gpus=each)
     if not data.is_rolling:  # drawn for evaluations alone, in the trainer's process
         return {alone.gpus: alone, apart.gpus: alone}
     return {alone.gpus: replace(apart, is_apart=False), apart.gpus: apart}
@@ -231,7 +232,7 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         num_samplers=config.cluster.num_samplers if data.is_rolling else 1,
         engine_gpus=config.engine.tensor_parallel,
         ahead=config.rollout.max_staleness if data.is_rolling else 0,
-        has_processes=config.engine.kind == "local" and not _has_opponents(objective),
+        has_processes=_has_processes(config, objective),
         samples=not is_scorer,
         rolls=data.is_rolling,
         prompt_tokens=prompt,
@@ -246,13 +247,19 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
     )
 
 
+def _has_processes(config: RunConfig, objective: Objective) -> bool:
+    """A layout that is proposed has one GPU for each sampler; engines over several stay as the recipe has them."""
+    return config.engine.kind != "sglang" and config.engine.tensor_parallel == 1 and not _has_opponents(objective)
+
+
 def _engine_weights(config: RunConfig, data: StageData) -> Literal["shared", "copied", "apart", "elsewhere"]:
     """As build/sampler.py decides. Sampler processes have GPUs of their own where trainers leave any."""
     is_far = bool(config.cluster.sampler_addresses) and (data.is_rolling or config.cluster.parts)
     if config.engine.kind == "sglang" or is_far:
         return "elsewhere"
     if config.engine.place == "process" and data.is_rolling:
-        return "copied" if torch.cuda.device_count() <= config.cluster.trainers else "apart"
+        left = torch.cuda.device_count() - config.cluster.trainers
+        return "apart" if left >= config.engine.tensor_parallel else "copied"
     if config.cluster.parts and config.cluster.trainers > 1:
         return "copied"
     if _has_four_bit_base(config):

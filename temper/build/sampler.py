@@ -9,8 +9,9 @@ import copy
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from temper.build.memory import enough_kv_tokens
 from temper.build.models import adapter_settings
 from temper.build.policy import size_engine
 from temper.cluster.addresses import Visitor, reach_sampler
-from temper.cluster.devices import sampler_devices
+from temper.cluster.devices import sampler_devices, sampler_gpus
 from temper.cluster.handshake import KEY_VARIABLE
 from temper.cluster.ray import RayPlace
 from temper.cluster.samplers import start_sampler
@@ -34,11 +35,16 @@ from temper.engine.fleet.kept import KeptFleet
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.mixture import Opponent
 from temper.engine.none import NoSampler
+from temper.engine.pieces import Decode
 from temper.engine.process.client import ProcessSampler
 from temper.engine.process.description import describe_model
-from temper.engine.process.order import SamplerOrder
+from temper.engine.process.order import LocalOrder
 from temper.engine.process.weights import SharedWeights, anonymous_file
 from temper.engine.sampler_model import sampler_model
+from temper.engine.vllm.engine import VllmEngine
+from temper.engine.vllm.layout import EXPERT_FAMILIES
+from temper.engine.vllm.order import VllmOrder
+from temper.engine.vllm.start import VllmSettings
 from temper.errors import UserError
 from temper.models.decoder import is_dense, lay_end_to_end
 from temper.models.experts.routing import has_experts
@@ -49,6 +55,12 @@ from temper.protocols import Sampler
 from temper.stages.reading.data import StageData
 from temper.terminal import print_line
 from temper.trainer.ranks.sums import rank_and_world
+
+WITHOUT_ROUTES = {
+    "vllm": "vLLM 0.32 returns them from its model runner V2 alone, which needs Triton; that was not run",
+    "sglang": "an SGLang server is not asked for them",
+}
+"""Why not, by engine.kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +91,7 @@ def make_sampler(
         raise UserError(f'engine.numerics="exact" needs engine.kind="local", not "{config.engine.kind}"')
     if kind != "local" and config.model.replay_routes and data.is_rolling:
         raise UserError(
-            f'model.replay_routes needs an engine that tells its routes, and engine.kind="{kind}" does not yet. Use '
+            f"model.replay_routes needs an engine that tells its routes: {WITHOUT_ROUTES[kind]}. Use "
             f'engine.kind = "local", or an objective over sequences, such as gspo, that needs no routes'
         )
     if kind == "sglang":
@@ -92,10 +104,10 @@ def make_sampler(
             seed=config.seed,
         )
         return SglangEngine(settings), None
-    if kind == "vllm":
-        return _vllm(config, data, model, model_folder), None
     if config.engine.place == "process" and (data.is_rolling or config.cluster.parts):
         return _in_processes(config, objective, data, model, model_folder, hosting), None
+    if kind == "vllm":
+        return VllmEngine(_vllm_settings(config, data, model, model_folder, is_here=True)), None
     drawing = sampler_model(
         model,
         weights=config.engine.weights if data.is_rolling else "model",
@@ -142,18 +154,44 @@ def _in_processes(
             'engine.place="process" cannot draw for an objective with opponents, which share the weights of the '
             'trainer\'s process. Use engine.place = "here"'
         )
-    lora, parameter, before = config.model.lora, next(model.parameters()), torch.get_num_threads()
-    num, takes_turns, addresses = (
-        config.cluster.num_samplers,
-        config.rollout.max_staleness == 0,
-        config.cluster.sampler_addresses,
+    parameter, addresses = next(model.parameters()), config.cluster.sampler_addresses
+    takes_turns, is_vllm = config.rollout.max_staleness == 0, config.engine.kind == "vllm"
+    threads = _threads(config, parameter.is_cuda)
+    make_orders = _vllm_orders if is_vllm else _local_orders
+    orders = tuple(order.to_json() for order in make_orders(config, data, model, folder, threads.sampler, hosting))
+    # On a GPU, and over a network, they get the trainer's own tensors, which change while it trains.
+    is_copied = is_vllm or not parameter.is_cuda
+    settings = FleetSettings(
+        max_restarts=config.cluster.max_restarts,
+        silent_seconds=config.cluster.silent_seconds,
+        feeds_late=takes_turns or (is_copied and not (hosting.ray or addresses)),
+        quantized=float8_names(model) if config.engine.weights == "fp8" and is_dense(model) else frozenset(),
     )
-    threads = share_threads(before, config.engine.threads, takes_turns=takes_turns, num_samplers=num)
-    if parameter.device.type != "cpu":
-        threads = Threads(sampler=before, trainer=before)
-    if addresses:  # other machines: 0 is what torch chooses there
-        threads = Threads(sampler=0 if config.engine.threads == "auto" else config.engine.threads, trainer=before)
-    order = SamplerOrder(
+    environment = {"OMP_NUM_THREADS": str(threads.sampler)}
+    # vLLM's own processes take weights from the host.
+    start = partial(
+        _start_fleet, config.cluster, orders, settings, hosting, environment, data.renderer.decode, on_host=is_vllm
+    )
+    fleet = hosting.kept.take((orders, config.cluster, settings), start)
+    torch.set_num_threads(threads.trainer)
+    return fleet
+
+
+def _threads(config: RunConfig, is_on_gpu: bool) -> Threads:
+    before, wanted = torch.get_num_threads(), config.engine.threads
+    if config.cluster.sampler_addresses:  # other machines: 0 is what is chosen there
+        return Threads(sampler=0 if wanted == "auto" else wanted, trainer=before)
+    if is_on_gpu:
+        return Threads(sampler=before, trainer=before)
+    takes_turns = config.rollout.max_staleness == 0
+    return share_threads(before, wanted, takes_turns=takes_turns, num_samplers=config.cluster.num_samplers)
+
+
+def _local_orders(
+    config: RunConfig, data: StageData, model: Any, folder: Path, num_threads: int, hosting: Hosting
+) -> list[LocalOrder]:
+    lora, parameter, num = config.model.lora, next(model.parameters()), config.cluster.num_samplers
+    order = LocalOrder(
         folder=str(folder.resolve()),
         dtype=str(parameter.dtype).removeprefix("torch."),
         device=str(parameter.device),
@@ -162,33 +200,58 @@ def _in_processes(
         settings=_engine_settings(config, data),
         four_bit_adapter=adapter_settings(config) if lora is not None and lora.base == "4bit" else None,
         has_stop_texts=may_stop_at_text(config),
-        num_threads=threads.sampler,
-        description=describe_model(model, folder) if addresses else None,
+        num_threads=num_threads,
+        description=_description(config, model, folder),
     )
-    # On a GPU, and over a network, they get the trainer's own tensors, which change while it trains.
-    feeds_late = takes_turns or not (parameter.is_cuda or hosting.ray or addresses)
     gpus = torch.cuda.device_count() if parameter.is_cuda else 0
     devices = sampler_devices(order.device, num, gpus, rank_and_world()[1])
-    if hosting.ray is not None or addresses:
+    if hosting.ray is not None or config.cluster.sampler_addresses:
         devices = [parameter.device.type] * num  # each sees the GPU that it was given, and no other
-    orders = tuple(replace(order, device=device).to_json() for device in devices)
-    settings = FleetSettings(
-        max_restarts=config.cluster.max_restarts,
-        silent_seconds=config.cluster.silent_seconds,
-        feeds_late=feeds_late,
-        quantized=float8_names(model) if order.weights == "fp8" and is_dense(model) else frozenset(),
-    )
-    fleet = hosting.kept.take(
-        (orders, config.cluster, settings), lambda: _start_fleet(config.cluster, orders, settings, hosting)
-    )
-    torch.set_num_threads(threads.trainer)
-    return fleet
+    return [replace(order, device=device) for device in devices]
 
 
-def _start_fleet(cluster: ClusterConfig, orders: Sequence[str], settings: FleetSettings, hosting: Hosting) -> Fleet:
-    """One process for each order."""
-    weights, before = SharedWeights(anonymous_file()), torch.get_num_threads()
-    environment = {"OMP_NUM_THREADS": str(SamplerOrder.from_json(orders[0]).num_threads)}
+def _vllm_orders(
+    config: RunConfig, data: StageData, model: Any, folder: Path, num_threads: int, hosting: Hosting
+) -> list[VllmOrder]:
+    if hosting.ray is not None:
+        raise UserError(
+            'cluster.place = "ray" starts samplers with Temper\'s own engine alone. For engine.kind = "vllm" use '
+            'cluster.place = "processes", or start `temper sampler` elsewhere and give cluster.samplers its addresses'
+        )
+    parameter, num = next(model.parameters()), config.cluster.num_samplers
+    is_elsewhere = bool(config.cluster.sampler_addresses)
+    settings = replace(
+        _vllm_settings(config, data, model, folder, is_here=not is_elsewhere),
+        answer_seconds=config.cluster.silent_seconds,
+    )
+    order = VllmOrder(
+        settings=replace(settings, folder=settings.folder.resolve()),
+        num_threads=0 if parameter.is_cuda else num_threads,
+        description=_description(config, model, settings.folder),
+    )
+    if is_elsewhere or not parameter.is_cuda:
+        return [order] * num
+    gpus, each = torch.cuda.device_count(), config.engine.tensor_parallel
+    taken = sampler_gpus(str(parameter.device), num, gpus, rank_and_world()[1], each)
+    return [replace(order, gpus=group) for group in taken]
+
+
+def _description(config: RunConfig, model: Any, folder: Path) -> dict[str, Any] | None:
+    return describe_model(model.config, folder) if config.cluster.sampler_addresses else None
+
+
+def _start_fleet(
+    cluster: ClusterConfig,
+    orders: Sequence[str],
+    settings: FleetSettings,
+    hosting: Hosting,
+    environment: Mapping[str, str],
+    decode: Decode,
+    *,
+    on_host: bool,
+) -> Fleet:
+    """One process for each order. on_host: they are given weights there, wherever the trainer has them."""
+    weights, before = SharedWeights(anonymous_file(), on_host=on_host), torch.get_num_threads()
     addresses = cluster.sampler_addresses
     visitor = Visitor(
         key=os.environ.get(KEY_VARIABLE, ""), run=secrets.token_hex(8), silent_seconds=cluster.silent_seconds
@@ -208,16 +271,16 @@ def _start_fleet(cluster: ClusterConfig, orders: Sequence[str], settings: FleetS
         torch.set_num_threads(max(before, torch.get_num_threads()))
 
     try:
-        return Fleet(start, len(orders), settings, note=hosting.note, closed=closed)
+        return Fleet(start, len(orders), settings, note=hosting.note, closed=closed, decode=decode)
     except BaseException:
         closed()
         raise
 
 
-def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) -> Sampler:
-    from temper.engine.vllm.engine import VllmEngine, VllmSettings
-    from temper.engine.vllm.layout import EXPERT_FAMILIES
-
+def _vllm_settings(
+    config: RunConfig, data: StageData, model: Any, model_folder: Path, *, is_here: bool
+) -> VllmSettings:
+    """is_here: on this machine."""
     parameter, size = next(model.parameters()), _engine_settings(config, data)
     if has_experts(model) and (family := model.config.get_text_config().model_type) not in EXPERT_FAMILIES:
         raise UserError(
@@ -235,22 +298,20 @@ def _vllm(config: RunConfig, data: StageData, model: Any, model_folder: Path) ->
             f"engine.tensor_parallel={ranks} does not divide the {heads} heads for keys and values of {model_folder}. "
             f"Use a divisor of {heads}"
         )
-    if parameter.is_cuda and torch.cuda.device_count() < ranks:
+    if is_here and parameter.is_cuda and torch.cuda.device_count() < ranks:
         raise UserError(f"engine.tensor_parallel={ranks}, and this machine has {torch.cuda.device_count()} GPUs")
-    return VllmEngine(
-        VllmSettings(
-            folder=whole(model_folder),
-            seed=config.seed,
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            device="cuda" if parameter.device.type == "cuda" else "cpu",
-            max_running=size.max_running,
-            tokens_per_step=size.tokens_per_step,
-            max_length=size.max_length,
-            kv_tokens=size.num_blocks * size.block_size,
-            kv_after_load=config.engine.kv_after_load,
-            cuda_graphs=size.cuda_graphs,
-            tensor_parallel=ranks,
-        )
+    return VllmSettings(
+        folder=whole(model_folder),
+        seed=config.seed,
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        device="cuda" if parameter.device.type == "cuda" else "cpu",
+        max_running=size.max_running,
+        tokens_per_step=size.tokens_per_step,
+        max_length=size.max_length,
+        kv_tokens=size.num_blocks * size.block_size,
+        kv_after_load=config.engine.kv_after_load,
+        cuda_graphs=size.cuda_graphs,
+        tensor_parallel=ranks,
     )
 
 

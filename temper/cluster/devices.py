@@ -11,7 +11,16 @@ def sampler_devices(device: str, num_samplers: int, num_gpus: int, num_trainers:
     there. Trainers have the GPUs from the first one's on."""
     if device == "cpu" or num_gpus < 2:
         return [device] * num_samplers
+    return [f"cuda:{gpus[0]}" for gpus in sampler_gpus(device, num_samplers, num_gpus, num_trainers)]
+
+
+def sampler_gpus(
+    device: str, num_samplers: int, num_gpus: int, num_trainers: int = 1, each: int = 1
+) -> list[tuple[int, ...]]:
+    """The same for samplers that share out their matrices over `each` GPUs, side by side."""
     own = int(device.partition(":")[2] or 0)
     trainers = {(own + rank) % num_gpus for rank in range(num_trainers)}
-    free = [number for number in range(num_gpus) if number not in trainers] or list(range(num_gpus))
-    return [f"cuda:{free[place % len(free)]}" for place in range(num_samplers)]
+    free = [number for number in range(num_gpus) if number not in trainers]
+    free = free if len(free) >= each else list(range(num_gpus))
+    groups = [tuple(free[start : start + each]) for start in range(0, len(free) - each + 1, each)]
+    return [groups[place % len(groups)] for place in range(num_samplers)]

@@ -41,9 +41,11 @@ class Place:
     world: int
     local: int
     """Among those of its machine: its GPU."""
+    is_launched: bool = True
+    """Whether somebody started it as a rank."""
 
 
-ALONE = Place(0, 1, 0)
+ALONE = Place(0, 1, 0, is_launched=False)
 
 StartRank = Callable[[int, str, Mapping[str, str]], Process]
 """(rank, name, environment) -> a process that is this rank."""

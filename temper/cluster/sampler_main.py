@@ -18,11 +18,11 @@ from temper.engine.process.server import ServedSampler, serve
 from temper.engine.process.weights import SharedWeights
 
 
-def open_sampler(order: str, own_folder: str = "") -> ServedSampler:
+async def open_sampler(order: str, own_folder: str = "") -> ServedSampler:
     """Imported only now: a process whose parent is gone already need not load torch."""
-    from temper.engine.process.order import SamplerOrder, open_engine
+    from temper.engine.process.order import read_order
 
-    return open_engine(SamplerOrder.from_json(order).found_here(own_folder))
+    return await read_order(order).found_here(own_folder).open()
 
 
 def main() -> None:

@@ -15,11 +15,14 @@ from temper.config.section import Section
 class ClusterConfig(Section):
     """Processes of a run: those that train and those that draw."""
 
-    place: Literal["processes", "ray"] = "processes"
-    """Where trainers and samplers beside this process run: as children on this machine, or where a Ray cluster has room
-    for them. Their machines see the run directory and the model's."""
+    place: Literal["auto", "processes", "ray", "torchrun"] = "auto"
+    """Where trainers and samplers beside this process run: as its children on this machine ("processes"), where a Ray
+    cluster has room for them ("ray"), or trainers as a launcher started them ("torchrun", also SLURM) and samplers as
+    children or by address. Their machines see the run directory and the model's. "auto" is what there is: a launcher,
+    else a Ray cluster where `address` names one, else this machine. The others refuse to run elsewhere."""
     address: str = ""
-    """Of a Ray cluster that runs already ("auto": the one of this machine); empty: one is started here for the run."""
+    """Of a Ray cluster that runs already ("auto": the one of this machine); empty: with place = "ray" one is started
+    here for the run."""
     trainers: int = Field(1, ge=1)
     """Trainer processes that share out each batch, one GPU each. Rank 0 is the process that was started; others follow
     it."""
@@ -75,6 +78,10 @@ class ClusterConfig(Section):
     def together_key(self) -> str:
         """The key that says so."""
         return "cluster.context" if self.tensor == 1 else "cluster.tensor"
+
+    @property
+    def is_on_ray(self) -> bool:
+        return self.place == "ray" or (self.place == "auto" and bool(self.address))
 
     @property
     def num_samplers(self) -> int:

@@ -16,14 +16,16 @@ class EngineConfig(Section):
     """What draws completions."""
 
     kind: Literal["local", "vllm", "sglang"] = "local"
-    """Who draws the tokens: Temper's own engine, vLLM in this process, or an SGLang server."""
+    """Who draws the tokens: Temper's own engine, vLLM, or an SGLang server."""
     address: str = ""
     """Where the SGLang server listens, e.g. "http://127.0.0.1:30000"."""
     tensor_parallel: int = Field(1, ge=1)
-    """GPUs over which vLLM shares out every matrix; on a CPU, processes. Must divide the heads for keys and values."""
+    """GPUs of each sampler over which vLLM shares out every matrix; on a CPU, processes. Must divide the heads for keys
+    and values."""
     place: Literal["here", "process"] = "here"
-    """Where Temper's own engine draws what a stage trains on: in the trainer's process, by turns with it; or in a
-    process of its own, with its own copy of the weights. With rollout.max_staleness above 0 both then work at once."""
+    """Where the engine draws what a stage trains on: in the trainer's process, by turns with it; or in a process of its
+    own, with its own copy of the weights. With rollout.max_staleness above 0 both then work at once. vLLM always has
+    processes below the one that it is started from, which is the sampler's with "process"."""
     threads: int | Literal["auto"] = "auto"
     """Threads of each sampler process on a CPU. auto: half of torch's shared between them, or all while
     rollout.max_staleness is 0 and they take turns with the trainer. Above 0 that has the rest, and at least one."""
@@ -87,9 +89,10 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _can_be_placed(self) -> EngineConfig:
-        if self.place == "process" and self.kind != "local":
+        if self.place == "process" and self.kind == "sglang":
             raise ValueError(
-                f'place = "process" needs kind = "local": an engine of kind "{self.kind}" has processes of its own'
+                'place = "process" starts samplers, and a server of kind "sglang" is started by somebody else and '
+                'reached by its one address. Use kind = "local" or "vllm", or place = "here"'
             )
         if self.tensor_parallel > 1 and self.kind != "vllm":
             raise ValueError(

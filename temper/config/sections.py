@@ -40,8 +40,8 @@ class EnvConfig(Section):
     workers: int = Field(2, ge=1)
     """Processes, each with many episodes: about as many as cores that may be used. Needs place = "process"."""
     call_seconds: float = Field(30.0, gt=0)
-    """Deadline of one start, step or close in a worker. One that gives no sign of life for so long is killed, and all
-    its episodes are errors. Needs place = "process"."""
+    """Deadline of one start, step or close in a worker. One that gives no sign of life for so long is killed, and
+    its episodes are played anew. Needs place = "process"."""
 
     @model_validator(mode="after")
     def _has_workers(self) -> EnvConfig:
@@ -330,13 +330,16 @@ class RunConfig(Section):
             raise ValueError(
                 'engine.numerics = "exact" is made for float32 and bfloat16, not for model.dtype = "float16"'
             )
-        if self.cluster.place == "ray" and self.engine.place == "here" and self.cluster.trainers == 1:
+        if self.cluster.is_on_ray and self.engine.place == "here" and self.cluster.trainers == 1:
             raise ValueError(
-                'cluster.place = "ray" places sampler processes and trainers, and there are none: set '
+                "a Ray cluster places sampler processes and trainers, and there are none: set "
                 'engine.place = "process" or cluster.trainers'
             )
-        if self.cluster.address and self.cluster.place != "ray":
-            raise ValueError('cluster.address is that of a Ray cluster: set cluster.place = "ray", or leave it out')
+        if self.cluster.address and not self.cluster.is_on_ray:
+            raise ValueError(
+                f'cluster.address is that of a Ray cluster, and cluster.place = "{self.cluster.place}": '
+                f"leave one of them out"
+            )
         if self.cluster.sampler_keys() and self.engine.place == "here":
             raise ValueError(
                 f"cluster.{self.cluster.sampler_keys()[0]} is about sampler processes: "

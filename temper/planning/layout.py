@@ -29,10 +29,12 @@ class Layout:
     parts: bool = False
     is_apart: bool = False
     """Whether samplers have GPUs of their own; otherwise they are on the trainers', in turn with them."""
+    sampler_gpus: int = 1
+    """Of each sampler that has its own: more where its matrices are shared out over several."""
 
     @property
     def gpus(self) -> int:
-        return self.trainers + self.samplers if self.is_apart else self.trainers
+        return self.trainers + self.samplers * self.sampler_gpus if self.is_apart else self.trainers
 
     def __str__(self) -> str:
         where = f"{self.trainers}+{self.samplers}" if self.is_apart else f"{self.trainers} in turn"

@@ -66,7 +66,7 @@ class Workload:
     ahead: int = 0
     """Steps whose rollouts may be under way beside those of the step that is trained (rollout.max_staleness)."""
     has_processes: bool = True
-    """Whether samplers can be processes of their own, and many: Temper's own engine."""
+    """Whether samplers, each on one GPU, can be processes of their own, and many."""
     samples: bool = True
     """Whether there is a sampler with a cache."""
     rolls: bool = True

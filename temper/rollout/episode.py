@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from temper.calls import CLOSE_SECONDS, call, explain_error, is_end_of_task, waiting_for
-from temper.errors import BackendError, ContextFull, TaskError, TemperError
-from temper.protocols import Env, Sampler
+from temper.errors import BackendError, ContextFull, EnvironmentLost, TaskError, TemperError
+from temper.protocols import Env, EnvReply, Sampler
 from temper.rollout.thinking import Thinking, draw
 from temper.storable import as_float, without_halves
 from temper.turnstile import take_turn
@@ -39,6 +39,8 @@ from temper.types import (
     lasting,
 )
 
+MOST_PLAYS = 3
+"""Of an episode whose environment's process is lost each time: it may be the one that ends it."""
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of what an environment lets the policy call."""
 
@@ -84,10 +86,17 @@ class Played:
     opening: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     result: str | None = None
+    turn_order: tuple[int, ...] = ()
     replied: tuple[Event, ...] = ()
     """Of a reply that is not yet part of a turn: it may be refused."""
     lost: tuple[Event, ...] = ()
     """Of a step that did not come back, as the environment tells at its end."""
+    is_orphaned: bool = False
+    """The process of its environment was lost."""
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        return (*(event for turn in self.turns for event in turn.events), *self.replied, *self.lost)
 
 
 class Player(Protocol):
@@ -145,10 +154,17 @@ class EpisodeSetup:
 
 async def run_episode(setup: EpisodeSetup, task: Task, *, group_id: str, index: int, request_id: str) -> Trajectory:
     """Plays and scores one attempt. Only a broken backend raises; everything else is a status."""
-    played = Played()
+    done: tuple[Event, ...] = ()
     async with setup.player.place():
+        await take_turn()
         started = time.monotonic()
-        status, error = await _status(setup, task, played, request_id)
+        for play in range(1, MOST_PLAYS + 1):
+            played = Played()
+            status, error = await _status(setup, task, played, request_id)
+            if not played.is_orphaned or play == MOST_PLAYS:
+                break
+            # Under the same name, so that the same is drawn: what befell a process is none of the episode's luck.
+            done += lasting(played.events, f"play {play}, whose process was lost")
     trajectory = Trajectory(
         task_id=task.id,
         group_id=group_id,
@@ -160,9 +176,11 @@ async def run_episode(setup: EpisodeSetup, task: Task, *, group_id: str, index: 
         opening=played.opening,
         tools=played.tools,
         seconds=time.monotonic() - started,
-        unplaced_events=lasting((*played.replied, *played.lost)),
+        unplaced_events=(*done, *lasting((*played.replied, *played.lost))),
         result=played.result,
+        turn_order=played.turn_order,
     )
+    await take_turn()
     return await _scored(setup.scorer, task, trajectory)
 
 
@@ -175,6 +193,9 @@ async def _status(setup: EpisodeSetup, task: Task, played: Played, request_id: s
         return Status.TIMEOUT, f"the episode took longer than {setup.episode_seconds:g} s"
     except BackendError:
         raise
+    except EnvironmentLost as problem:
+        played.is_orphaned = True
+        return Status.TOOL_ERROR, str(problem)
     except ContextFull as problem:  # on the first turn; later ones are cut
         return Status.TOO_LONG, f"task {task.id}: {problem}"
     except TemperError as problem:
@@ -191,7 +212,9 @@ async def _play(setup: EpisodeSetup, task: Task, played: Played, request_id: str
     turns = played.turns
     try:
         opening = await call(env.start(task, setup.seed), setup.episode_seconds, f"{name}.start()")
+        await take_turn()
         opening = dataclasses.replace(opening, messages=_readable(opening.messages))
+        state = _state_name(opening.state)
         played.opening, played.tools = opening.messages, tuple(opening.tools)
         history = setup.renderer.prompt_messages(dataclasses.replace(task, messages=opening.messages))
         prompt_ids = setup.renderer.prompt_ids(history, opening.tools)
@@ -213,23 +236,15 @@ async def _play(setup: EpisodeSetup, task: Task, played: Played, request_id: str
                 _require_same(completion.prompt_ids == prompt_ids, name, number)
             message = Message(role="assistant", content=setup.renderer.decode(completion.token_ids))
             if (cut := cut_status(completion)) is not None:
-                turns.append(Turn(completion=completion, message=message))
+                turns.append(Turn(completion=completion, message=message, state=state))
                 return cut
             reply = await call(env.step(message), setup.episode_seconds, f"{name}.step()")
             played.replied = tuple(reply.events)
             reply = dataclasses.replace(reply, messages=_readable(reply.messages), reward=_payable(reply.reward))
             if is_given:
                 _require_same(not reply.is_done and reply.messages == given[number].replies, name, number + 1)
-            turns.append(
-                Turn(
-                    completion=completion,
-                    message=message,
-                    replies=reply.messages,
-                    reward=reply.reward,
-                    events=reply.events,
-                )
-            )
-            played.replied = ()
+            turns.append(_answered(completion, message, reply, state))
+            played.replied, state = (), _state_name(reply.state)
             played.result = reply.result if reply.result is not None else played.result
             if reply.is_done:
                 return reply.status or Status.COMPLETED
@@ -243,6 +258,17 @@ async def _play(setup: EpisodeSetup, task: Task, played: Played, request_id: str
         told = await call(env.close(), CLOSE_SECONDS, f"{name}.close()")
         # Whatever else a close() of a user's own returns was never asked for.
         played.lost = tuple(event for event in told if isinstance(event, Event)) if isinstance(told, tuple) else ()
+
+
+def _answered(completion: Completion, message: Message, reply: EnvReply, state: str | None) -> Turn:
+    return Turn(
+        completion=completion,
+        message=message,
+        replies=reply.messages,
+        reward=reply.reward,
+        events=reply.events,
+        state=state,
+    )
 
 
 def _require_same(is_same: bool, env: str, turn: int) -> None:
@@ -278,6 +304,12 @@ def _payable(reward: float | None) -> float | None:
     if reward is not None and not math.isfinite(as_float(reward)):
         raise TaskError(f"the environment paid {as_float(reward)} for a turn: a reward is a finite number, or None")
     return reward
+
+
+def _state_name(state: str | None) -> str | None:
+    if not isinstance(state, str | None):
+        raise TaskError(f"the environment named its state {state!r:.60}: a name is text, or None")
+    return state
 
 
 def within_budget(setup: EpisodeSetup, num_drawn: int) -> SamplingParams | None:

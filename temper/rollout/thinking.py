@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from temper.engine.pieces import Decode, as_asked, cut_at_stop, join
 from temper.errors import ContextFull
-from temper.rollout.pieces import Decode, as_asked, cut_at_stop, join
 from temper.types import Completion, Finish, Request, Trajectory, array_of
 
 Generate = Callable[[Request], Awaitable[Completion]]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,26 @@ import pytest
 import torch
 
 from temper.build import sampler as build_sampler
+from temper.build.policy import size_engine
 from temper.cluster.sampler_main import open_sampler
 from temper.commands.checkpoints import evaluate_checkpoint
 from temper.commands.plan import plan_recipe
+from temper.commands.training import ranks
 from temper.commands.training import train as training
 from temper.config import resolve, to_toml
 from temper.engine.local.engine import LocalEngine
 from temper.engine.process.client import ProcessSampler
-from temper.engine.process.order import SamplerOrder, open_engine
+from temper.engine.process.order import LocalOrder, open_engine, read_order
 from temper.engine.process.weights import SharedWeights
-from temper.engine.vllm.engine import VllmEngine, VllmSettings
-from temper.errors import BackendError, UserError
+from temper.engine.vllm import order as vllm_order
+from temper.engine.vllm.engine import VllmEngine
+from temper.engine.vllm.start import VllmSettings
+from temper.engine.wrapped import WrappedSampler
+from temper.errors import BackendError, EngineLost, UserError
 from temper.models.save import saved_tensors
 from temper.models.tiny import make_tiny_model
 from temper.runs.reader import RunReader
-from temper.types import Publication
+from temper.types import Completion, Publication, Request
 from tests.fakes.served import serve_in_a_thread
 
 
@@ -87,8 +93,8 @@ class Spoiled:
         """when: before it tells what it holds ("taking over"), or after ("drawing")."""
         self._when = when
 
-    def __call__(self, text: str) -> LocalEngine:
-        engine = open_engine(SamplerOrder.from_json(text))
+    async def __call__(self, text: str) -> LocalEngine:
+        engine = open_engine(read_order(text))
         load, digests = engine.load, engine.digests
         tensor = saved_tensors(engine._model)[SPOILED]
 
@@ -97,8 +103,8 @@ class Spoiled:
             if publication.version and self._when == "taking over":
                 tensor.view(torch.int32)[3, 5] ^= 1  # no canary would see it
 
-        def tell_and_spoil() -> Mapping[str, str]:
-            told = digests()
+        async def tell_and_spoil() -> Mapping[str, str]:
+            told = await digests()
             if engine.version and self._when == "drawing":
                 tensor.zero_()
             return told
@@ -156,12 +162,14 @@ def test_a_table_about_processes_needs_processes(tiny_recipe: dict[str, Any]) ->
     for keys, message in {
         ("samplers", 2): r'cluster.samplers is about sampler processes: set engine.place = "process"',
         ("max_restarts", 1): r'cluster.max_restarts is about sampler processes: set engine.place = "process"',
-        ("place", "ray"): r'cluster.place = "ray" places sampler processes and trainers, and there are none',
-        ("address", "auto"): r'cluster.address is that of a Ray cluster: set cluster.place = "ray"',
+        ("place", "ray"): r"a Ray cluster places sampler processes and trainers, and there are none",
+        ("address", "auto"): r"a Ray cluster places sampler processes and trainers, and there are none",
     }.items():
         with pytest.raises(UserError, match=message):
             resolve({**tiny_recipe, "cluster": dict([keys])}, (), where="test")
     resolve({**tiny_recipe, "cluster": {"trainers": 2, "max_restarts": 1}}, (), where="test")
+    with pytest.raises(UserError, match=r'of a Ray cluster, and cluster.place = "processes": leave one of them out'):
+        resolve({**tiny_recipe, "cluster": {"place": "processes", "address": "auto"}}, (), where="test")
 
 
 def test_a_recipe_with_a_sampler_process_can_be_planned_and_evaluated_without_one(
@@ -222,7 +230,10 @@ def test_an_objective_with_opponents_is_refused_by_name(tiny_recipe: dict[str, A
 @pytest.mark.parametrize(
     ("engine", "complaint"),
     [
-        ({"place": "process", "kind": "vllm"}, 'place = "process" needs kind = "local"'),
+        (
+            {"place": "process", "kind": "sglang", "address": "http://127.0.0.1:30000"},
+            'place = "process" starts samplers, and a server of kind "sglang" is started by somebody else',
+        ),
         ({"threads": 2}, "threads are those of a sampler process"),
         ({"place": "process", "threads": 0}, "at least 1"),
         ({"tensor_parallel": 2}, 'tensor_parallel is vLLM\'s: set kind = "vllm"'),
@@ -231,6 +242,77 @@ def test_an_objective_with_opponents_is_refused_by_name(tiny_recipe: dict[str, A
 def test_what_cannot_act_is_refused(engine: dict[str, Any], complaint: str, tiny_recipe: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=complaint):
         resolve({**tiny_recipe, "engine": engine}, (), where="test")
+
+
+class InPlaceOfVllm(WrappedSampler):
+    """Temper's own engine where an order of vLLM is carried out. It is lost with one of its requests."""
+
+    asked, lost_with = 0, 60
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self.digests = self._open(settings).digests
+
+    def _open(self, settings: VllmSettings) -> LocalEngine:
+        size = size_engine(
+            seed=settings.seed, max_running=settings.max_running, max_length=settings.max_length,
+            kv_tokens=settings.kv_tokens, tokens_per_step=settings.tokens_per_step,
+        )  # fmt: skip
+        told = {"numerics": "fast", "weights": "model", "settings": size}
+        engine = open_engine(
+            LocalOrder(folder=str(settings.folder), dtype=settings.dtype, device=settings.device, **told)  # type: ignore[arg-type]
+        )
+        super().__init__(engine)
+        return engine
+
+    async def start(self) -> None:
+        """It was opened."""
+
+    def so_far(self, least: Any) -> dict[str, Completion]:
+        return {}
+
+    async def generate(self, request: Request) -> Completion:
+        InPlaceOfVllm.asked += 1
+        if InPlaceOfVllm.asked == self.lost_with:
+            raise EngineLost("vLLM made no step")
+        return await super().generate(request)
+
+
+def test_a_run_with_two_samplers_of_vllm_goes_on_when_the_engine_of_one_is_lost(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.setenv(name, "")  # an order sets them, here for all of this process
+    monkeypatch.setattr(vllm_order, "VllmEngine", InPlaceOfVllm)
+    monkeypatch.setattr(InPlaceOfVllm, "asked", 0)
+    orders = []
+
+    def start(order: str, *shared: Any, **more: Any) -> ProcessSampler:
+        orders.append(read_order(order))
+        return serve_in_a_thread(order, *shared, **more)
+
+    monkeypatch.setattr(build_sampler, "start_sampler", start)
+    table = {**short(tiny_recipe, "process", kind="vllm"), "cluster": {"samplers": 2, "silent_seconds": 50.0}}
+    table["stage"][0]["steps"] = 4
+    training.train_stages(resolve(table, (), where="test"), run=tmp_path / "run")
+    with RunReader(tmp_path / "run") as reader:
+        assert reader.is_finished
+        restarts, reissued = (reader.metric(f"sys/{name}") for name in ("sampler_restarts", "reissued"))
+    assert [sum(point.value or 0 for point in each) > 0 for each in (restarts, reissued)] == [True, True]
+    assert [order.kind for order in orders] == ["vllm"] * 3, "two, and one in place of the lost one"
+    assert orders[0].settings.answer_seconds == 50.0, "a silent vLLM is a silent sampler"
+
+
+def test_samplers_of_vllm_are_refused_where_ray_would_start_them(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def found(*_: Any) -> Iterator[object]:
+        yield object()
+
+    monkeypatch.setattr(ranks, "_ray", found)
+    table = {**short(tiny_recipe, "process", kind="vllm"), "cluster": {"place": "ray"}}
+    with pytest.raises(UserError, match=r'cluster.place = "ray" starts samplers with Temper\'s own engine alone'):
+        training.train_stages(resolve(table, (), where="test"), run=tmp_path / "run")
 
 
 def test_ranks_of_vllm_are_as_many_as_the_recipe_says_and_share_the_heads(

@@ -12,6 +12,7 @@ from typing import Any
 
 from temper.children import die_with_parent
 from temper.engine.process.server import serve
+from temper.errors import EngineLost
 from temper.types import Completion, Finish, Publication, Request
 
 
@@ -27,7 +28,7 @@ class NoWeights:
 
 class FakeSampler:
     """A prompt's first token says what happens: 0 an answer at once, 1 none for a long time, 2 a step that blocks the
-    whole process for a long time, 3 a crash."""
+    whole process for a long time, 3 a crash, 4 an engine that is lost."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -41,12 +42,17 @@ class FakeSampler:
         if request.prompt_ids[0] == 3:
             print("the ceiling came down", file=sys.stderr, flush=True)
             os._exit(5)
+        if request.prompt_ids[0] == 4:
+            raise EngineLost("the cellar is flooded")
         return Completion(prompt_ids=(0,), token_ids=[1], logprobs=[-1.0], versions=[self.version], finish=Finish.STOP)
 
     async def load(self, publication: Publication) -> None:
         self.version = publication.version
 
     def stats(self) -> dict[str, float]:
+        return {}
+
+    def so_far(self, least: Mapping[str, int]) -> dict[str, Completion]:
         return {}
 
     async def abort(self, request_id: str) -> None:
@@ -62,7 +68,7 @@ class FakeSampler:
         """There is nothing to close."""
 
 
-def open_fake(order: str) -> FakeSampler:
+async def open_fake(order: str) -> FakeSampler:
     if order == "slow":
         time.sleep(600)
     return FakeSampler()

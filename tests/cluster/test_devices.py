@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from temper.cluster.devices import sampler_devices
+from temper.cluster.devices import sampler_devices, sampler_gpus
 
 
 def test_samplers_have_the_gpus_that_the_trainer_leaves() -> None:
@@ -21,3 +21,9 @@ def test_every_trainer_has_a_gpu_of_its_own_before_samplers_have_one() -> None:
 def test_where_there_is_no_other_place_they_share_it() -> None:
     assert sampler_devices("cuda:0", 2, 1) == ["cuda:0", "cuda:0"]
     assert sampler_devices("cpu", 2, 0) == ["cpu", "cpu"]
+
+
+def test_samplers_over_several_gpus_have_neighbours_that_no_trainer_uses() -> None:
+    assert sampler_gpus("cuda:0", 2, 5, 1, 2) == [(1, 2), (3, 4)]
+    assert sampler_gpus("cuda:0", 3, 6, 1, 2) == [(1, 2), (3, 4), (1, 2)], "in turn"
+    assert sampler_gpus("cuda:0", 1, 2, 1, 2) == [(0, 1)], "beside the trainer where too few are left"

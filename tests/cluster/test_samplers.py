@@ -118,6 +118,20 @@ def test_a_sampler_that_crashes_is_quoted() -> None:
     with_sampler(use)
 
 
+def test_a_sampler_ends_with_its_engine_and_says_so_to_everyone_who_waits() -> None:
+    async def use(sampler: ProcessSampler, child: Child) -> None:
+        await sampler.load(weights(1))
+        waiting = asyncio.create_task(sampler.generate(asked(1)))
+        for lost in (sampler.generate(asked(4, "b")), waiting, sampler.load(weights(2))):
+            with pytest.raises(
+                SamplerLost, match=r"it ended with code 1\..*\nthe engine is lost: the cellar is flooded"
+            ):
+                await lost
+        assert ends(child.pid)
+
+    with_sampler(use)
+
+
 @pytest.mark.parametrize("prompt", [1, 2], ids=["waiting", "in a step"])
 def test_a_sampler_process_dies_with_a_driver_that_is_killed(prompt: int) -> None:
     driver = subprocess.Popen(

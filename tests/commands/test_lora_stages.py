@@ -11,14 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from temper.build import resolve_objective
+from temper.build import resolve_objective, sampler
 from temper.build.memory import settle_for_cpu
 from temper.build.sampler import make_sampler
 from temper.commands.checkpoints import export
 from temper.commands.find import find_model
 from temper.commands.training.train import train
 from temper.config import resolve, to_toml
-from temper.engine.vllm import engine
 from temper.errors import BackendError
 from temper.models.load import load_model
 from temper.models.lora import materialize
@@ -163,7 +162,7 @@ def test_engines_that_read_files_get_a_whole_model(
     adapted: Path, tiny_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Path] = []
-    monkeypatch.setattr(engine, "VllmEngine", lambda settings: seen.append(settings.folder))
+    monkeypatch.setattr(sampler, "VllmEngine", lambda settings: seen.append(settings.folder))
     recipe = chain(tiny_recipe, [{"kind": "rl"}], lora={"rank": 4}) | {"engine": {"kind": "vllm"}}
     config = settle_for_cpu(resolve(recipe, [], where="chain")[0])
     folder = left(adapted, 0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +16,10 @@ import pytest
 import temper.rollout.episode as episodes
 from temper import calls
 from temper.envs.threads import InThread
-from temper.errors import BackendError
+from temper.errors import BackendError, EnvironmentLost
 from temper.protocols import Env, EnvOpening, EnvReply
-from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
+from temper.rollout.episode import MOST_PLAYS, EpisodeSetup, Scorer, run_episode
+from temper.turnstile import PER_TURN
 from temper.types import Event, EventKind, Message, Request, SamplingParams, Score, ScoreKind, Status, Task, Trajectory
 from tests.fakes.episodes import FakeScorer, Letters
 from tests.fakes.sampler import FakeSampler
@@ -37,17 +40,24 @@ class TalkingEnv:
     fault: Callable[[], object] | None = None
     num_steps: int = 0
     shows_results: bool = False
+    states: Sequence[object] = (None, None, None)
+    """At the start, and after each step."""
     closed: list[bool] = field(default_factory=list)
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
-        return EnvOpening(messages=task.messages)
+        return EnvOpening(messages=task.messages, state=self.states[0])  # type: ignore[arg-type]
 
     async def step(self, message: Message) -> EnvReply:
         self.num_steps += 1
         if self.fault is not None:
             self.fault()
         result = f"after {self.num_steps}" if self.shows_results else None
-        return EnvReply(messages=(Message(role="user", content=">"),), is_done=self.num_steps == 2, result=result)
+        return EnvReply(
+            messages=(Message(role="user", content=">"),),
+            is_done=self.num_steps == 2,
+            result=result,
+            state=self.states[self.num_steps],  # type: ignore[arg-type]
+        )
 
     async def close(self) -> None:
         self.closed.append(True)
@@ -63,7 +73,7 @@ class Paying(Always):
 
 
 def play(
-    env: Env,
+    env: Env | Callable[[], Env],
     *,
     sampler: FakeSampler | None = None,
     scorer: Scorer | None = None,
@@ -74,7 +84,7 @@ def play(
         sampler=sampler or FakeSampler(lambda request: [ord("h"), STOP]),
         renderer=Letters(),
         scorer=scorer or Always(),
-        make_env=lambda name: env,
+        make_env=lambda name: env() if callable(env) else env,
         params=SamplingParams(max_new_tokens=4, stop_ids=(STOP,)),
         max_turns=max_turns,
         episode_seconds=seconds,
@@ -113,6 +123,20 @@ def test_what_an_environment_has_to_show_is_judged_also_when_its_episode_is_cut(
     cut = play(TalkingEnv(shows_results=True), max_turns=1)
     assert (cut.status, cut.text) == (Status.TRUNCATED_TURNS, "after 1")
     assert play(TalkingEnv()).result is None
+
+
+def test_a_turn_has_the_name_of_the_state_in_which_it_began() -> None:
+    assert [turn.state for turn in play(TalkingEnv(states=("door", "hall", "end"))).turns] == ["door", "hall"]
+    assert [turn.state for turn in play(TalkingEnv()).turns] == [None, None]
+    long = FakeSampler(lambda request: [ord("h")] * 9)
+    assert [turn.state for turn in play(TalkingEnv(states=("door", "", "")), sampler=long).turns] == ["door"]
+
+
+@pytest.mark.parametrize("states", [(7, None, None), (None, b"hall", None)])
+def test_a_state_that_is_no_text_is_refused(states: tuple[object, ...]) -> None:
+    trajectory = play(TalkingEnv(states=states))
+    assert trajectory.status is Status.TOOL_ERROR
+    assert "a name is text, or None" in str(trajectory.error)
 
 
 def test_a_broken_environment_is_an_error_and_never_a_number() -> None:
@@ -316,3 +340,127 @@ def test_what_a_refused_reply_did_to_the_world_is_recorded() -> None:
     trajectory = play(PaysNan())
     assert (trajectory.status, trajectory.turns) == (Status.TOOL_ERROR, ())
     assert trajectory.unplaced_events == (wrote,)
+
+
+class OrphanedEnv(TalkingEnv):
+    """Writes in every step. The process that it lives in is lost in the second step of as many plays as are left."""
+
+    def __init__(self, losses: list[None]) -> None:
+        super().__init__()
+        self.losses = losses
+
+    async def step(self, message: Message) -> EnvReply:
+        reply = await super().step(message)
+        if self.num_steps == 2 and self.losses:
+            self.losses.pop()
+            raise EnvironmentLost("the process is lost")
+        return dataclasses.replace(reply, events=(Event(kind=EventKind.SIDE_EFFECT, name="write"),))
+
+
+def play_orphaned(num_losses: int) -> tuple[Trajectory, list[Request]]:
+    losses: list[None] = [None] * num_losses
+    sampler = FakeSampler(lambda request: [ord("h"), STOP])
+    played = dataclasses.replace(play(lambda: OrphanedEnv(losses), sampler=sampler), seconds=0.0)
+    return played, sampler.requests
+
+
+def test_an_episode_whose_process_is_lost_is_played_anew_by_the_same_requests() -> None:
+    undisturbed, asked = play_orphaned(0)
+    for num_losses in range(1, MOST_PLAYS):
+        again, asked_again = play_orphaned(num_losses)
+        assert dataclasses.replace(again, unplaced_events=()) == undisturbed
+        assert asked_again == asked * (num_losses + 1), "what is drawn is a function of the request"
+        assert [event.detail for event in again.unplaced_events] == [
+            f"play {number}, whose process was lost: " for number in range(1, num_losses + 1)
+        ], "what was done to the world twice is recorded twice"
+
+
+def test_an_episode_whose_process_is_lost_each_time_is_an_error() -> None:
+    lost, asked = play_orphaned(MOST_PLAYS)
+    assert (lost.status, lost.score.kind, lost.error) == (Status.TOOL_ERROR, ScoreKind.ERROR, "the process is lost")
+    assert len(asked) == 2 * MOST_PLAYS
+
+
+class Crowd:
+    """What a crowd of episodes does in each turn of the event loop."""
+
+    def __init__(self, size: int) -> None:
+        self.turn = 0
+        self.counts: Counter[tuple[str, int]] = Counter()
+        self.opening, self.closing = asyncio.Barrier(size), asyncio.Barrier(size)
+
+    async def watch(self) -> None:
+        while True:
+            self.turn += 1
+            await asyncio.sleep(0)
+
+    def note(self, what: str) -> None:
+        self.counts[what, self.turn] += 1
+
+    def of(self, what: str) -> list[int]:
+        return [count for (name, _), count in self.counts.items() if name == what]
+
+
+class MeetingEnv(TalkingEnv):
+    """Opens when all have started, and is closed when all are done: then all go on at once."""
+
+    def __init__(self, crowd: Crowd) -> None:
+        super().__init__()
+        self.crowd = crowd
+
+    async def start(self, task: Task, seed: int) -> EnvOpening:
+        self.crowd.note("starts")
+        await self.crowd.opening.wait()
+        return await super().start(task, seed)
+
+    async def close(self) -> None:
+        await self.crowd.closing.wait()
+
+
+class CountedLetters(Letters):
+    def __init__(self, crowd: Crowd) -> None:
+        super().__init__()
+        self.crowd = crowd
+
+    def prompt_messages(self, task: Task) -> tuple[Message, ...]:
+        self.crowd.note("prompts")
+        return super().prompt_messages(task)
+
+
+class CountedScorer(Always):
+    def __init__(self, crowd: Crowd) -> None:
+        self.crowd = crowd
+
+    async def score(self, task: Task, trajectory: Trajectory) -> tuple[Score, Mapping[str, Score]]:
+        self.crowd.note("scores")
+        return await super().score(task, trajectory)
+
+
+def test_of_a_crowd_a_few_begin_open_and_are_scored_in_each_turn_of_the_loop() -> None:
+    """All at once they would hold it: 512 threads of environments took half a second to start."""
+    num = 8 * PER_TURN
+
+    async def play_all() -> tuple[Crowd, list[Trajectory]]:
+        crowd = Crowd(num)
+        setup = EpisodeSetup(
+            sampler=FakeSampler(lambda request: [ord("h"), STOP]),
+            renderer=CountedLetters(crowd),
+            scorer=CountedScorer(crowd),
+            make_env=lambda name: MeetingEnv(crowd),
+            params=SamplingParams(max_new_tokens=4, stop_ids=(STOP,)),
+            max_turns=4,
+            episode_seconds=60.0,
+            seed=0,
+        )
+        watching = asyncio.create_task(crowd.watch())
+        played = await asyncio.gather(
+            *(run_episode(setup, TASK, group_id="g", index=n, request_id=f"r{n}") for n in range(num))
+        )
+        watching.cancel()
+        return crowd, played
+
+    crowd, played = asyncio.run(play_all())
+    assert [one.status for one in played] == [Status.COMPLETED] * num
+    for what in ("starts", "prompts", "scores"):
+        assert sum(crowd.of(what)) == num
+        assert max(crowd.of(what)) <= PER_TURN, what

@@ -19,11 +19,11 @@ from temper.commands.training.train import train
 from temper.config import resolve as resolve_recipe
 from temper.config import to_toml
 from temper.engine.local.engine import EngineSettings, LocalEngine
+from temper.engine.pieces import join
 from temper.errors import ContextFull, UserError
 from temper.objectives import resolve
 from temper.protocols import EnvOpening, EnvReply
 from temper.rollout.episode import EpisodeSetup, run_episode
-from temper.rollout.pieces import join
 from temper.rollout.thinking import Thinking, draw
 from temper.runs.reader import RunReader
 from temper.runs.store.arrays import ARRAY_TYPES, PLANES, unpack_array

@@ -64,6 +64,7 @@ class Others:
 def started(stages: Sequence[RunConfig], kept: KeptFleet) -> Iterator[Others]:
     """What a run has beside this process, from its first stage to its last, or until a trainer is lost."""
     place, cluster = find_place(os.environ), stages[0].cluster
+    _require_place(place, cluster)
     world = _require_number(place, cluster.trainers)
     if world == 1 and cluster.parts:
         raise UserError("cluster.parts shares weights out over trainers, and there is one: set cluster.trainers")
@@ -88,11 +89,9 @@ def started(stages: Sequence[RunConfig], kept: KeptFleet) -> Iterator[Others]:
 @contextmanager
 def _ray(stages: Sequence[RunConfig], place: Place, world: int) -> Iterator[RayPlace | None]:
     cluster = stages[0].cluster
-    if cluster.place != "ray":
+    if not cluster.is_on_ray:
         yield None
         return
-    if place.world > 1:
-        raise UserError(f'cluster.place = "ray", and a launcher started {place.world} processes. Use one of the two')
     started_here = [
         config for config in stages if config.engine.place == "process" and not config.cluster.sampler_addresses
     ]
@@ -132,6 +131,18 @@ def _ranks(place: Place, cluster: ClusterConfig, world: int, ray: RayPlace | Non
 
 def _start_on_ray(ray: RayPlace, rank: int, name: str, environment: Mapping[str, str]) -> Process:
     return ray.start_rank(rank, name, f"{MODULE}:follow_here", {**environment, "LOCAL_RANK": "0"})
+
+
+def _require_place(place: Place, cluster: ClusterConfig) -> None:
+    """UserError where the recipe says another way than that in which this process was started."""
+    if cluster.place == "torchrun" and not place.is_launched:
+        raise UserError(
+            'cluster.place = "torchrun", and no launcher started this process: torchrun --nproc_per_node N -m -- '
+            'temper train RECIPE, or srun with MASTER_ADDR and MASTER_PORT. Use cluster.place = "auto" to run without'
+        )
+    if place.world > 1 and (cluster.is_on_ray or cluster.place == "processes"):
+        told = f'cluster.place = "{cluster.place}"' + (" with an address of Ray" if cluster.place == "auto" else "")
+        raise UserError(f"{told}, and a launcher started {place.world} processes. Use one of the two")
 
 
 def _require_number(place: Place, wanted: int) -> int:

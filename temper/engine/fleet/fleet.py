@@ -2,13 +2,13 @@
 
 Owns: who draws what, that a publication reaches all, that the dead are replaced and their requests drawn elsewhere.
 Refuses: starting processes (cluster/samplers.py), which samplers may draw (health.py) and whose turn it is
-(routing.py). A request has the random numbers of its name: drawn anew by the same weights it is the same answer.
+(routing.py). A request has the random numbers of its name: whoever goes on with it draws what the dead would have.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +17,7 @@ from temper.engine.fleet.health import Health, Standing
 from temper.engine.fleet.proof import Proof, describe
 from temper.engine.fleet.routing import Router
 from temper.engine.in_flight import InFlight
+from temper.engine.pieces import Decode, PiecedAnswer
 from temper.engine.process.client import LOAD_SECONDS, OPEN_SECONDS, ProcessSampler, SamplerLost
 from temper.errors import BackendError, TemperError
 from temper.types import Completion, Finish, Publication, Request
@@ -64,12 +65,12 @@ class Fleet:
         *,
         note: Callable[[str], None] = lambda text: None,
         closed: Callable[[], None] = lambda: None,
+        decode: Decode | None = None,
     ) -> None:
         """start: begins the sampler of a place, without waiting for it. note: told of every end. closed: called once,
-        at the end."""
-        self._start, self._note, self._closed = start, note, closed
-        self._max_restarts, self._silent_seconds = settings.max_restarts, settings.silent_seconds
-        self._feeds_late = settings.feeds_late
+        at the end. decode: text of token ids, for requests with stop texts that go on elsewhere."""
+        self._start, self._note, self._closed, self._decode = start, note, closed, decode
+        self._settings, self._silent_seconds = settings, settings.silent_seconds
         self._places = [_Place(start(number)) for number in range(num_samplers)]
         self._router, self._in_flight = Router(), InFlight()
         self._where: dict[str, _Place | None] = {}
@@ -81,7 +82,7 @@ class Fleet:
         self._proof = Proof(settings.quantized)
         self._watching: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._num_reissued = self._num_restarts = 0
+        self._num_reissued = self._num_rescued = self._num_restarts = 0
 
     @property
     def version(self) -> int:
@@ -121,15 +122,16 @@ class Fleet:
         await self._some_ready()
 
     def stats(self) -> Mapping[str, float]:
-        """Of all together; restarts and requests that were drawn a second time since the last call."""
+        """Of all together. Since the last call: restarts, requests that went to another, and their tokens that did."""
         counts = [place.sampler.stats() for place in self._places if place.health.standing is Standing.READY]
         own = {
             "samplers": float(len(counts)),
             "sampler_restarts": float(self._num_restarts),
             "reissued": float(self._num_reissued),
+            "rescued": float(self._num_rescued),
             "drawing_seconds": self._in_flight.seconds(),
         }
-        self._num_reissued = self._num_restarts = 0
+        self._num_reissued = self._num_rescued = self._num_restarts = 0
         return together(counts) | own
 
     async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
@@ -166,26 +168,32 @@ class Fleet:
         self._closed()
 
     async def _draw(self, request: Request) -> Completion:
+        """Where a sampler ends, another goes on behind what it had told."""
+        pieces = PiecedAnswer(request, self._decode)
         while True:
             await self._some_ready(request.id)
             if finish := self._stopped.get(request.id):
-                return Completion(prompt_ids=request.prompt_ids, token_ids=(), logprobs=(), versions=(), finish=finish)
+                return pieces.ended(finish)
+            asked = pieces.rest()
             ready = {n: p.in_flight for n, p in enumerate(self._places) if p.health.standing is Standing.READY}
-            number = self._router.choose(request.prompt_ids, ready)
+            number = self._router.choose(asked.prompt_ids, ready)
             place, sampler = self._places[number], self._places[number].sampler
             self._where[request.id] = place
             place.in_flight += 1
             try:
-                completion = await sampler.generate(request)
+                completion = await sampler.generate(asked)
             except SamplerLost as error:
                 self._ended(place, sampler, error)
                 self._where[request.id] = None
                 self._num_reissued += 1
+                if error.so_far is not None:
+                    self._num_rescued += len(error.so_far.token_ids)
+                    pieces.add(error.so_far)
                 continue
             finally:
                 place.in_flight -= 1
-            self._router.drawn(request.prompt_ids, completion.token_ids, number)
-            return completion
+            self._router.drawn(asked.prompt_ids, completion.token_ids, number)
+            return pieces.add(completion)
 
     async def _end(self, request_id: str, finish: Finish) -> None:
         if request_id not in self._where:
@@ -208,7 +216,9 @@ class Fleet:
                 while not self._is_any_ready() and request_id not in self._stopped:
                     await self._changed.wait()
         except TimeoutError as error:
-            raise SamplerLost(f"no sampler came back within {REPLACE_SECONDS:g} s: {self._obituary()}") from error
+            raise SamplerLost(
+                f"no sampler came back within {REPLACE_SECONDS:g} s: {_obituary(self._places, self._settings)}"
+            ) from error
 
     def _is_any_ready(self) -> bool:
         """Raises SamplerLost when none can be any more."""
@@ -217,8 +227,8 @@ class Fleet:
             return True
         if self._last is None:
             raise BackendError("the samplers are stale: publish weights before asking for tokens")
-        if standings == {Standing.GONE} or not self._feeds_late:
-            raise SamplerLost(f"no sampler is left to draw: {self._obituary()}")
+        if standings == {Standing.GONE} or not self._settings.feeds_late:
+            raise SamplerLost(f"no sampler is left to draw: {_obituary(self._places, self._settings)}")
         return False
 
     async def _feed(self, place: _Place, publication: Publication, *, is_late: bool = False) -> None:
@@ -259,10 +269,10 @@ class Fleet:
         """Once for each sampler that ends: every request that it drew comes here."""
         if place.sampler is not sampler or place.health.standing in (Standing.LOST, Standing.GONE) or self._is_closed:
             return
-        place.health = place.health.ended(error.why, max_restarts=self._max_restarts)
+        place.health = place.health.ended(error.why, max_restarts=self._settings.max_restarts)
         self._router.forget(self._places.index(place))
         then = "another takes its place" if place.health.standing is Standing.LOST else "it is not replaced any more"
-        self._note(f"{error.why}; {then}. {place.in_flight} requests are drawn anew")
+        self._note(f"{error.why}; {then}. {place.in_flight} requests go to another")
         if place.replacing is None or place.replacing.done():
             place.replacing = asyncio.create_task(self._replace(place), name="replacement of a sampler")
 
@@ -276,12 +286,12 @@ class Fleet:
                 place.sampler = self._start(self._places.index(place))
                 await place.sampler.opened(self._silent_seconds)
             except TemperError as error:  # it could not be started, ended at once, or is none of ours any more
-                place.health = place.health.restarted().ended(str(error), max_restarts=self._max_restarts)
+                place.health = place.health.restarted().ended(str(error), max_restarts=self._settings.max_restarts)
                 self._note(str(error))
                 continue
             place.health = place.health.restarted()
             async with self._publishing:
-                if self._feeds_late and self._last is not None and place.health.version is None:
+                if self._settings.feeds_late and self._last is not None and place.health.version is None:
                     await self._feed(place, self._last, is_late=True)
         async with self._changed:
             self._changed.notify_all()
@@ -295,10 +305,9 @@ class Fleet:
                 pings = (self._asked(place, lambda sampler: sampler.ping(self._silent_seconds)) for place in ready)
                 await asyncio.gather(*pings)
 
-    def _obituary(self) -> str:
-        ends = "; ".join(dict.fromkeys(place.health.why for place in self._places if place.health.why))
-        return (
-            f"no sampler is left to draw, after {self._max_restarts} restarts each: {ends}"
-            if self._feeds_late
-            else ends
-        )
+
+def _obituary(places: Sequence[_Place], settings: FleetSettings) -> str:
+    ends = "; ".join(dict.fromkeys(place.health.why for place in places if place.health.why))
+    if not settings.feeds_late:
+        return ends
+    return f"no sampler is left to draw, after {settings.max_restarts} restarts each: {ends}"

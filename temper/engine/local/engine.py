@@ -20,7 +20,7 @@ from temper.engine.in_flight import InFlight
 from temper.engine.local.attention import PagedCache
 from temper.engine.local.graphs import GraphLimits
 from temper.engine.local.runner import Runner
-from temper.engine.local.scheduler import Scheduler
+from temper.engine.local.scheduler import Scheduler, so_far
 from temper.engine.local.sequence import Sequence, StopTexts, Watch, random_key
 from temper.engine.local.step import Stepper
 from temper.engine.local.warming import ExpectedRequests
@@ -158,7 +158,12 @@ class LocalEngine:
         self._scheduler.change_weights(recompute=self._settings.kv_after_load == "recompute")
         self._version = publication.version
 
-    def digests(self) -> Mapping[str, str]:
+    def so_far(self, least: Mapping[str, int]) -> dict[str, Completion]:
+        """What was drawn of these requests, by id, where it is so many tokens or more; they go on."""
+        found = {request_id: so_far(self._scheduler, request_id, tokens) for request_id, tokens in least.items()}
+        return {request_id: drawn for request_id, drawn in found.items() if drawn is not None}
+
+    async def digests(self) -> Mapping[str, str]:
         """Of the weights that draw the next token, for comparison with those that were published."""
         return held_digests(self._model)
 

@@ -7,6 +7,7 @@ Shapes: _R rows, _S tokens drawn in one burst, _T tokens.
 from __future__ import annotations
 
 import contextlib
+import copy
 import heapq
 import mmap
 
@@ -111,10 +112,7 @@ class Rows:
     def leave(self, row: int) -> tuple[Sequence, Blocks]:
         """Takes a sequence out, its tokens copied back; returns it and the block references it held."""
         sequence = self.sequence(row)
-        prompt, length = int(self.num_prompt[row]), int(self.length[row])
-        sequence.token_ids = self.tokens[row, :length].astype(np.int64)
-        sequence.logprobs = self.logprobs[row, prompt:length].copy()
-        sequence.versions = np.concatenate((sequence.versions, self._drawn_by(row)))
+        self._copy_back(sequence, row)
         sequence.row = NO_ROW
         sequence.num_computed = 0
         sequence.blocks = np.empty(0, dtype=np.int64)
@@ -122,6 +120,18 @@ class Rows:
         self.is_active[row] = False
         heapq.heappush(self._free, row)
         return sequence, self.blocks[row, : self.num_blocks[row]].copy()
+
+    def look(self, row: int) -> Sequence:
+        """A copy of a sequence that goes on, with all that it has drawn."""
+        seen = copy.copy(self.sequence(row))
+        self._copy_back(seen, row)
+        return seen
+
+    def _copy_back(self, sequence: Sequence, row: int) -> None:
+        prompt, length = int(self.num_prompt[row]), int(self.length[row])
+        sequence.token_ids = self.tokens[row, :length].astype(np.int64)
+        sequence.logprobs = self.logprobs[row, prompt:length].copy()
+        sequence.versions = np.concatenate((sequence.versions, self._drawn_by(row)))
 
     def _drawn_by(self, row: int) -> NDArray[np.int64]:
         """The version of each token drawn in this row since its sequence entered."""

@@ -20,7 +20,7 @@ from temper.engine.local.prefix import PrefixCache
 from temper.engine.local.rows import TOKEN, Rows, Rows_R
 from temper.engine.local.sequence import NO_ROW, Sequence
 from temper.models.experts.routes import Recorded
-from temper.types import Finish
+from temper.types import Completion, Finish
 
 ReadRoutes = Callable[[Blocks, int, int], Recorded]
 """(blocks of a row, first position, position behind the last) -> experts of these tokens."""
@@ -206,7 +206,7 @@ class Scheduler:
         """Ends a sequence, which holds no blocks and no row any more."""
         del self.live[sequence.request.id]
         self.counters.ends[finish] += 1
-        sequence.complete(finish)
+        sequence.deliver(sequence.completion(finish))
 
     def stop(self, request_id: str, finish: Finish) -> None:
         """Ends a request wherever it is. The followers of a stopped leader go on without it."""
@@ -356,3 +356,17 @@ class Scheduler:
             self._leaders.join(follower)
             if place == 0:
                 self.waiting.append(follower)
+
+
+def so_far(scheduler: Scheduler, request_id: str, least: int) -> Completion | None:
+    """What a request that goes on has drawn; None: less than so many tokens, or there is no such request."""
+    sequence = scheduler.live.get(request_id)
+    if sequence is None:
+        return None
+    if (row := sequence.row) != NO_ROW:
+        if scheduler.rows.length[row] - sequence.num_prompt < least:
+            return None
+        scheduler.routes.keep(row)
+        sequence = scheduler.rows.look(row)
+    is_long = len(sequence.token_ids) - sequence.num_prompt >= least
+    return sequence.completion(Finish.INTERRUPT) if is_long else None

@@ -67,7 +67,9 @@ class Growing:
         self.counts.append(len(values))
 
     def lists(self) -> Ragged[Any]:
-        return Ragged.of_counts(np.frombuffer(self.data, dtype=self.dtype), np.frombuffer(self.counts, dtype=np.int64))
+        """Of what has come so far; copied, for more may come."""
+        values, counts = bytes(self.data), self.counts.tobytes()
+        return Ragged.of_counts(np.frombuffer(values, dtype=self.dtype), np.frombuffer(counts, dtype=np.int64))
 
 
 @dataclass(slots=True, eq=False)
@@ -135,23 +137,21 @@ class Sequence:
             assert drawn.keep_ids is not None, "a row was truncated"
             self.keep_ids.add(drawn.keep_ids[place])
 
-    def complete(self, finish: Finish) -> None:
+    def completion(self, finish: Finish) -> Completion:
         params = self.request.params
         has_top = params.top_logprobs > 0
-        self.deliver(
-            Completion(
-                prompt_ids=self.request.prompt_ids,
-                token_ids=Column(self.token_ids[self.num_prompt :].astype(np.int32)),
-                logprobs=Column(self.logprobs),
-                versions=Column(self.versions.astype(np.int32)),
-                finish=finish,
-                top_ids=self.top_ids.lists() if has_top else None,
-                top_logprobs=self.top_logprobs.lists() if has_top else None,
-                entropies=Column(self.entropies.lists().flat) if params.entropy else None,
-                keep_ids=self.keep_ids.lists() if params.is_truncated else None,
-                routes=None if self.routes is None else _padded(self.routes, len(self.token_ids)),
-                params=params,
-            )
+        return Completion(
+            prompt_ids=self.request.prompt_ids,
+            token_ids=Column(self.token_ids[self.num_prompt :].astype(np.int32)),
+            logprobs=Column(self.logprobs),
+            versions=Column(self.versions.astype(np.int32)),
+            finish=finish,
+            top_ids=self.top_ids.lists() if has_top else None,
+            top_logprobs=self.top_logprobs.lists() if has_top else None,
+            entropies=Column(self.entropies.lists().flat) if params.entropy else None,
+            keep_ids=self.keep_ids.lists() if params.is_truncated else None,
+            routes=None if self.routes is None else _padded(self.routes, len(self.token_ids)),
+            params=params,
         )
 
 

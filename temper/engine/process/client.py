@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from temper.engine.in_flight import InFlight
+from temper.engine.process.questions import ORDER, Questions, Tell
 from temper.engine.process.sent_weights import SentWeights
 from temper.engine.process.weights import SharedWeights
-from temper.engine.process.wire import Frame, completion_of, error_of, read_frame, request_frame, to_bytes
+from temper.engine.process.wire import Frame, completion_of, read_frame, request_frame, to_bytes
 from temper.errors import BackendError, UserError
 from temper.types import Completion, Publication, Request
 
@@ -38,20 +39,15 @@ LOAD_SECONDS = 600.0
 """To take over one publication, where nobody says otherwise."""
 END_SECONDS = 10.0
 """For a process that hung up to end, so that it can be said how; and for one that was asked to end."""
-ORDER = 0
-"""Number of the first question."""
-
-
-Tell = Callable[[int, int], None]
-"""Hears how much is done, and of how much."""
 
 
 class SamplerLost(BackendError):
     """A sampler that has ended, or that was ended because it did not answer."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, so_far: Completion | None = None) -> None:
+        """so_far: what it had told of the answer that was asked for."""
         super().__init__(f"{why}. Nothing that was drawn since the last checkpoint counts; go on with --resume")
-        self.why = why
+        self.why, self.so_far = why, so_far
 
 
 class Process(Protocol):
@@ -72,49 +68,6 @@ class Caller(Protocol):
     def wait(self, is_over: Callable[[], bool]) -> socket.socket:
         """Its connection. OSError when it does not come in time, or when it is over before."""
         ...
-
-
-class Questions:
-    """What was asked and not answered yet, by number. One event loop asks."""
-
-    def __init__(self) -> None:
-        self._asked: dict[int, asyncio.Future[Frame]] = {}
-        self._progress: dict[int, Callable[[int, int], None]] = {}
-        self._last = ORDER - 1
-
-    def __contains__(self, call: int) -> bool:
-        return call in self._asked
-
-    def ask(self, tell: Callable[[int, int], None] | None = None) -> tuple[int, asyncio.Future[Frame]]:
-        """A number, and where its answer will be. tell: told on the way how far it is."""
-        self._last += 1
-        answer = self._asked[self._last] = asyncio.get_running_loop().create_future()
-        if tell is not None:
-            self._progress[self._last] = tell
-        return self._last, answer
-
-    def drop(self, call: int) -> bool:
-        """Whether it still waited. Its answer counts for nothing any more."""
-        return self._asked.pop(call, None) is not None
-
-    def take(self, frame: Frame) -> None:
-        if frame.verb == "progress":
-            self._progress[frame.call](frame.fields["done"], frame.fields["total"])
-            return
-        self._progress.pop(frame.call, None)
-        answer = self._asked.pop(frame.call, None)
-        if answer is None or answer.done():
-            return  # its caller was cancelled
-        if frame.verb == "error":
-            answer.set_exception(error_of(frame))
-        else:
-            answer.set_result(frame)
-
-    def fail(self, failure: Callable[[], Exception]) -> None:
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(failure())
-        self._asked.clear()
 
 
 class SignsOfLife:
@@ -381,8 +334,8 @@ class ProcessSampler:
         if self._failure:
             raise self._failed()
 
-    def _failed(self) -> SamplerLost:
-        return SamplerLost(f"{self._process.name}: {self._failure}")
+    def _failed(self, so_far: Completion | None = None) -> SamplerLost:
+        return SamplerLost(f"{self._process.name}: {self._failure}", so_far)
 
     def _break(self, why: str) -> None:
         """Fails every question that waits, and every later one."""

@@ -1,12 +1,14 @@
 """What makes two model directories the same model, but for the values of its weights.
 
-Owns: which settings count. Refuses: comparing weights; whoever holds a copy of a trained model is sent them.
+Owns: which settings count, and that the directory of an order is there. Refuses: comparing weights; whoever holds a
+copy of a trained model is sent them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,22 @@ NO_MATTER = frozenset(
 TOKENS = "tokens"
 
 
-def describe_model(model: Any, folder: Path) -> dict[str, Any]:
-    """Its configuration, as JSON has it, and a digest of the tokens that its ids stand for."""
-    told = json.loads(model.config.to_json_string(use_diff=False))
+def describe_model(config: Any, folder: Path) -> dict[str, Any]:
+    """A model's configuration, as JSON has it, and a digest of the tokens that its ids stand for."""
+    told = json.loads(config.to_json_string(use_diff=False))
     found = {name: value for name, value in told.items() if name not in NO_MATTER and not name.startswith("_")}
     vocabulary = json.dumps(sorted(load_tokenizer(folder).get_vocab().items()))
     return {**found, TOKENS: hashlib.sha256(vocabulary.encode()).hexdigest()[:12]}
+
+
+def model_found_here(folder: str) -> Path:
+    """UserError says what to do where a sampler does not see the files that it is told to open."""
+    if not Path(folder).is_dir():
+        raise UserError(
+            f"{folder} is not there on {socket.gethostname()}. Start the sampler with its own copy of the model: "
+            f"temper sampler MODEL"
+        )
+    return Path(folder)
 
 
 def require_same_model(expected: dict[str, Any], found: dict[str, Any], folder: Path) -> None:

@@ -11,10 +11,11 @@ import select
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from temper.engine.process.saving import Saver
 from temper.engine.process.weights import SharedWeights
 from temper.engine.process.wire import (
     Frame,
@@ -25,9 +26,9 @@ from temper.engine.process.wire import (
     requests_of,
     to_bytes,
 )
-from temper.errors import BackendError, TemperError
+from temper.errors import BackendError, EngineLost, TemperError
 from temper.protocols import Sampler
-from temper.types import Publication, Request
+from temper.types import Completion, Publication, Request
 
 if TYPE_CHECKING:
     from temper.engine.local.warming import ExpectedRequests
@@ -39,21 +40,25 @@ FLUSH_SECONDS = 10.0
 
 
 class ServedSampler(Sampler, Protocol):
-    """What a sampler process serves: Temper's own engine, or a fake in tests."""
+    """What a sampler process serves: Temper's own engine, vLLM, or a fake in tests."""
 
     async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None: ...
 
-    def digests(self) -> Mapping[str, str]:
+    async def digests(self) -> Mapping[str, str]:
         """Of the tensors that it draws with, by name."""
         ...
 
+    def so_far(self, least: Mapping[str, int]) -> Mapping[str, Completion]:
+        """What was drawn of these requests, by id, where it is so many tokens or more; they go on."""
+        ...
 
-Open = Callable[[str], ServedSampler]
+
+Open = Callable[[str], Awaitable[ServedSampler]]
 """From the text of an order to a sampler; slow."""
 
 
 async def serve(connection: socket.socket, weights: SharedWeights, opener: Open) -> None:
-    """Answers until the other side asks to close or hangs up.
+    """Answers until the other side asks to close or hangs up. When the engine is lost the process ends, and hangs up.
 
     Waits for: questions. Unblocked by: the other side's death, which ends the connection.
     """
@@ -63,7 +68,7 @@ async def serve(connection: socket.socket, weights: SharedWeights, opener: Open)
         return
     try:
         with _beating(connection):
-            sampler = opener(str(order.fields["order"]))
+            sampler = await opener(str(order.fields["order"]))
     except Exception as error:  # told to who asked, who raises it again
         traceback.print_exc()
         await _last_words(writer, error_frame(order.call, error))
@@ -76,6 +81,8 @@ async def serve(connection: socket.socket, weights: SharedWeights, opener: Open)
     finally:
         await server.close()
         writer.close()
+    if server.loss is not None:
+        raise SystemExit(f"the engine is lost: {server.loss}")
 
 
 @contextmanager
@@ -120,7 +127,11 @@ class Server:
     def __init__(self, sampler: ServedSampler, weights: SharedWeights, writer: asyncio.StreamWriter) -> None:
         self._sampler, self._weights, self._writer = sampler, weights, writer
         self._is_fed = False
+        self.loss: EngineLost | None = None
+        """Why nothing can be drawn any more."""
         self._drawing: set[asyncio.Task[None]] = set()
+        self._saver = Saver(sampler.so_far, self.send)
+        self._saving = asyncio.create_task(self._saver.run(), name="what was drawn so far")
         self._verbs: dict[str, Callable[[Frame], Any]] = {
             "generate": self._generate,
             "abort": lambda frame: self._sampler.abort(frame.fields["id"]),
@@ -141,13 +152,15 @@ class Server:
         """In the order of questions. What is drawn is answered when it is done."""
         try:
             await self._verbs[frame.verb](frame)
+        except EngineLost as error:
+            self._hang_up(error)
         except Exception as error:  # told to who asked, who raises it again
             if not isinstance(error, TemperError):
                 traceback.print_exc()
             self.send(error_frame(frame.call, error))
 
     async def close(self) -> None:
-        for task in self._drawing:
+        for task in (self._saving, *self._drawing):
             task.cancel()
         await self._sampler.close()
 
@@ -162,7 +175,7 @@ class Server:
         self.send(Frame("pong", frame.call))
 
     async def _digests(self, frame: Frame) -> None:
-        self.send(Frame("digests", frame.call, {"digests": dict(self._sampler.digests())}))
+        self.send(Frame("digests", frame.call, {"digests": dict(await self._sampler.digests())}))
 
     async def _rest(self, frame: Frame) -> None:
         """Stale again, and nothing of the trainer's memory is held."""
@@ -174,9 +187,18 @@ class Server:
         try:
             if not self._is_fed:
                 raise BackendError("the sampler is stale: no publication has reached it yet")
-            self.send(completion_frame(call, await self._sampler.generate(request)))
+            with self._saver.drawing(call, request.id):
+                completion = await self._sampler.generate(request)
+            self.send(completion_frame(call, completion))
+        except EngineLost as error:
+            self._hang_up(error)
         except Exception as error:  # told to who asked, who raises it again
             self.send(error_frame(call, error))
+
+    def _hang_up(self, loss: EngineLost) -> None:
+        """In place of an answer: to who asked this sampler has ended, and another may take its place."""
+        self.loss = self.loss or loss
+        self._writer.transport.abort()
 
     async def _put(self, frame: Frame) -> None:
         self._weights.put(frame.fields["start"], frame.arrays[0], frame.fields["size"])

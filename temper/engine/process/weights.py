@@ -43,8 +43,9 @@ class SharedWeights:
     """One publication at a time, for any number of readers. The next may be written once all of them have acknowledged
     the last one."""
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+    def __init__(self, descriptor: int, *, on_host: bool = False) -> None:
+        """on_host: tensors of a GPU are written here, too, for readers that do not open the trainer's own memory."""
+        self.descriptor, self._on_host = descriptor, on_host
         self._map: mmap.mmap | None = None
         self._writer: DeviceWriter | None = None
         self._reader: DeviceReader | None = None
@@ -73,7 +74,7 @@ class SharedWeights:
         import torch
 
         like = publication.alike or publication.tensors
-        if any(tensor.is_cuda for tensor in like.values()):
+        if not self._on_host and any(tensor.is_cuda for tensor in like.values()):
             return self._write_on_device(publication)
         places, size = places_of(like)
         views = self._views(places, size)

@@ -111,8 +111,8 @@ def params_of(told: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**{**told, "stop_ids": tuple(told["stop_ids"]), "stop": tuple(told["stop"])})
 
 
-def completion_frame(call: int, completion: Completion) -> Frame:
-    frame = Frame("completion", call)
+def completion_frame(call: int, completion: Completion, verb: str = "completion") -> Frame:
+    frame = Frame(verb, call)
     frame.fields |= {
         "prompt": frame.put(np.asarray(completion.prompt_ids, dtype=np.int64)),
         "finish": completion.finish.value,

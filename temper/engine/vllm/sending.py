@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from temper.engine.manifest import HashedTensors, Manifest, check_received
@@ -28,6 +28,8 @@ class WeightSender:
         self._memory = SharedWeights(anonymous_file())
         self._is_updating = False
         """Whether vLLM was told of a weight update and not of its end."""
+        self._taken_over: Manifest | None = None
+        """Of the last publication that all ranks have shown to hold."""
 
     async def open(self) -> None:
         # The memory has no name that others could find or that could be left behind; vLLM's ranks are this process's
@@ -52,6 +54,7 @@ class WeightSender:
         self._is_updating = False
         await self._check_ranks("taking over weights")
         check_received(manifest, await self.held(manifest))
+        self._taken_over = manifest
 
     async def drop(self) -> None:
         """Ranks forget what they received, if they did not take it over."""
@@ -62,11 +65,14 @@ class WeightSender:
 
     async def held(self, manifest: Manifest) -> Manifest:
         """What the ranks' models hold together, under the names of `manifest`."""
-        answers = await self._ranks("temper_manifest", manifest.to_json())
-        for held, problem in answers:
-            if problem or held != answers[0][0]:
-                raise BackendError(problem or "ranks of vLLM do not agree on what they hold")
-        return Manifest.from_json(answers[0][0])
+        return Manifest.from_json(await self._agreed("temper_manifest", manifest))
+
+    async def digests(self) -> Mapping[str, str]:
+        """The same, in sums (engine/digests.py), under the names of the last publication."""
+        if self._taken_over is None:
+            raise BackendError("vLLM holds what it was started with: publish weights before asking for sums of them")
+        told: Mapping[str, str] = await self._agreed("temper_digests", self._taken_over)
+        return told
 
     def close(self) -> None:
         self._memory.close()
@@ -81,6 +87,14 @@ class WeightSender:
     async def _check_ranks(self, what: str) -> None:
         if problems := [*filter(None, await self._ranks("temper_problem"))]:
             raise BackendError(f"vLLM failed in {what}: {problems[0]}")
+
+    async def _agreed(self, question: str, manifest: Manifest) -> Any:
+        """What every rank answers about the tensors of a manifest."""
+        answers = await self._ranks(question, manifest.to_json())
+        for held, problem in answers:
+            if problem or held != answers[0][0]:
+                raise BackendError(problem or "ranks of vLLM do not agree on what they hold")
+        return answers[0][0]
 
     async def _ranks(self, question: str, *arguments: str) -> list[Any]:
         """The answer of each."""

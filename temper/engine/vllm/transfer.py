@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from temper.engine.digests import Digests
 from temper.engine.manifest import Manifest, check_received, manifest_of_tensors
 from temper.engine.process.weights import SharedWeights
 from temper.engine.vllm.layout import join_shares, plan_of
@@ -23,6 +24,8 @@ from temper.models.experts.stored import as_stored
 
 BACKEND = "temper"
 """Its name in vLLM's WeightTransferConfig."""
+Gather = Callable[[Tensor], Sequence[Tensor]]
+"""What every rank has of a parameter of this one's; all ranks ask in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,28 +90,35 @@ class WeightUpdate:
             if warnings.texts:
                 raise BackendError(f"vLLM warned while it loaded {manifest.version}: {'; '.join(warnings.texts)}")
 
-    def held(self, manifest: str, gather: Callable[[Tensor], Sequence[Tensor]]) -> str:
-        """What the ranks' models hold together now, as a manifest under the names of `manifest`; empty: see `problem`.
-        gather: what every rank has of a parameter of this one's; all ranks ask in the same order."""
+    def held(self, manifest: str, gather: Gather) -> str:
+        """What the ranks' models hold together now, as a manifest under the names of `manifest`; empty: see
+        `problem`."""
         with _Kept(self):
             expected = Manifest.from_json(manifest)
-            parameters, packed = self._layout()
-            plan = plan_of(expected.tensors, parameters, packed, self._num_ranks)
-            joined = (
-                found
-                for target, names in plan.items()
-                for found in join_shares(
-                    target, {name: expected.tensors[name] for name in names}, gather(parameters[target].detach())
-                )
-            )
-            return manifest_of_tensors(expected.version, joined).to_json()
+            return manifest_of_tensors(expected.version, self._joined(expected, gather)).to_json()
         return ""
+
+    def digests(self, manifest: str, gather: Gather) -> dict[str, str]:
+        """The same, in the sums of engine/digests.py."""
+        with _Kept(self):
+            digests = Digests()
+            for name, tensor in self._joined(Manifest.from_json(manifest), gather):
+                digests.add(name, tensor)
+            return digests.read()
+        return {}
 
     def close(self) -> None:
         self._received = None
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+
+    def _joined(self, expected: Manifest, gather: Gather) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors as they were published, each put together from all ranks."""
+        parameters, packed = self._layout()
+        for target, names in plan_of(expected.tensors, parameters, packed, self._num_ranks).items():
+            pieces = {name: expected.tensors[name] for name in names}
+            yield from join_shares(target, pieces, gather(parameters[target].detach()))
 
     def _layout(self) -> tuple[dict[str, Tensor], Mapping[str, list[str]]]:
         return dict(self._model.named_parameters()), getattr(self._model, "packed_modules_mapping", {})

@@ -30,6 +30,11 @@ class WeightsExtension:
         held = self._temper_update().held(manifest, self._temper_gather)
         return held, self._temper_update().problem
 
+    def temper_digests(self, manifest: str) -> tuple[dict[str, str], str]:
+        """(the same in sums, by name; why that cannot be told)."""
+        held = self._temper_update().digests(manifest, self._temper_gather)
+        return held, self._temper_update().problem
+
     def temper_scramble(self, name: str, rank: int | None = None) -> None:
         """Spoils one of vLLM's own parameters, on one rank or all: for drills of what a publication must repair."""
         if rank in (None, self.parallel_config.rank):

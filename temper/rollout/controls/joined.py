@@ -1,19 +1,17 @@
 """One completion in several pieces: a request that is interrupted goes on where it stopped, and its caller never knows.
 
-Owns: what goes on: same id, prompt and tokens so far, what is left of the budget. Refuses: making one completion of the
-pieces (pieces.py), and deciding when to interrupt (partial.py).
+Owns: which requests are under way, and that they go on. Refuses: making one completion of the pieces
+(engine/pieces.py), and deciding when to interrupt (partial.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
+from temper.engine.pieces import Decode, PiecedAnswer
 from temper.engine.wrapped import WrappedSampler
-from temper.errors import BackendError
 from temper.protocols import Sampler
 from temper.rollout.episode import require_as_asked
-from temper.rollout.pieces import Decode, as_asked, cut_at_stop, join
 from temper.types import Completion, Finish, Request
 
 LONGEST_PAUSE_SECONDS = 7 * 24 * 3600.0
@@ -76,34 +74,14 @@ class JoinedSampler(WrappedSampler):
         self._pauses, self._decode = pauses, decode
 
     async def generate(self, request: Request) -> Completion:
-        so_far: Completion | None = None
+        pieces, has_begun = PiecedAnswer(request, self._decode), False
         while True:
-            asked = request if so_far is None else rest_of(request, so_far)
-            if so_far is not None and so_far.token_ids:
+            asked = pieces.rest()
+            if has_begun:
                 self._pauses.count_again(len(asked.prompt_ids))
             piece, is_paused = await self._pauses.draw(self._sampler, asked)
             require_as_asked(asked, piece)
-            so_far = piece if so_far is None else joined(request, so_far, piece, self._decode)
+            so_far = pieces.add(piece)
             if not is_paused or so_far.finish is not Finish.INTERRUPT:
                 return so_far
-
-
-def rest_of(request: Request, so_far: Completion) -> Request:
-    """What is left to ask for."""
-    left = request.params.max_new_tokens - len(so_far.token_ids)
-    assert left > 0, "a completion as long as it may be is no longer drawn"
-    return Request(
-        id=request.id,
-        prompt_ids=(*request.prompt_ids, *so_far.token_ids),
-        params=dataclasses.replace(request.params, max_new_tokens=left),
-    )
-
-
-def joined(request: Request, first: Completion, second: Completion, decode: Decode | None) -> Completion:
-    """Two pieces as one, which a stop text ends that begins in the first and ends in the second."""
-    whole = as_asked(join(first, (), second), request)
-    if not request.params.stop or not first.token_ids:
-        return whole
-    if decode is None:
-        raise BackendError(f"stop={list(request.params.stop)} needs text, and partial rollouts were given none")
-    return cut_at_stop(whole, len(first.token_ids), request.params.stop, decode)
+            has_begun = len(so_far.token_ids) > 0

@@ -19,10 +19,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from temper.cluster.ranks import Place
+from temper.cluster.ranks import ALONE, Place
 from temper.commands.training import ranks as led
 from temper.commands.training import train as training
 from temper.config import resolve, to_toml
+from temper.config.cluster import ClusterConfig
 from temper.errors import UserError
 from temper.runs.reader import RunReader
 
@@ -424,6 +425,33 @@ def test_how_many_there_are(place: Place, wanted: int, world: int) -> None:
 def test_a_launcher_that_started_others_than_the_recipe_asks_for_is_refused() -> None:
     with pytest.raises(UserError, match=r"cluster.trainers=3, and 2 processes were started"):
         led._require_number(Place(0, 2, 0), 3)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "place", "message"),
+    [
+        ({"place": "torchrun"}, ALONE, r'"torchrun", and no launcher started this process: torchrun --nproc_per_node'),
+        ({"place": "processes"}, Place(0, 2, 0), r'"processes", and a launcher started 2 processes'),
+        ({"place": "ray"}, Place(0, 2, 0), r'"ray", and a launcher started 2 processes'),
+        ({"address": "auto"}, Place(0, 2, 0), r'"auto" with an address of Ray, and a launcher started 2 processes'),
+    ],
+)
+def test_a_recipe_that_says_where_it_runs_is_refused_elsewhere(
+    cluster: dict[str, str], place: Place, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        led._require_place(place, ClusterConfig.model_validate(cluster))
+
+
+def test_a_recipe_runs_where_it_says_and_by_itself_wherever_it_is_started() -> None:
+    for place in ("auto", "processes", "ray"):
+        led._require_place(ALONE, ClusterConfig(place=place))
+    for place in ("auto", "torchrun"):
+        led._require_place(Place(0, 2, 0), ClusterConfig(place=place))
+    led._require_place(Place(0, 1, 0), ClusterConfig(place="torchrun"))  # torchrun --nproc_per_node 1
+    led._require_place(Place(0, 1, 0), ClusterConfig(place="processes"))
+    assert ClusterConfig(address="auto").is_on_ray
+    assert not ClusterConfig().is_on_ray
 
 
 def test_one_of_several_processes_that_does_not_know_which_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

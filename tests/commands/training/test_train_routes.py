@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
+from temper.build import sampler as build_sampler
 from temper.commands.training.train import train
 from temper.config import resolve, to_toml
-from temper.engine.vllm import layout
 from temper.errors import UserError
 from temper.models.experts import routes
 from temper.models.save import save_model
@@ -132,13 +132,14 @@ def test_dense_models_and_other_engines_are_refused(
         run(tiny_recipe, tmp_path / "dense")
     recipe = with_experts({**tiny_recipe, "stage": [{}, *tiny_recipe["stage"]]}, replay_routes=True)
     recipe["stage"] = recipe["stage"][1:]
-    recipe["engine"] = {"kind": "sglang", "address": "http://127.0.0.1:1"}
-    with pytest.raises(UserError, match="needs an engine that tells its routes"):
-        run(recipe, tmp_path / "sglang")
+    for engine, why in {"sglang": "an SGLang server is not asked", "vllm": "model runner V2 alone"}.items():
+        recipe["engine"] = {"kind": engine} | ({"address": "http://127.0.0.1:1"} if engine == "sglang" else {})
+        with pytest.raises(UserError, match=f"needs an engine that tells its routes: .*{why}"):
+            run(recipe, tmp_path / f"routes of {engine}")
     recipe["engine"] = {"kind": "vllm", "tensor_parallel": 2}
     recipe["model"]["replay_routes"] = False
     with pytest.raises(UserError, match=r"found again on one rank of vLLM alone. Use engine.tensor_parallel = 1"):
         run(recipe, tmp_path / "ranks")
-    monkeypatch.setattr(layout, "EXPERT_FAMILIES", ("mixtral",))
+    monkeypatch.setattr(build_sampler, "EXPERT_FAMILIES", ("mixtral",))
     with pytest.raises(UserError, match=r"in the families mixtral, and this is a qwen3_moe. Use engine.kind"):
         run(recipe, tmp_path / "vllm")

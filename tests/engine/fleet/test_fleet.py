@@ -39,6 +39,9 @@ class FakeSampler:
         self.spoils: dict[str, torch.Tensor] = {}
         """What it holds in place of what was published."""
         self.waiting: dict[str, asyncio.Future[Completion]] = {}
+        self.asked: dict[str, Request] = {}
+        self.told: dict[str, Completion] = {}
+        """Of answers that are not drawn to their end."""
         self.drawn: list[str] = []
         self.may_load, self.may_open = asyncio.Event(), asyncio.Event()
         self.may_load.set()
@@ -52,6 +55,7 @@ class FakeSampler:
         self._require_alive()
         assert self.version >= 0, "asked before it was fed"
         self.waiting[request.id] = asyncio.get_running_loop().create_future()
+        self.asked[request.id] = request
         try:
             return await self.waiting[request.id]
         finally:
@@ -68,9 +72,9 @@ class FakeSampler:
 
     def die(self) -> None:
         self.is_dead = True
-        for future in self.waiting.values():
+        for name, future in self.waiting.items():
             if not future.done():
-                future.set_exception(SamplerLost(f"sampler {self.number} fell over"))
+                future.set_exception(SamplerLost(f"sampler {self.number} fell over", self.told.get(name)))
 
     async def load(self, publication: Publication, seconds: float) -> None:
         await self.may_load.wait()
@@ -179,7 +183,80 @@ def test_what_a_dead_sampler_was_drawing_is_drawn_by_another_once() -> None:
         assert world.fleet.stats()["reissued"] == 0
 
     world = play(2, use)
-    assert world.notes == ["sampler 0 fell over; another takes its place. 4 requests are drawn anew"]
+    assert world.notes == ["sampler 0 fell over; another takes its place. 4 requests go to another"]
+
+
+def piece(text: str, finish: Finish = Finish.INTERRUPT, version: int = 1) -> Completion:
+    return Completion(
+        prompt_ids=(1,), token_ids=[*text.encode()], logprobs=[-1.0] * len(text), versions=[version] * len(text),
+        finish=finish,
+    )  # fmt: skip
+
+
+def test_tokens_that_a_dead_sampler_had_told_are_kept_and_the_rest_is_asked_of_another() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        request = Request(id="a", prompt_ids=(1, 2), params=SamplingParams(max_new_tokens=10))
+        asking = asyncio.create_task(world.fleet.generate(request))
+        await settle()
+        for text, left in (("abc", 7), ("de", 5)):
+            (sampler,) = world.drawing.values()
+            sampler.told["a"] = piece(text)
+            sampler.die()
+            await settle(60)
+            assert world.drawing["a"].asked["a"].params.max_new_tokens == left
+        (sampler,) = world.drawing.values()
+        assert sampler.asked["a"].prompt_ids == (1, 2, *b"abcde")
+        sampler.waiting["a"].set_result(piece("f", Finish.STOP, version=2))
+        drawn = await asking
+        assert bytes(drawn.token_ids) == b"abcdef"
+        assert (drawn.prompt_ids, drawn.finish, [*drawn.versions]) == ((1, 2), Finish.STOP, [1, 1, 1, 1, 1, 2])
+        told = world.fleet.stats()
+        assert (told["reissued"], told["rescued"]) == (2, 5)
+        assert world.fleet.stats()["rescued"] == 0
+
+    play(2, use)
+
+
+def test_a_stop_text_that_begins_in_what_was_told_ends_the_answer() -> None:
+    async def use(world: World) -> None:
+        world.fleet._decode = lambda ids: bytes(ids).decode()
+        await world.fleet.load(weights(1))
+        request = Request(id="a", prompt_ids=(1, 2), params=SamplingParams(max_new_tokens=10, stop=("END",)))
+        asking = asyncio.create_task(world.fleet.generate(request))
+        await settle()
+        world.drawing["a"].told["a"] = piece("abE")
+        world.drawing["a"].die()
+        await settle(60)
+        world.drawing["a"].waiting["a"].set_result(piece("NDxyz", Finish.LENGTH))
+        drawn = await asking
+        assert (bytes(drawn.token_ids), drawn.finish) == (b"abEND", Finish.STOP)
+
+    play(2, use)
+
+
+def test_a_request_that_is_ended_while_nobody_draws_it_keeps_what_was_told() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        asking = asyncio.create_task(world.fleet.generate(asked("a")))
+        await settle()
+        world.fleet._start = lambda place: slow(world, place)
+        (sampler,) = world.drawing.values()
+        sampler.told["a"] = piece("abc")
+        sampler.die()
+        await settle()
+        await world.fleet.interrupt("a")
+        drawn = await asking
+        assert (bytes(drawn.token_ids), drawn.finish) == (b"abc", Finish.INTERRUPT)
+        world.started[-1].may_open.set()
+
+    play(1, use)
+
+
+def slow(world: World, place: int) -> Any:
+    sampler = world.start(place)
+    sampler.may_open.clear()
+    return sampler
 
 
 def test_one_that_comes_back_is_fed_what_the_others_have_before_it_draws() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from temper.engine.local.engine import EngineSettings
-from temper.engine.process.order import SamplerOrder
+from temper.engine.process.order import LocalOrder
 from temper.models.load import load_model
 from temper.models.tiny import make_tiny_model
 from temper.trainer.weights import publish
@@ -24,11 +24,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def order(folder: Path) -> SamplerOrder:
+def order(folder: Path) -> LocalOrder:
     settings = EngineSettings(
         seed=7, block_size=16, num_blocks=80, max_running=8, tokens_per_step=256, max_length=512, steps_per_sync=1
     )
-    return SamplerOrder(
+    return LocalOrder(
         folder=str(folder), dtype="float32", device="cpu", numerics="exact", weights="model", settings=settings
     )
 

@@ -17,7 +17,8 @@ from temper.engine.local.engine import LocalEngine
 from temper.engine.process import client as client_module
 from temper.engine.process import server as server_module
 from temper.engine.process.client import ProcessSampler
-from temper.engine.process.order import SamplerOrder, open_engine
+from temper.engine.process.order import LocalOrder, open_engine, read_order
+from temper.engine.process.server import Open, ServedSampler
 from temper.errors import BackendError, ContextFull, TaskError, UserError
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 from tests.engine.process.conftest import publication
@@ -53,8 +54,8 @@ class Opener:
     def __init__(self) -> None:
         self.engine: LocalEngine | None = None
 
-    def __call__(self, text: str) -> LocalEngine:
-        self.engine = open_engine(SamplerOrder.from_json(text))
+    async def __call__(self, text: str) -> LocalEngine:
+        self.engine = open_engine(read_order(text))
         return self.engine
 
     async def has_drawn(self, tokens: int) -> None:
@@ -63,7 +64,7 @@ class Opener:
         )
 
 
-async def with_client(order: SamplerOrder, use: Callable[[ProcessSampler], Any], **more: Any) -> Any:
+async def with_client(order: LocalOrder, use: Callable[[ProcessSampler], Any], **more: Any) -> Any:
     sampler = serve_in_a_thread(order.to_json(), **more)
     try:
         return await use(sampler)
@@ -87,7 +88,7 @@ REQUESTS = [
 ]
 
 
-def test_it_draws_what_an_engine_of_this_process_draws_to_the_bit(order: SamplerOrder, folder: Path) -> None:
+def test_it_draws_what_an_engine_of_this_process_draws_to_the_bit(order: LocalOrder, folder: Path) -> None:
     weights = publication(folder, 4)
 
     async def draw(sampler: LocalEngine | ProcessSampler) -> list[Completion]:
@@ -101,7 +102,7 @@ def test_it_draws_what_an_engine_of_this_process_draws_to_the_bit(order: Sampler
     assert {completion.finish for completion in got} == {Finish.STOP, Finish.LENGTH}
 
 
-def test_it_is_stale_until_it_was_fed(order: SamplerOrder, folder: Path) -> None:
+def test_it_is_stale_until_it_was_fed(order: LocalOrder, folder: Path) -> None:
     async def use(sampler: ProcessSampler) -> None:
         with pytest.raises(BackendError, match="stale: publish weights"):
             await sampler.generate(asked("early"))
@@ -129,7 +130,7 @@ def with_another_type(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("spoil", [without_one, with_another, with_another_shape, with_another_type])
 def test_a_publication_that_does_not_fit_changes_nothing(
-    spoil: Callable[[dict[str, torch.Tensor]], None], order: SamplerOrder, folder: Path
+    spoil: Callable[[dict[str, torch.Tensor]], None], order: LocalOrder, folder: Path
 ) -> None:
     tensors = dict(publication(folder, 2).tensors)
     spoil(tensors)
@@ -145,7 +146,7 @@ def test_a_publication_that_does_not_fit_changes_nothing(
     asyncio.run(with_client(order, use))
 
 
-def test_a_publication_repeated_changes_nothing_and_the_next_one_does(order: SamplerOrder, folder: Path) -> None:
+def test_a_publication_repeated_changes_nothing_and_the_next_one_does(order: LocalOrder, folder: Path) -> None:
     async def use(sampler: ProcessSampler) -> None:
         first = publication(folder, 1)
         await sampler.load(first)
@@ -162,7 +163,7 @@ def test_a_publication_repeated_changes_nothing_and_the_next_one_does(order: Sam
 
 @pytest.mark.parametrize("kv_after_load", ["keep", "recompute"])
 def test_weights_change_between_two_tokens_and_keys_are_kept_or_computed_again(
-    kv_after_load: Any, order: SamplerOrder, folder: Path
+    kv_after_load: Any, order: LocalOrder, folder: Path
 ) -> None:
     order = dataclasses.replace(order, settings=dataclasses.replace(order.settings, kv_after_load=kv_after_load))
     second, opener = publication(folder, 2), Opener()
@@ -192,7 +193,7 @@ def test_weights_change_between_two_tokens_and_keys_are_kept_or_computed_again(
     assert is_fresh == (kv_after_load == "recompute")
 
 
-def test_an_interrupted_request_goes_on_as_if_nothing_had_happened(order: SamplerOrder, folder: Path) -> None:
+def test_an_interrupted_request_goes_on_as_if_nothing_had_happened(order: LocalOrder, folder: Path) -> None:
     opener = Opener()
 
     async def use(sampler: ProcessSampler) -> None:
@@ -214,7 +215,7 @@ def test_an_interrupted_request_goes_on_as_if_nothing_had_happened(order: Sample
 
 
 def test_an_aborted_request_returns_what_was_drawn_also_when_it_was_hardly_asked(
-    order: SamplerOrder, folder: Path
+    order: LocalOrder, folder: Path
 ) -> None:
     async def use(sampler: ProcessSampler) -> None:
         await sampler.load(publication(folder, 1))
@@ -226,7 +227,7 @@ def test_an_aborted_request_returns_what_was_drawn_also_when_it_was_hardly_asked
     asyncio.run(with_client(order, use))
 
 
-def test_a_caller_that_is_cancelled_ends_its_request(order: SamplerOrder, folder: Path) -> None:
+def test_a_caller_that_is_cancelled_ends_its_request(order: LocalOrder, folder: Path) -> None:
     opener = Opener()
 
     async def use(sampler: ProcessSampler) -> None:
@@ -245,7 +246,7 @@ def test_a_caller_that_is_cancelled_ends_its_request(order: SamplerOrder, folder
     asyncio.run(with_client(order, use, opener=opener))
 
 
-def test_a_mistake_of_one_request_is_that_requests_alone(order: SamplerOrder, folder: Path) -> None:
+def test_a_mistake_of_one_request_is_that_requests_alone(order: LocalOrder, folder: Path) -> None:
     async def use(sampler: ProcessSampler) -> list[Any]:
         await sampler.load(publication(folder, 1))
         wrong = [
@@ -267,7 +268,7 @@ def test_a_mistake_of_one_request_is_that_requests_alone(order: SamplerOrder, fo
     assert "token ids only" in str(text)
 
 
-def test_stop_texts_end_a_completion_where_the_order_says_so(order: SamplerOrder, folder: Path) -> None:
+def test_stop_texts_end_a_completion_where_the_order_says_so(order: LocalOrder, folder: Path) -> None:
     async def use(sampler: ProcessSampler) -> Completion:
         await sampler.load(publication(folder, 1))
         return await sampler.generate(asked("a", new=LONG, stop=("ab", "ba", "cd", "hh")))
@@ -277,7 +278,7 @@ def test_stop_texts_end_a_completion_where_the_order_says_so(order: SamplerOrder
     assert len(drawn.token_ids) < LONG
 
 
-def test_a_model_that_cannot_be_opened_is_the_users_mistake(order: SamplerOrder, tmp_path: Path, folder: Path) -> None:
+def test_a_model_that_cannot_be_opened_is_the_users_mistake(order: LocalOrder, tmp_path: Path, folder: Path) -> None:
     async def use(sampler: ProcessSampler) -> None:
         with pytest.raises(UserError, match="cannot be loaded"):
             await sampler.load(publication(folder, 1))
@@ -286,7 +287,7 @@ def test_a_model_that_cannot_be_opened_is_the_users_mistake(order: SamplerOrder,
     asyncio.run(with_client(dataclasses.replace(order, folder=str(tmp_path)), use))
 
 
-def test_requests_in_flight_end_when_the_process_does_and_say_so(order: SamplerOrder, folder: Path) -> None:
+def test_requests_in_flight_end_when_the_process_does_and_say_so(order: LocalOrder, folder: Path) -> None:
     opener = Opener()
 
     async def use(sampler: ProcessSampler) -> None:
@@ -339,17 +340,25 @@ class Recorder:
     def stats(self) -> dict[str, float]:
         return {}
 
+    def so_far(self, least: Any) -> dict[str, Completion]:
+        return {}
+
     async def close(self) -> None:
         self.heard.append("close")
+
+
+def opens(sampler: Recorder) -> Open:
+    async def opened(text: str) -> ServedSampler:
+        return sampler  # type: ignore[return-value]
+
+    return opened
 
 
 def small(version: int) -> Publication:
     return Publication(version=version, tensors={"a": torch.full((3,), float(version)), "none": torch.zeros(0, 4)})
 
 
-def test_requests_of_one_turn_arrive_together_and_in_order(
-    order: SamplerOrder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_of_one_turn_arrive_together_and_in_order(order: LocalOrder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Together: what is admitted together is computed together, and in fast mode that decides the last bits."""
     recorder, frames = Recorder(), []
     requests_of = server_module.requests_of
@@ -371,11 +380,11 @@ def test_requests_of_one_turn_arrive_together_and_in_order(
         assert recorder.heard == [*names, "abort 7"]
         assert len(frames) == 1
 
-    asyncio.run(with_client(order, use, opener=lambda text: recorder))
+    asyncio.run(with_client(order, use, opener=opens(recorder)))
     assert recorder.heard[-1] == "close"
 
 
-def test_a_publication_is_not_written_under_one_that_is_being_read(order: SamplerOrder) -> None:
+def test_a_publication_is_not_written_under_one_that_is_being_read(order: LocalOrder) -> None:
     recorder = Recorder(load_seconds=0.2)
 
     async def use(sampler: ProcessSampler) -> None:
@@ -386,19 +395,19 @@ def test_a_publication_is_not_written_under_one_that_is_being_read(order: Sample
         await sampler.load(small(3))
         assert sampler.version == 3
 
-    asyncio.run(with_client(order, use, opener=lambda text: recorder))
+    asyncio.run(with_client(order, use, opener=opens(recorder)))
     assert recorder.heard == ["close"]
 
 
-def test_a_publication_that_is_not_acknowledged_ends_the_process(order: SamplerOrder) -> None:
+def test_a_publication_that_is_not_acknowledged_ends_the_process(order: LocalOrder) -> None:
     async def use(sampler: ProcessSampler) -> None:
         with pytest.raises(BackendError, match=r"did not take over publication 1 within 0.05 s"):
             await sampler.load(small(1), 0.05)
 
-    asyncio.run(with_client(order, use, opener=lambda text: Recorder(load_seconds=0.4)))
+    asyncio.run(with_client(order, use, opener=opens(Recorder(load_seconds=0.4))))
 
 
-def test_an_engine_that_breaks_in_the_middle_of_a_publication_is_stale(order: SamplerOrder) -> None:
+def test_an_engine_that_breaks_in_the_middle_of_a_publication_is_stale(order: LocalOrder) -> None:
     recorder = Recorder()
 
     async def use(sampler: ProcessSampler) -> None:
@@ -416,10 +425,10 @@ def test_an_engine_that_breaks_in_the_middle_of_a_publication_is_stale(order: Sa
         await sampler.load(small(2))
         await sampler.generate(asked("b"))
 
-    asyncio.run(with_client(order, use, opener=lambda text: recorder))
+    asyncio.run(with_client(order, use, opener=opens(recorder)))
 
 
-def test_after_a_rest_it_is_stale_with_its_model_open(order: SamplerOrder) -> None:
+def test_after_a_rest_it_is_stale_with_its_model_open(order: LocalOrder) -> None:
     recorder = Recorder()
 
     async def use(sampler: ProcessSampler) -> None:
@@ -430,10 +439,10 @@ def test_after_a_rest_it_is_stale_with_its_model_open(order: SamplerOrder) -> No
         await sampler.load(small(1))
         await sampler.generate(asked("b"))
 
-    asyncio.run(with_client(order, use, opener=lambda text: recorder))
+    asyncio.run(with_client(order, use, opener=opens(recorder)))
 
 
-def test_warming_up_over_there_tells_how_far_it_is(order: SamplerOrder) -> None:
+def test_warming_up_over_there_tells_how_far_it_is(order: LocalOrder) -> None:
     from temper.engine.local.warming import ExpectedRequests
 
     recorder, told = Recorder(), []
@@ -444,5 +453,5 @@ def test_warming_up_over_there_tells_how_far_it_is(order: SamplerOrder) -> None:
     async def use(sampler: ProcessSampler) -> None:
         await sampler.warm_up(expected, lambda done, total: told.append((done, total)))
 
-    asyncio.run(with_client(order, use, opener=lambda text: recorder))
+    asyncio.run(with_client(order, use, opener=opens(recorder)))
     assert (told, recorder.heard[0]) == ([(0, 2)], f"warm_up {1 / 3}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from temper.engine.process.description import describe_model, require_same_model
-from temper.engine.process.order import SamplerOrder, open_engine
+from temper.engine.process.order import LocalOrder, open_engine
 from temper.errors import UserError
 from temper.models.load import load_model
 from temper.models.lora.wrapping import AdapterSettings
@@ -34,17 +34,17 @@ def test_a_model_of_another_shape_or_with_other_tokens_is_named(tmp_path: Path) 
 
 
 def described(folder: Path) -> dict[str, Any]:
-    return describe_model(load_model(folder, torch.float32, torch.device("cpu")), folder)
+    return describe_model(load_model(folder, torch.float32, torch.device("cpu")).config, folder)
 
 
-def test_an_order_is_carried_out_with_the_copy_of_the_machine(order: SamplerOrder, tmp_path: Path) -> None:
+def test_an_order_is_carried_out_with_the_copy_of_the_machine(order: LocalOrder, tmp_path: Path) -> None:
     assert order.found_here(str(tmp_path)).folder == str(tmp_path)
     gone = replace(order, folder=str(tmp_path / "gone"))
     with pytest.raises(UserError, match=r"gone is not there on .*temper sampler MODEL"):
         gone.found_here("")
 
 
-def test_an_order_for_another_model_is_refused_when_it_is_opened(order: SamplerOrder, tmp_path: Path) -> None:
+def test_an_order_for_another_model_is_refused_when_it_is_opened(order: LocalOrder, tmp_path: Path) -> None:
     other = make_tiny_model(tmp_path / "other", **SMALL)
     told = replace(order, description=described(Path(order.folder)))
     open_engine(told)
@@ -52,7 +52,7 @@ def test_an_order_for_another_model_is_refused_when_it_is_opened(order: SamplerO
         open_engine(told.found_here(str(other)))
 
 
-def test_a_base_in_four_bits_must_be_the_trainers_own(order: SamplerOrder, folder: Path) -> None:
+def test_a_base_in_four_bits_must_be_the_trainers_own(order: LocalOrder, folder: Path) -> None:
     """It is not sent, so another copy could hold other weights."""
     adapter = AdapterSettings(rank=2, alpha=4.0, targets=("q_proj",), seed=0)
     with pytest.raises(UserError, match="without MODEL"):

@@ -114,3 +114,18 @@ def test_weights_that_are_made_for_a_publication_are_kept_where_they_can_be_read
         assert got["merged"].tolist() == [version] * 4
         assert got["plain"].data_ptr() == own["plain"].data_ptr()
     assert len(handles.flats) == 2
+
+
+class OnGpu(Tensor):
+    """A tensor of a CPU that says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_readers_that_do_not_open_the_trainers_memory_get_a_copy_on_the_host() -> None:
+    tensors = {"a": torch.arange(6.0).as_subclass(OnGpu)}
+    memory = SharedWeights(anonymous_file(), on_host=True)
+    told = memory.write(Publication(version=1, tensors=tensors))
+    tensors["a"] += 1.0  # the next step has begun
+    assert memory.read(told).tensors["a"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    memory.close()

@@ -18,9 +18,10 @@ from torch import Tensor
 
 import temper.engine.vllm.sending as sending
 from temper.engine.manifest import Manifest, differences, manifest_of
-from temper.engine.vllm.engine import VllmEngine, VllmSettings
+from temper.engine.vllm.engine import VllmEngine
 from temper.engine.vllm.sampling import NEUTRAL, read_back, require_supported, to_completion
 from temper.engine.vllm.sending import WeightSender
+from temper.engine.vllm.start import VllmSettings
 from temper.errors import BackendError, ContextFull, TaskError, UserError
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 

@@ -43,6 +43,7 @@ def test_published_experts_are_the_ones_that_draw(family: str, tmp_path: Path) -
     with asyncio.Runner() as runner:
         live = Live(VllmEngine(settings(tmp_path)), runner, old)
         try:
+            runner.run(live.engine.start())
             for model, other in ((old, new), (new, old)):
                 live.publish(model)
                 (drawn,) = live.draw(request(f"{live.engine.version}", max_new_tokens=24))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from temper.engine.digests import differing, digested
 from temper.engine.manifest import Manifest, differences, manifest_of
 from temper.engine.process.weights import SharedWeights, anonymous_file
 from temper.engine.vllm.transfer import WeightUpdate
@@ -109,3 +110,16 @@ def test_before_the_memory_is_open_nothing_can_be_received(memory: SharedWeights
     assert "FileNotFoundError" in update.problem
     update.receive(memory.write(made(1)), manifest_of(made(1)).to_json())
     assert "not open" in update.problem
+
+
+def test_the_sums_of_what_the_model_holds_are_those_of_what_was_published(memory: SharedWeights) -> None:
+    model = Model()
+    update, told = opened(model, memory), manifest_of(made(1)).to_json()
+    publication, published = digested(made(1))
+    update.receive(memory.write(publication), told)
+    update.commit()
+    assert differing(published.read(), update.digests(told, lambda own: [own])) == []
+    model.b.weight.data[1, 0] += 1e-6
+    assert differing(published.read(), update.digests(told, lambda own: [own])) == ["b.weight"]
+    assert update.digests(manifest_of(Publication(version=1, tensors={})).to_json(), lambda own: [own]) == {}
+    assert "nothing was published" in update.problem

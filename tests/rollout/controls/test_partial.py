@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from temper.engine.local.engine import EngineSettings, LocalEngine
-from temper.rollout.controls.joined import JoinedSampler, Pauses, joined, rest_of
+from temper.rollout.controls.joined import JoinedSampler, Pauses
 from temper.simulate.clock import run_virtual
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 from tests.fakes.models import make_family_model
@@ -101,44 +100,6 @@ def test_kill_and_resume_lose_nobody() -> None:
     consumed = run_virtual(work())
     assert len(consumed) == len(set(consumed)) == 48
     assert len(set(range(max(consumed) + 1)) - set(consumed)) <= 4
-
-
-def piece(tokens: list[int], finish: Finish, **more: Any) -> Completion:
-    return Completion(
-        prompt_ids=(5,), token_ids=tokens, logprobs=[-1.0] * len(tokens), versions=[0] * len(tokens), finish=finish,
-        **more,
-    )  # fmt: skip
-
-
-def test_the_rest_is_asked_for_with_what_is_left_of_the_budget() -> None:
-    request = Request(id="a", prompt_ids=(5,), params=SamplingParams(max_new_tokens=10, stop_ids=(1,)))
-    rest = rest_of(request, piece([7, 8, 9], Finish.INTERRUPT))
-    assert (rest.id, rest.prompt_ids, rest.params.max_new_tokens) == ("a", (5, 7, 8, 9), 7)
-    assert replace(rest.params, max_new_tokens=10) == request.params
-
-
-def test_a_stop_text_over_two_pieces_ends_the_answer() -> None:
-    request = Request(id="a", prompt_ids=(5,), params=SamplingParams(max_new_tokens=10, stop=("END",)))
-    texts = {7: "E", 8: "N", 9: "D", 2: "x"}
-
-    def decode(ids: Any) -> str:
-        return "".join(texts[token] for token in ids)
-
-    whole = joined(request, piece([2, 7], Finish.INTERRUPT), piece([8, 9, 2, 2], Finish.LENGTH), decode)
-    assert (list(whole.token_ids), whole.finish) == ([2, 7, 8, 9], Finish.STOP)
-    assert len(whole.logprobs) == len(whole.versions) == 4
-    other = joined(request, piece([2, 7], Finish.INTERRUPT), piece([2, 2], Finish.LENGTH), decode)
-    assert (list(other.token_ids), other.finish) == ([2, 7, 2, 2], Finish.LENGTH)
-
-
-def test_a_piece_without_tokens_adds_nothing() -> None:
-    request = Request(id="a", prompt_ids=(5,), params=SamplingParams(max_new_tokens=10, top_k=2))
-    drawn = piece([7], Finish.STOP, keep_ids=[[7, 8]])
-    for pieces in ((piece([], Finish.INTERRUPT), drawn), (drawn, piece([], Finish.ABORT))):
-        whole = joined(request, *pieces, None)
-        assert whole.keep_ids is not None
-        assert [list(kept) for kept in whole.keep_ids] == [[7, 8]]
-        assert whole.finish is pieces[1].finish
 
 
 def test_an_interrupted_answer_of_the_engine_is_the_answer_it_would_have_been() -> None:

@@ -1,7 +1,7 @@
 """One completion of two pieces: drawn one after the other, with or without a text between them.
 
-Owns: columns that stay parallel, and stop texts that begin in the first piece and end in the second. Refuses: drawing
-them (thinking.py, controls/joined.py).
+Owns: what is left to ask for behind the first, columns that stay parallel, and stop texts that begin in the first piece
+and end in the second. Refuses: drawing them (fleet/fleet.py, rollout/).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from temper.engine.local.sequence import StopTexts
+from temper.errors import BackendError
 from temper.types import Column, Completion, Finish, Ragged, Request, array_of, join_ragged, no_lists
 from temper.types.columns import ragged
 from temper.types.routes import continue_routes, end_routes
@@ -21,6 +22,46 @@ Decode = Callable[[Sequence[int]], str]
 
 COLUMNS = ("token_ids", "logprobs", "versions", "entropies")
 LISTS = ("top_ids", "top_logprobs", "keep_ids")
+
+
+class PiecedAnswer:
+    """One answer, drawn piece after piece. A stop text ends it that begins in one and ends in the next."""
+
+    def __init__(self, request: Request, decode: Decode | None) -> None:
+        """decode: text of token ids, for requests with stop texts."""
+        self._request, self._decode = request, decode
+        self._so_far: Completion | None = None
+
+    def rest(self) -> Request:
+        """What is left to ask for: same id, the tokens so far behind the prompt, what is left of the budget."""
+        if self._so_far is None:
+            return self._request
+        left = self._request.params.max_new_tokens - len(self._so_far.token_ids)
+        assert left > 0, "a completion as long as it may be is no longer drawn"
+        return Request(
+            id=self._request.id,
+            prompt_ids=(*self._request.prompt_ids, *self._so_far.token_ids),
+            params=replace(self._request.params, max_new_tokens=left),
+        )
+
+    def add(self, piece: Completion) -> Completion:
+        """One piece of what rest() asked for; returns all of them as one."""
+        self._so_far = piece if self._so_far is None else self._joined(self._so_far, piece)
+        return self._so_far
+
+    def ended(self, finish: Finish) -> Completion:
+        """The answer as it is, of a request that was ended while nobody drew it."""
+        if self._so_far is not None:
+            return replace(self._so_far, finish=finish)
+        return Completion(prompt_ids=self._request.prompt_ids, token_ids=(), logprobs=(), versions=(), finish=finish)
+
+    def _joined(self, first: Completion, second: Completion) -> Completion:
+        whole, stop = as_asked(join(first, (), second), self._request), self._request.params.stop
+        if not stop or not first.token_ids:
+            return whole
+        if self._decode is None:
+            raise BackendError(f"stop={list(stop)} needs text, and who joins pieces was given none")
+        return cut_at_stop(whole, len(first.token_ids), stop, self._decode)
 
 
 def join(first: Completion, given: Sequence[int], second: Completion) -> Completion:
