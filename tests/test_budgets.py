@@ -30,7 +30,7 @@ MORE_PARAMETERS = {
     "cli/judging/label_steps.py:label_steps": 12,
     "cli/judging/score_records.py:score_records": 10,
     "envs/adapters/mcp.py:__init__": 8,  # one per option of a recipe, as the next
-    "envs/agents/agent.py:__init__": 9,
+    "envs/agents/agent.py:__init__": 13,
     # What a kernel reads and writes, tensor by tensor: a bundle of them would only be taken apart again.
     "models/kernels/tiled_attention.py:paged_attention": 9,
     "models/kernels/tiled_attention.py:packed_attention": 8,
@@ -148,6 +148,8 @@ DONE_ALREADY = {
     ("rollout/group.py", "member.result()"),
     ("rollout/source.py", "taking.result()"),
     ("rollout/agents.py", "calls.broken.result()"),
+    ("rollout/agents.py", "posted.result()"),
+    ("envs/agents/service.py", "asking.result()"),
     ("rollout/judged.py", "calls.broken.result()"),
     ("evals/evaluate.py", "member.result()"),
     ("engine/local/engine.py", "future.result()"),

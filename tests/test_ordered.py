@@ -34,7 +34,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("objectives/losses/pairs.py", "cumsum"): (1, WHOLE),
     ("objectives/advantage/token_advantages.py", "index_add"): (2, CPU),
     ("objectives/advantage/token_advantages.py", "bincount"): (1, WHOLE),
-    ("objectives/advantage/token_advantages.py", "cumsum"): (2, WHOLE),
+    ("objectives/advantage/token_advantages.py", "cumsum"): (3, WHOLE),
     ("objectives/tokens.py", "scatter_reduce"): (1, LARGEST),
     ("batching/pack.py", "bincount"): (1, WHOLE),
     ("batching/samples.py", "cumsum"): (2, WHOLE),

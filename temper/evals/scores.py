@@ -17,7 +17,7 @@ import numpy as np
 
 from temper.evals.passk import clustered_interval, effective_size, pass_at_k, t_quantile, wilson
 from temper.runs.results import PromptResult, SampleResult
-from temper.types import EventKind, Status
+from temper.types import REFUSED, EventKind, Status
 
 MAX_SUBSETS = 1000
 """Majority votes over all subsets up to this many, otherwise over this many drawn ones."""
@@ -241,7 +241,7 @@ DEEDS: Mapping[str, Callable[[SampleResult], float]] = {
     "tool_calls": _events(EventKind.TOOL_CALL),
     "tool_errors": _events(EventKind.TOOL_ERROR, EventKind.BAD_CALL),
     "timeouts": lambda sample: _tool_timeouts(sample) + float(sample.status == Status.TIMEOUT),
-    "denied": _events(EventKind.DENIED),
+    "denied": _events(*REFUSED),
     "side_effects": _events(EventKind.SIDE_EFFECT),
     "model_calls": _events(EventKind.MODEL_CALL),
 }

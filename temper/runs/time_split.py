@@ -36,7 +36,7 @@ TRAINING = ("proximal", "forward_backward", "optimizer")
 """Phases whose seconds count for throughput and MFU of training."""
 COUNTED = (
     "kv_use", "preemptions", "prefix_hit_rate", "occupancy", "prefill_tok_s", "decode_tok_s", "decode_tokens",
-    "samplers", "sampler_restarts", "reissued",
+    "samplers", "sampler_restarts", "reissued", "rescued",
 )  # fmt: skip
 """What a sampler counts that is a metric as it is."""
 

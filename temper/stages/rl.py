@@ -6,6 +6,7 @@ Owns: the kind "rl". Refuses: all the rest, which other kinds share (sampling.py
 from __future__ import annotations
 
 from temper.config import RunConfig
+from temper.envs.agents.agent import NAME as AGENT
 from temper.errors import UserError
 from temper.objectives import Objective, PolicyObjective
 from temper.protocols import BatchSource
@@ -21,8 +22,14 @@ def _source(parts: Parts) -> BatchSource:
 
 
 def _require_turn_credit(config: RunConfig, objective: Objective, data: StageData) -> None:
-    """Refuses payments by turn that no credit would see."""
+    """Refuses payments by turn that no credit would see, and credit for payments that nobody makes."""
     assert isinstance(objective, PolicyObjective), "rewards are climbed by a policy gradient"
+    if config.env.name == AGENT and objective.advantage.name == "turn_returns" and not data.rubric.pays_turns:
+        raise UserError(
+            f'objective {objective.name} credits turns by what each is paid, and env "{AGENT}" pays none: what it '
+            "hands in is judged as a whole. Add a part of the reward with options.by_turn = true, or use "
+            'objective.advantage = "group_mean" or "state_returns"'
+        )
     if data.rubric.pays_turns and "turns" not in objective.credit_needs:
         raise UserError(
             f"a part of the reward pays turns (by_turn = true), and advantage {objective.advantage.name} of objective "

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, Llama
 from temper.batching.pack import pack
 from temper.batching.rows import rows_of
 from temper.engine.local.engine import EngineSettings, LocalEngine
+from temper.engine.pieces import join
 from temper.engine.process.wire import completion_frame, completion_of, from_bytes, to_bytes
 from temper.errors import UserError
 from temper.models import ops
@@ -23,7 +24,6 @@ from temper.models.experts.routes import Replay, RouteShape, route_shape, set_re
 from temper.models.experts.routing import weights_of
 from temper.models.load import prepare
 from temper.models.save import saved_tensors
-from temper.rollout.pieces import join
 from temper.trainer.passes.forward import checkpointing, enable_checkpointing, score_drawn
 from temper.trainer.passes.packed_attention import ExactPackedAttention
 from temper.trainer.passes.routers import record_routes
