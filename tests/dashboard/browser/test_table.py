@@ -176,6 +176,6 @@ def test_every_tab_can_be_reached_on_a_telephone(browser: Browser) -> None:
         "return [...document.querySelectorAll('#nav a')].map((one) => one.getBoundingClientRect())"
         ".map((box) => [box.left, box.right, box.top, box.bottom])"
     )
-    assert len(boxes) == 9
+    assert len(boxes) == 10
     assert all(left >= 0 and right <= 390 and top >= 0 and bottom <= 800 for left, right, top, bottom in boxes)
     assert not browser.run("return document.documentElement.scrollWidth > innerWidth")
