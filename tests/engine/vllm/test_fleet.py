@@ -23,6 +23,7 @@ from temper.engine.vllm.order import VllmOrder
 from temper.runs.reader import RunReader
 from temper.types import Completion, Finish
 from tests.engine.vllm.test_engine import gap, needs_vllm, publication, request, settings, tiny_model
+from tests.engine.vllm.test_parallel import two_heads
 
 pytestmark = needs_vllm
 SECONDS = 900.0
@@ -187,6 +188,40 @@ def test_a_run_with_two_samplers_goes_on_when_one_is_killed_and_leaves_nothing_b
     assert sum(restarts) == 1
     assert len(seen) == 6, "two samplers, and an engine and a rank of each"
     require_ended(seen)
+
+
+def test_a_sampler_whose_vllm_has_two_ranks_shows_what_both_hold_and_is_replaced_with_them(tmp_path: Path) -> None:
+    old, new = two_heads(0), two_heads(1)
+    old.save_pretrained(tmp_path)
+    order = VllmOrder(settings=settings(tmp_path, tensor_parallel=2), num_threads=1).to_json()
+    weights, told = SharedWeights(anonymous_file()), list[str]()
+    fleet_settings = FleetSettings(max_restarts=1, silent_seconds=SECONDS, feeds_late=True)
+
+    def start(place: int) -> Any:
+        return start_sampler(order, weights, name="the sampler", environment={"OMP_NUM_THREADS": "1"})
+
+    async def scenario() -> None:
+        fleet = Fleet(start, 1, fleet_settings, note=told.append, closed=weights.close)
+        try:
+            await fleet.load(publication(new, 1))
+            (place,) = fleet._places
+            below = offspring(place.sampler._process.pid)  # type: ignore[attr-defined]
+            ranks = [one for one in below if "Worker" in one.cmdline()[0]]
+            assert len(ranks) == 2
+            drawn = await fleet.generate(request("both", max_new_tokens=24))
+            assert gap(new, drawn) < 1e-4
+            assert gap(old, drawn) > 0.1, "the other weights would be noticed"
+            assert (await place.sampler.digests(SECONDS)).keys() == dict(new.named_parameters()).keys()
+            assert await fleet.differences() == [], "what both ranks hold, put together, is what was published"
+            ranks[1].kill()
+            again = await fleet.generate(request("both", max_new_tokens=24))
+            assert gap(new, again) < 1e-4
+            require_ended(below)
+            assert any("the engine is lost" in text for text in told)
+        finally:
+            await fleet.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
 
 
 def _kill_one(run: Path, before: set[int], seen: list[Any]) -> None:
