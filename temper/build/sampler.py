@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -44,7 +44,7 @@ from temper.engine.sampler_model import sampler_model
 from temper.engine.vllm.engine import VllmEngine
 from temper.engine.vllm.layout import EXPERT_FAMILIES
 from temper.engine.vllm.order import VllmOrder
-from temper.engine.vllm.start import VllmSettings
+from temper.engine.vllm.start import VllmSettings, least_kv_tokens
 from temper.errors import UserError
 from temper.models.decoder import is_dense, lay_end_to_end
 from temper.models.experts.routing import has_experts
@@ -282,29 +282,17 @@ def _vllm_settings(
 ) -> VllmSettings:
     """is_here: on this machine."""
     parameter, size = next(model.parameters()), _engine_settings(config, data)
-    if has_experts(model) and (family := model.config.get_text_config().model_type) not in EXPERT_FAMILIES:
-        raise UserError(
-            f'engine.kind="vllm" cannot take over the experts of {model_folder}: they are found again there in the '
-            f'families {", ".join(EXPERT_FAMILIES)}, and this is a {family}. Use engine.kind = "local"'
-        )
-    if has_experts(model) and config.engine.tensor_parallel > 1:
-        raise UserError(
-            f"engine.tensor_parallel: experts of {model_folder} are found again on one rank of vLLM alone. Use "
-            f"engine.tensor_parallel = 1"
-        )
-    ranks, heads = config.engine.tensor_parallel, data.shape.num_kv_heads
-    if heads % ranks:
-        raise UserError(
-            f"engine.tensor_parallel={ranks} does not divide the {heads} heads for keys and values of {model_folder}. "
-            f"Use a divisor of {heads}"
-        )
+    device: Literal["cpu", "cuda"] = "cuda" if parameter.is_cuda else "cpu"
+    _require_vllm_can(config, data, model, model_folder)
+    _require_room_in_vllm(config, device, size.max_length)
+    ranks = config.engine.tensor_parallel
     if is_here and parameter.is_cuda and torch.cuda.device_count() < ranks:
         raise UserError(f"engine.tensor_parallel={ranks}, and this machine has {torch.cuda.device_count()} GPUs")
     return VllmSettings(
         folder=whole(model_folder),
         seed=config.seed,
         dtype=str(parameter.dtype).removeprefix("torch."),
-        device="cuda" if parameter.device.type == "cuda" else "cpu",
+        device=device,
         max_running=size.max_running,
         tokens_per_step=size.tokens_per_step,
         max_length=size.max_length,
@@ -313,6 +301,35 @@ def _vllm_settings(
         cuda_graphs=size.cuda_graphs,
         tensor_parallel=ranks,
     )
+
+
+def _require_vllm_can(config: RunConfig, data: StageData, model: Any, folder: Path) -> None:
+    """Take over this model, on as many ranks."""
+    ranks, heads = config.engine.tensor_parallel, data.shape.num_kv_heads
+    if has_experts(model) and (family := model.config.get_text_config().model_type) not in EXPERT_FAMILIES:
+        raise UserError(
+            f'engine.kind="vllm" cannot take over the experts of {folder}: they are found again there in the '
+            f'families {", ".join(EXPERT_FAMILIES)}, and this is a {family}. Use engine.kind = "local"'
+        )
+    if has_experts(model) and ranks > 1:
+        raise UserError(
+            f"engine.tensor_parallel: experts of {folder} are found again on one rank of vLLM alone. Use "
+            f"engine.tensor_parallel = 1"
+        )
+    if heads % ranks:
+        raise UserError(
+            f"engine.tensor_parallel={ranks} does not divide the {heads} heads for keys and values of {folder}. "
+            f"Use a divisor of {heads}"
+        )
+
+
+def _require_room_in_vllm(config: RunConfig, device: str, max_length: int) -> None:
+    asked, least = config.engine.kv_tokens, least_kv_tokens(device, max_length)
+    if isinstance(asked, int) and 0 < asked < least:
+        raise UserError(
+            f"engine.kv_tokens={asked} is less than vLLM needs on a CPU for sequences of {max_length} tokens: {least}. "
+            f'Use so many or more, or "auto"'
+        )
 
 
 def _engine_settings(config: RunConfig, data: StageData) -> EngineSettings:

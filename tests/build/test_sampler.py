@@ -327,3 +327,18 @@ def test_ranks_of_vllm_are_as_many_as_the_recipe_says_and_share_the_heads(
         training.train_stages(resolve(table, (), where="test"), run=tmp_path / "one head")
     with pytest.raises(UserError, match="started with 2"):
         training.train_stages(resolve(table, ("model.new.kv_heads=2",), where="test"), run=tmp_path / "two heads")
+
+
+def test_a_cache_that_is_too_small_for_vllm_is_refused_and_not_made_larger_without_a_word(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_engine: VllmEngine, settings: VllmSettings) -> None:
+        raise UserError(f"started with {settings.kv_tokens}")
+
+    monkeypatch.setattr(VllmEngine, "__init__", stop)
+    table = {**tiny_recipe, "engine": {"kind": "vllm"}}
+    for asked, told in (("200", "kv_tokens=200 is less than vLLM needs on a CPU"), ("4096", "started with")):
+        with pytest.raises(UserError, match=told):
+            training.train_stages(
+                resolve(table, (f"engine.kv_tokens={asked}",), where="test"), run=tmp_path / f"run {asked}"
+            )

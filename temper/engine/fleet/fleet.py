@@ -76,7 +76,7 @@ class Fleet:
         self._where: dict[str, _Place | None] = {}
         """Where each request is drawn; None: it waits for a sampler."""
         self._stopped: dict[str, Finish] = {}
-        """Requests that were ended while they waited."""
+        """Requests that somebody ended: whoever was to go on with one does not."""
         self._publishing, self._changed = asyncio.Lock(), asyncio.Condition()
         self._last: Publication | None = None
         self._proof = Proof(settings.quantized)
@@ -188,7 +188,9 @@ class Fleet:
                 self._num_reissued += 1
                 if error.so_far is not None:
                     self._num_rescued += len(error.so_far.token_ids)
-                    pieces.add(error.so_far)
+                    so_far = pieces.add(error.so_far)
+                    if so_far.finish is Finish.STOP:  # a stop text that began in an earlier piece
+                        return so_far
                 continue
             finally:
                 place.in_flight -= 1
@@ -198,9 +200,9 @@ class Fleet:
     async def _end(self, request_id: str, finish: Finish) -> None:
         if request_id not in self._where:
             return
+        self._stopped[request_id] = finish  # for a sampler that is dying: it hears nothing any more
         place = self._where[request_id]
         if place is None:
-            self._stopped[request_id] = finish
             async with self._changed:
                 self._changed.notify_all()
         elif finish is Finish.ABORT:
@@ -290,9 +292,13 @@ class Fleet:
                 self._note(str(error))
                 continue
             place.health = place.health.restarted()
-            async with self._publishing:
-                if self._settings.feeds_late and self._last is not None and place.health.version is None:
-                    await self._feed(place, self._last, is_late=True)
+            try:
+                async with self._publishing:
+                    if self._settings.feeds_late and self._last is not None and place.health.version is None:
+                        await self._feed(place, self._last, is_late=True)
+            except TemperError as error:  # it does not take what the others took
+                place.health = place.health.ended(str(error), max_restarts=self._settings.max_restarts)
+                self._note(f"{place.sampler.name} was not fed, and is ended: {error}")
         async with self._changed:
             self._changed.notify_all()
 

@@ -17,8 +17,9 @@ LOOK_SECONDS = 1.0
 LEAST_TOKENS = 256
 """Shorter answers are drawn anew, sooner than they would have been told."""
 GROWTH = 1.5
-"""An answer is told whole when it is so many times as long as when it was told last: all its tellings together are at
-most three times as long as it is, and a third of it at most is lost."""
+"""An answer is told whole, with its prompt, when it is so many times as long as when it was told last: all its tellings
+together have at most three times its tokens, and its prompt ten times for 8,000 of them. What is lost is about a third
+of it, or what a second drew where that is more."""
 VERB = "so_far"
 
 

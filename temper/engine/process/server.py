@@ -132,6 +132,7 @@ class Server:
         self._drawing: set[asyncio.Task[None]] = set()
         self._saver = Saver(sampler.so_far, self.send)
         self._saving = asyncio.create_task(self._saver.run(), name="what was drawn so far")
+        self._saving.add_done_callback(self._saving_ended)
         self._verbs: dict[str, Callable[[Frame], Any]] = {
             "generate": self._generate,
             "abort": lambda frame: self._sampler.abort(frame.fields["id"]),
@@ -200,6 +201,12 @@ class Server:
         self.loss = self.loss or loss
         self._writer.transport.abort()
 
+    def _saving_ended(self, saving: asyncio.Task[None]) -> None:
+        """An engine that cannot say what it drew is broken, and silence would look like nothing to tell."""
+        if not saving.cancelled() and (error := saving.exception()) is not None:
+            traceback.print_exception(error)
+            self._hang_up(EngineLost(f"it could not tell what it drew so far: {error!r}"))
+
     async def _put(self, frame: Frame) -> None:
         self._weights.put(frame.fields["start"], frame.arrays[0], frame.fields["size"])
 
@@ -210,7 +217,7 @@ class Server:
         try:
             await self._sampler.load(publication)
         except BackendError:
-            raise  # refused before anything was changed
+            raise  # refused before anything was changed, or by an engine that then refuses to draw
         except BaseException:
             self._is_fed = False
             raise

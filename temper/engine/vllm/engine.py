@@ -169,6 +169,8 @@ class VllmEngine:
             assert self._sender is not None, "start() makes it"
             try:
                 manifest = await self._sender.send(publication)
+            except EngineLost:
+                raise  # who is gone or silent has nothing to drop
             except BaseException:
                 await self._sender.drop()
                 raise
@@ -298,8 +300,10 @@ class VllmEngine:
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> BackendError:
-        told = f"vLLM failed: {error!r}"
-        return EngineLost(told) if self._engine.errored else BackendError(told)
+        engine, told = self._engine, f"vLLM failed: {error!r}"
+        if engine is None:  # closed meanwhile
+            return BackendError(self._refusal or told)
+        return EngineLost(told) if engine.errored else BackendError(told)
 
     def _check(self, request: Request) -> None:
         length, longest = len(request.prompt_ids), self._settings.max_length

@@ -30,6 +30,11 @@ CPU_CACHE_BLOCK = 128
 start."""
 
 
+def least_kv_tokens(device: str, max_length: int) -> int:
+    """Below which vLLM does not start."""
+    return max_length + 2 * CPU_CACHE_BLOCK if device == "cpu" else 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
     folder: Path
@@ -62,8 +67,7 @@ def start_vllm(settings: VllmSettings, shape: ModelShape, monitor: Any) -> Any:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if settings.device == "cpu" and settings.tensor_parallel > 1:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it wants a NUMA node for each rank
-    least = settings.max_length + 2 * CPU_CACHE_BLOCK if settings.device == "cpu" else 0
-    kv_tokens = max(settings.kv_tokens, least)
+    kv_tokens = max(settings.kv_tokens, least_kv_tokens(settings.device, settings.max_length))
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
         from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found]
@@ -106,7 +110,8 @@ def start_vllm(settings: VllmSettings, shape: ModelShape, monitor: Any) -> Any:
 @contextmanager
 def _ending_with_this_process() -> Iterator[None]:
     """vLLM's engine process, started inside, ends with this one, however that ends. vLLM 0.32 itself leaves it running
-    when this process is killed, and offers no place to say so: it starts a function of its own, put aside here."""
+    when this process is killed, and offers no place to say so: it starts a function of its own, put aside here. The
+    kernel looks at the thread that started it: one of the event loop's, which lives as long as the loop."""
     from vllm.v1.engine.core import EngineCoreProc  # type: ignore[import-not-found]
 
     own = EngineCoreProc.__dict__["run_engine_core"]

@@ -235,6 +235,47 @@ def test_a_stop_text_that_begins_in_what_was_told_ends_the_answer() -> None:
     play(2, use)
 
 
+def test_a_stop_text_over_two_pieces_of_dead_samplers_ends_the_answer_before_anybody_goes_on() -> None:
+    async def use(world: World) -> None:
+        world.fleet._decode = lambda ids: bytes(ids).decode()
+        await world.fleet.load(weights(1))
+        request = Request(id="a", prompt_ids=(1, 2), params=SamplingParams(max_new_tokens=20, stop=("END",)))
+        asking = asyncio.create_task(world.fleet.generate(request))
+        await settle()
+        for told in ("abEN", "Dxyz"):
+            sampler = world.drawing["a"]
+            sampler.told["a"] = piece(told)
+            sampler.die()
+            await settle(60)
+        assert "a" not in world.drawing, "nobody is asked for what comes behind the stop text"
+        drawn = await asking
+        assert (bytes(drawn.token_ids), drawn.finish) == (b"abEND", Finish.STOP)
+
+    play(3, use)
+
+
+@pytest.mark.parametrize("verb", ["abort", "interrupt"])
+def test_a_request_that_is_ended_at_a_dying_sampler_is_not_drawn_by_another(verb: str) -> None:
+    async def unheard(name: str) -> None:
+        pass
+
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        asking = asyncio.create_task(world.fleet.generate(asked("a")))
+        await settle()
+        sampler = world.drawing["a"]
+        sampler.told["a"] = piece("abc")
+        setattr(sampler, verb, unheard)
+        await getattr(world.fleet, verb)("a")
+        sampler.die()
+        await settle(60)
+        assert "a" not in world.drawing
+        drawn = await asking
+        assert (bytes(drawn.token_ids), drawn.finish) == (b"abc", Finish(verb))
+
+    play(2, use)
+
+
 def test_a_request_that_is_ended_while_nobody_draws_it_keeps_what_was_told() -> None:
     async def use(world: World) -> None:
         await world.fleet.load(weights(1))
@@ -274,6 +315,26 @@ def test_one_that_comes_back_is_fed_what_the_others_have_before_it_draws() -> No
         await asking
 
     play(2, use)
+
+
+def test_one_that_comes_back_and_does_not_take_what_the_others_have_is_tried_again_and_then_given_up() -> None:
+    def start_refusing(world: World, place: int) -> Any:
+        sampler = world.start(place)
+        sampler.refuses = "no room for these weights"
+        return sampler
+
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        world.fleet._start = lambda place: start_refusing(world, place)  # type: ignore[return-value]
+        asking = asyncio.create_task(world.fleet.generate(asked("a")))
+        await settle()
+        world.drawing["a"].die()
+        with pytest.raises(SamplerLost, match=r"after 2 restarts each: no room for these weights"):
+            await asking
+
+    world = play(1, use, max_restarts=2)
+    assert len(world.started) == 3
+    assert world.notes[1:] == [f"sampler {n} was not fed, and is ended: no room for these weights" for n in (1, 2)]
 
 
 def test_one_that_takes_long_to_open_its_model_keeps_nobody_waiting() -> None:

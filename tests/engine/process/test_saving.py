@@ -146,6 +146,36 @@ def test_looking_at_what_runs_changes_nothing_of_it(order: LocalOrder, folder: P
     assert LocalEngine.so_far(open_engine(order), {"nobody": 0}) == {}
 
 
+def test_a_sampler_that_cannot_tell_what_it_drew_ends_and_is_replaced(
+    order: LocalOrder, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, so_far = list[str](), LocalEngine.so_far
+
+    def breaks_once(self: LocalEngine, least: Mapping[str, int]) -> dict[str, Completion]:
+        if not told and least:
+            raise RuntimeError("planted")
+        return so_far(self, least)
+
+    monkeypatch.setattr(LocalEngine, "so_far", breaks_once)
+
+    async def run() -> list[Completion]:
+        fleet = Fleet(
+            Hosts(order).start,
+            1,
+            FleetSettings(max_restarts=3, silent_seconds=30.0, feeds_late=True),
+            note=told.append,
+        )
+        await fleet.load(publication(folder, 3))
+        drawn = await asyncio.gather(*(fleet.generate(request) for request in REQUESTS))
+        await fleet.close()
+        return drawn
+
+    drawn = asyncio.run(run())
+    whole = asyncio.run(undisturbed(order, publication(folder, 3)))
+    assert [same(*pair) for pair in zip(drawn, whole, strict=True)] == [True] * len(REQUESTS)
+    assert len(told) == 1
+
+
 def test_all_tellings_of_an_answer_are_at_most_three_times_as_long_as_it_is() -> None:
     length, told = 0, list[int]()
 
