@@ -87,7 +87,7 @@ def share_held(calls: Sequence[tuple[str, dict[str, Any]]], start: Shop, shop: S
     placed = [order for id, order in shop.orders.items() if id not in start.orders]
     holds = {
         "cancel": lambda order: shop.orders[order]["is_cancelled"],
-        "add": lambda item, count: (Counter(shop.cart) + shop.bought)[item] == count,
+        "add": lambda item, count=1: (Counter(shop.cart) + shop.bought)[item] == count,
         "use_coupon": lambda code: code in (shop.coupon, *(order["coupon"] for order in placed)),
         "pay": lambda: bool(placed),
     }

@@ -162,17 +162,21 @@ def judge(start: Shop, end: Shop, goal: Shop, mistake_cost: float) -> float:
     return max(float(is_reached) - mistake_cost * mistakes, -1.0)
 
 
-def shop(index: int, seed: int, *, items: int = 8, max_wishes: int = 2, brief: bool = False) -> Task:
+def shop(
+    index: int, seed: int, *, items: int = 8, max_wishes: int = 2, max_count: int = 3, brief: bool = False
+) -> Task:
     """A shop and what to do there: buy a named item or the cheapest of its kind, use a coupon, cancel an order.
 
-    The goal is the state after the calls in extra "solution", so that every task can be solved. brief: in few words and
-    with items called by name, for models that read character by character.
+    The goal is the state after the calls in extra "solution", so that every task can be solved. max_count: of each item
+    that is wished for. brief: in few words and with items called by name, for models that read character by character.
     """
-    if not 2 <= items <= len(KINDS) * len(COLOURS) or not 1 <= max_wishes <= 3:
-        raise UserError(f"items={items} must lie in 2 to 30, max_wishes={max_wishes} in 1 to 3.")
+    if not 2 <= items <= len(KINDS) * len(COLOURS) or not 1 <= max_wishes <= 3 or not 1 <= max_count <= 3:
+        raise UserError(
+            f"items={items} must lie in 2 to 30, max_wishes={max_wishes} and max_count={max_count} in 1 to 3."
+        )
     draw = random.Random(f"shop/{seed}/{index}")
     start = _stocked(items, draw, brief)
-    told, calls = _wishes(start, max_wishes, draw)
+    told, calls = _wishes(start, max_wishes, max_count, draw)
     wishes = "; ".join(told)
     goal = read_shop(write_shop(start))
     for name, arguments in calls:
@@ -190,13 +194,20 @@ def shop(index: int, seed: int, *, items: int = 8, max_wishes: int = 2, brief: b
 
 
 def shop_demo(
-    index: int, seed: int, *, items: int = 8, max_wishes: int = 2, brief: bool = False, call_format: str = "plain"
+    index: int,
+    seed: int,
+    *,
+    items: int = 8,
+    max_wishes: int = 2,
+    max_count: int = 3,
+    brief: bool = False,
+    call_format: str = "plain",
 ) -> Task:
     """A whole right episode to imitate: it browses for the kind before it adds an item, pays, and says done.
 
     The words between are those of an env with call_format = "plain", show_tools = "no". All its turns are trained.
     """
-    task = shop(index, seed, items=items, max_wishes=max_wishes, brief=brief)
+    task = shop(index, seed, items=items, max_wishes=max_wishes, max_count=max_count, brief=brief)
     visited = read_shop(str(task.extra["start"]))
     said = list(task.messages)
     for name, arguments in json.loads(str(task.extra["solution"])):
@@ -230,7 +241,7 @@ def _stocked(items: int, draw: random.Random, is_brief: bool) -> Shop:
     )
 
 
-def _wishes(shop: Shop, max_wishes: int, draw: random.Random) -> tuple[list[str], Calls]:
+def _wishes(shop: Shop, max_wishes: int, max_count: int, draw: random.Random) -> tuple[list[str], Calls]:
     """In words, and as the calls that fulfil them. May place an order to be cancelled."""
     wishes, calls = list[str](), Calls()
     kinds = sorted({item["kind"] for item in shop.items.values()})
@@ -244,13 +255,17 @@ def _wishes(shop: Shop, max_wishes: int, draw: random.Random) -> tuple[list[str]
         calls.append(("cancel", {"order": "o1"}))
     for kind in kinds:
         of_kind = [id for id, item in shop.items.items() if item["kind"] == kind]
-        item, count = min(of_kind, key=lambda id: shop.items[id]["price"]), draw.randint(1, 3)
+        item, count = min(of_kind, key=lambda id: shop.items[id]["price"]), draw.randint(1, max_count)
         what = f"the cheapest {kind}"
         if draw.random() < 0.5:
             item = draw.choice(of_kind)
             what = f"the {shop.items[item]['colour']} {kind}"
-        wishes.append(f"buy {count} of {what}")
-        calls.append(("add", {"item": item, "count": count}))
+        if max_count == 1:
+            wishes.append(f"buy {what}")
+            calls.append(("add", {"item": item}))
+        else:
+            wishes.append(f"buy {count} of {what}")
+            calls.append(("add", {"item": item, "count": count}))
     if draw.random() < 0.5:
         code = draw.choice(list(shop.coupons))
         wishes.append(f"use coupon {code}")

@@ -252,3 +252,16 @@ def test_a_brief_shop_says_the_same_in_few_words_and_calls_items_by_name() -> No
         assert shown == [message.content for message in brief.messages if message.role == "tool"]
         assert "i1" not in "".join(shown)
     assert len({shop(index, 1, items=4, max_wishes=1, brief=True).messages for index in range(200)}) > 190
+
+
+@pytest.mark.parametrize("max_count", [1, 3])
+def test_as_many_are_wished_for_as_may_be_and_one_needs_no_number(max_count: int) -> None:
+    counts = set()
+    for index in range(40):
+        task, demo = (make(index, 1, max_count=max_count, brief=True) for make in (shop, shop_demo))
+        said = [message.content for message in demo.messages if message.role == "assistant"]
+        assert paid(task, said, call_format="plain", show_tools="no") == 1.0
+        counts |= {call[1].get("count") for call in json.loads(str(task.extra["solution"])) if call[0] == "add"}
+    assert counts == ({None} if max_count == 1 else {1, 2, 3})
+    with pytest.raises(UserError, match="max_count=4 in 1 to 3"):
+        shop(0, 1, max_count=4)
