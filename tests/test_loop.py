@@ -48,7 +48,7 @@ def run(config: RunConfig, folder: Path) -> tuple[Notes, list[torch.Tensor]]:
     notes = Notes()
 
     async def go() -> list[torch.Tensor]:
-        listeners = Listeners(audit=notes.audits.extend)
+        listeners = Listeners(audit=lambda audits, effects: notes.audits.extend(audits))
         stage = build_stage(config, 0, first_model(config, folder), listeners=listeners)
         await loop.run(make_plan(stage, first_step=1, recorders=(notes,), checkpoint=lambda step: None))
         await stage.close()

@@ -57,7 +57,7 @@ class Listeners:
     doing: Callable[[str, str], None] = lambda what, how_far: None
     """Who is told what happens before the first step, and how far it is: the display."""
     audit: Audit | None = None
-    """Where held-out transcripts go; None: nowhere."""
+    """Where held-out transcripts and side effects go; None: nowhere."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Transcripts put aside at every evaluation, for people: what earns the most, and what is typical.
+"""What is put aside at every evaluation, for people: transcripts that earn the most or are typical, and all that was
+done to the world.
 
 Owns: which transcripts, and how much of each. Refuses: escaping; whoever shows a transcript does that.
 """
@@ -9,8 +10,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from temper.runs.records import AuditKind, AuditRecord
-from temper.types import Message, Score, Task, Trajectory
+from temper.runs.records import AuditKind, AuditRecord, EffectRecord
+from temper.types import LASTING, Message, Score, Task, Trajectory
 
 AUDITS = 20
 """Transcripts of each kind per evaluation."""
@@ -56,6 +57,31 @@ def choose(
         )
         for kind, chosen in kinds
         for place, attempt in enumerate(chosen)
+    ]
+
+
+def list_effects(attempts: Sequence[HeldOutAttempt], *, evaluation: str, stage: int, step: int) -> list[EffectRecord]:
+    """All of them: what was done to the world is never forgotten."""
+    done = [
+        (one.trajectory, turn, event)
+        for one in attempts
+        for turn, event in one.trajectory.placed_events
+        if event.kind in LASTING
+    ]
+    return [
+        EffectRecord(
+            stage=stage,
+            step=step,
+            evaluation=evaluation,
+            place=place,
+            task_id=trajectory.task_id,
+            member=trajectory.index,
+            turn=turn,
+            kind=event.kind,
+            name=event.name,
+            detail=event.detail,
+        )
+        for place, (trajectory, turn, event) in enumerate(done)
     ]
 
 

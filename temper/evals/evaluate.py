@@ -17,12 +17,12 @@ from statistics import fmean
 from temper import calls
 from temper.batching.reflection import looks_back
 from temper.errors import BackendError
-from temper.evals.audits import HeldOutAttempt, choose
+from temper.evals.audits import HeldOutAttempt, choose, list_effects
 from temper.evals.passk import clustered_interval
 from temper.evals.scores import suite_metrics
 from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
 from temper.rollout.thinking import was_closed
-from temper.runs.records import AuditRecord
+from temper.runs.records import AuditRecord, EffectRecord
 from temper.runs.results import PromptResult, SampleResult
 from temper.types import (
     TRAINABLE_STATUSES,
@@ -66,10 +66,11 @@ class HeldOut:
 
 async def evaluate(
     heldout: HeldOut, evaluation: Evaluation, *, stage: int, step: int, reward: float | None = None
-) -> tuple[list[EvaluationResult], list[AuditRecord]]:
+) -> tuple[list[EvaluationResult], list[AuditRecord], list[EffectRecord]]:
     """Plays every task `samples` times with the weights of one version. A failed verifier is never a score.
 
-    The first result is of all tasks; where they come from several sets, one of each follows, "greedy/NAME".
+    The first result is of all tasks; where they come from several sets, one of each follows, "greedy/NAME". Then what
+    people should read of it: transcripts, and what was done to the world.
     reward: of the training step these weights come from, to tell how far it is from the held-out score.
     """
     setup, version = heldout.setup, heldout.setup.sampler.version
@@ -85,7 +86,8 @@ async def evaluate(
         if any(one.heldout.value is not None for m in members for one in m)
     ]
     placed = [dataclasses.replace(result, stage=stage, step=step) for result in results]
-    return placed, choose(everyone, evaluation=evaluation.name, stage=stage, step=step)
+    audits = choose(everyone, evaluation=evaluation.name, stage=stage, step=step)
+    return placed, audits, list_effects(everyone, evaluation=evaluation.name, stage=stage, step=step)
 
 
 def _result(

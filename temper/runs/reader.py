@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from temper.errors import UserError
-from temper.runs.records import AlarmRecord, AuditRecord, PromptRecord, VerdictRecord
+from temper.runs.records import AlarmRecord, AuditRecord, EffectRecord, PromptRecord, VerdictRecord
 from temper.runs.state import QUERY, RunState, read_run_state
 from temper.runs.store.arrays import ARRAY_TYPES, unpack_array
 from temper.runs.store.schema import prepare_reading
-from temper.types import EvaluationResult, Message, Scalar
+from temper.types import EvaluationResult, EventKind, Message, Scalar
 
 DATABASE = "run.db"
 
@@ -195,6 +195,11 @@ class RunReader:
         rows = self.query("SELECT * FROM audits ORDER BY stage, step, evaluation, kind, place")
         return [AuditRecord(**{**row, "prompt": _messages(row["prompt"])}) for row in rows]
 
+    def heldout_effects(self) -> list[EffectRecord]:
+        """By evaluation, each in its order."""
+        rows = self.query("SELECT * FROM heldout_effects ORDER BY stage, step, evaluation, place")
+        return [EffectRecord(**{**row, "kind": EventKind(row["kind"])}) for row in rows]
+
     def verdicts(self, stage: int, step: int) -> list[VerdictRecord]:
         """What judges said of the rollouts of one step and of its evaluation, in the order in which it was written."""
         rows = self.query("SELECT * FROM verdicts WHERE stage = ? AND step = ? ORDER BY rowid", stage, step)
@@ -269,6 +274,7 @@ class RunReader:
             "prompts": "SELECT * FROM prompts ORDER BY stage, task_id, step",
             "evaluations": "SELECT * FROM evaluations ORDER BY stage, step, name",
             "audits": "SELECT * FROM audits ORDER BY stage, step, evaluation, kind, place",
+            "heldout_effects": "SELECT * FROM heldout_effects ORDER BY stage, step, evaluation, place",
             "groups": "SELECT * FROM groups ORDER BY stage, step, group_id",
             "trajectories": "SELECT stage, step, group_id, member, status, score_kind, score, reason, parts, weighted, "
             "text, messages, finish, num_tokens, events, turn_rewards FROM trajectories "

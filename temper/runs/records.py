@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from temper.types import Message, Scalar
+from temper.types import EventKind, Message, Scalar
 
 AuditKind = Literal["top", "random"]
 AlarmLevel = Literal["note", "warn", "pause", "stop"]
@@ -34,6 +34,27 @@ class AuditRecord:
     """Score by the training reward; None: it could not score the transcript."""
     heldout: float | None
     """Score by the held-out verifier, which is the training reward unless the recipe names another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EffectRecord:
+    """What an attempt at a held-out task did to the world, or was refused. What training did is with its rollouts."""
+
+    stage: int
+    step: int
+    evaluation: str
+    place: int
+    """Number inside its evaluation, from 0."""
+    task_id: str
+    member: int
+    """Which attempt at that task."""
+    turn: int | None
+    """None: it stands in no turn, as what a step did that did not come back."""
+    kind: EventKind
+    name: str
+    """Of the tool."""
+    detail: str
+    """Untrusted: whoever shows it escapes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,14 +10,14 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from temper.evals.evaluate import Evaluation, HeldOut, constant_scores, evaluate
-from temper.runs.records import AuditRecord
+from temper.runs.records import AuditRecord, EffectRecord
 from temper.stages.parts import Parts
 from temper.tasks.dataset import fingerprint
 from temper.types import EvaluationResult, Task
 
-Audit = Callable[[Sequence[AuditRecord]], None]
+Audit = Callable[[Sequence[AuditRecord], Sequence[EffectRecord]], None]
 Measure = Callable[[int, Mapping[str, float], Audit | None], Awaitable[list[EvaluationResult]]]
-"""(step, metrics of that step, where transcripts go) -> held-out scores of the weights of now."""
+"""(step, metrics of that step, where transcripts and side effects go) -> held-out scores of the weights of now."""
 
 
 def measure_answers(parts: Parts) -> Measure:
@@ -48,9 +48,9 @@ class Answers:
         reward = metrics.get("reward/mean")
         results = list[EvaluationResult]()
         for way in ways:
-            found, audits = await evaluate(self._heldout, way, stage=parts.index, step=step, reward=reward)
+            found, audits, effects = await evaluate(self._heldout, way, stage=parts.index, step=step, reward=reward)
             if audit is not None:
-                audit(audits)
+                audit(audits, effects)
             results += found
         # Of the sampled ones, and by the training reward: that is what training climbs, and a verifier that steers
         # training is no longer held out.

@@ -327,7 +327,13 @@ class Trajectory:
     @property
     def events(self) -> tuple[Event, ...]:
         """Everything that happened, turn by turn, and then what stands in no turn."""
-        return (*(event for turn in self.turns for event in turn.events), *self.unplaced_events)
+        return tuple(event for _, event in self.placed_events)
+
+    @property
+    def placed_events(self) -> tuple[tuple[int | None, Event], ...]:
+        """The same, each with its turn; None where it stands in none."""
+        placed = ((number, event) for number, turn in enumerate(self.turns) for event in turn.events)
+        return (*placed, *((None, event) for event in self.unplaced_events))
 
     @property
     def oldest_version(self) -> int:

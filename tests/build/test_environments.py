@@ -144,6 +144,43 @@ def test_a_recipe_bounds_what_its_episodes_cost(tmp_path: Path, tiny_recipe: dic
     assert {sum(event["cost"] for event in one.events) for one in whole} == {1.0}
 
 
+PAYS = """
+from temper.envs.tool_env import Presentation, ToolEnv
+from temper.envs.tools import tool
+from temper.types import Message
+
+@tool(effect="irreversible")
+def pay() -> str:
+    return "a"
+
+class Pays(ToolEnv):
+    def __init__(self):
+        super().__init__([pay], presentation=Presentation(call_format="plain", show_tools="no", mark_untrusted=False))
+
+    async def step(self, message):
+        return await super().step(Message(role="assistant", content="pay()"))
+"""
+
+
+@pytest.mark.parametrize(("allowed", "kind"), [(["pay"], EventKind.SIDE_EFFECT), ([], EventKind.DESCRIBED)])
+def test_what_evaluations_did_to_the_world_is_in_the_store(
+    tmp_path: Path, tiny_recipe: dict[str, Any], allowed: list[str], kind: EventKind
+) -> None:
+    """Whatever the policy says, this environment pays in each turn."""
+    (tmp_path / "paying.py").write_text(PAYS)
+    env = {"name": f"{tmp_path / 'paying.py'}:Pays", "allow": allowed}
+    stage = {**tiny_recipe["stage"][-1], "steps": 1, "sampling": {"stop": list("abcdefghijklmnopqrstuvwxyz")}}
+    stage["rollout"] = {"groups_per_step": 2, "group_size": 2, "max_turns": 2}
+    path, letters = tmp_path / "recipe.toml", "model.new.alphabet=abcdefghijklmnopqrstuvwxyz ():,"
+    path.write_text(to_toml(resolve({**tiny_recipe, "env": env, "stage": [stage]}, [letters], where="tiny")))
+    with RunReader(train(path, run=tmp_path / "run")) as reader:
+        found, results = reader.heldout_effects(), reader.evaluations()
+    assert {(one.step, one.evaluation) for one in found} == {(result.step, result.name) for result in results}
+    assert {(one.kind, one.name) for one in found} == {(kind, "pay")}
+    assert {one.turn for one in found} <= {0, 1}
+    assert len({one.task_id for one in found}) == 8, "all that are held out"
+
+
 def test_a_bound_of_cost_is_refused_where_nothing_costs(tmp_path: Path, tiny_recipe: dict[str, Any]) -> None:
     rollout = {"max_episode_cost": 1.0}
     for env, message in (

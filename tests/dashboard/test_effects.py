@@ -25,7 +25,8 @@ def event(kind: str, name: str, detail: str = "", turn: int | None = 0) -> dict[
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """The trained run, in whose episodes tools did something: two calls at step 1 and four at step 2."""
+    """The trained run, in whose episodes tools did something: two calls at step 1 and four at step 2; and in those of
+    its evaluations, one call at step 0 and two at step 2."""
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
     early = [event("tool_call", "look"), event("side_effect", "pay", "done: pay(3)"), event("denied", "burn", turn=1)]
@@ -38,6 +39,9 @@ def run(trained: Path, tmp_path: Path) -> Path:
                 f"groups WHERE stage = ? AND step = ? ORDER BY draw LIMIT 1) AND member IN {members}",
                 (json.dumps(events), stage, step, stage, step),
             )
+        for place, (step, kind) in enumerate(((0, "described"), (2, "side_effect"), (2, "denied"))):
+            values = (stage, step, "greedy", place, "heldout:7", 3, 1, kind, "sell", ATTACK)
+            connection.execute(f"INSERT INTO heldout_effects VALUES ({', '.join('?' * len(values))})", values)
     connection.close()
     return folder
 
@@ -49,17 +53,26 @@ def asked(folder: Path, offset: int = 0, limit: int = 50, **wanted: Any) -> list
 
 def test_the_newest_come_first_and_each_episode_in_its_own_order(run: Path) -> None:
     assert asked(run) == [
+        (2, 3, 1, "sell", "carried out"), (2, 3, 1, "sell", "denied"),
         (2, 0, 0, "pay", "described"), (2, 0, None, "write_100%", "carried out"),
         (2, 1, 0, "pay", "described"), (2, 1, None, "write_100%", "carried out"),
         (1, 0, 0, "pay", "carried out"), (1, 0, 1, "burn", "denied"),
+        (0, 3, 1, "sell", "described"),
     ]  # fmt: skip
+
+
+def test_those_of_evaluations_say_so_and_have_no_episode_to_open(run: Path) -> None:
+    rows = list_effects(run, EffectFilter(tool="sell"), 0, 50)["rows"]
+    assert {(row["evaluation"], row["group_id"], row["task_id"]) for row in rows} == {("greedy", None, "heldout:7")}
+    rows = list_effects(run, EffectFilter(tool="pay"), 0, 50)["rows"]
+    assert {(row["evaluation"], row["group_id"] is None) for row in rows} == {(None, False)}
 
 
 def test_filters_find_a_part_of_a_name_and_an_outcome(run: Path) -> None:
     assert [row[0] for row in asked(run, tool="PA")] == [2, 2, 1]
     assert [row[3] for row in asked(run, tool="_100%")] == ["write_100%"] * 2, "signs mean themselves"
     assert asked(run, tool="p_y") == []
-    for outcome, count in (("carried out", 3), ("described", 2), ("denied", 1)):
+    for outcome, count in (("carried out", 4), ("described", 3), ("denied", 2)):
         found = asked(run, outcome=outcome)
         assert [row[4] for row in found] == [outcome] * count
     assert [row[0] for row in asked(run, tool="pay", outcome="carried out")] == [1]
@@ -67,10 +80,11 @@ def test_filters_find_a_part_of_a_name_and_an_outcome(run: Path) -> None:
 
 def test_parts_of_the_list_make_up_the_whole_and_say_whether_there_are_more(run: Path) -> None:
     whole = asked(run)
-    assert [row for offset in range(0, 6, 4) for row in asked(run, offset, 4)] == whole
-    more = [list_effects(run, EffectFilter(), offset, 4)["more"] for offset in (0, 4)]
-    assert more == [True, False]
-    assert list_effects(run, EffectFilter(), 0, 6)["more"] is False
+    assert len(whole) == 9
+    assert [row for offset in range(0, 9, 4) for row in asked(run, offset, 4)] == whole
+    more = [list_effects(run, EffectFilter(), offset, 4)["more"] for offset in (0, 4, 8)]
+    assert more == [True, True, False]
+    assert list_effects(run, EffectFilter(), 0, 9)["more"] is False
 
 
 def test_a_run_without_any_has_an_empty_list(trained: Path) -> None:

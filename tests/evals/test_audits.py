@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from temper.evals.audits import AUDITS, MAX_CHARACTERS, HeldOutAttempt, choose, shorten, transcript
-from temper.types import Message, Score, Task, Trajectory
+from temper.evals.audits import AUDITS, MAX_CHARACTERS, HeldOutAttempt, choose, list_effects, shorten, transcript
+from temper.types import Event, EventKind, Message, Score, Task, Trajectory
 
 
 def attempt(number: int, reward: Score, heldout: float = 0.0, text: str = "") -> HeldOutAttempt:
@@ -68,3 +68,21 @@ def test_a_conversation_is_shown_with_its_roles_and_markup_stays_as_it_was() -> 
     tool = dataclasses.replace(single.turns[0], replies=(Message(role="tool", content="3"),))
     both = dataclasses.replace(single, turns=(tool, *Trajectory.saying("t", "It is 3.").turns))
     assert transcript(both) == "[assistant]\n<script>alert(1)</script>\n\n[tool]\n3\n\n[assistant]\nIt is 3."
+
+
+def test_all_that_attempts_did_to_the_world_is_listed_with_its_place_and_nothing_else() -> None:
+    events = [Event(kind=kind, name=kind.value) for kind in (EventKind.TOOL_CALL, EventKind.SIDE_EFFECT)]
+    lost = Event(kind=EventKind.DENIED, name="denied", detail="attempt 1, which failed: pay()")
+    attempts = [attempt(number, Score.of(1.0)) for number in range(3)]
+    (turn,) = attempts[1].trajectory.turns
+    done = dataclasses.replace(
+        attempts[1].trajectory, index=4, turns=(turn, dataclasses.replace(turn, events=tuple(events))),
+        unplaced_events=(lost,),
+    )  # fmt: skip
+    attempts[1] = dataclasses.replace(attempts[1], trajectory=done)
+    found = list_effects(attempts, evaluation="greedy", stage=1, step=5)
+    assert [(one.place, one.task_id, one.member, one.turn, one.name, one.detail) for one in found] == [
+        (0, "t1", 4, 1, "side_effect", ""),
+        (1, "t1", 4, None, "denied", lost.detail),
+    ]
+    assert {(one.stage, one.step, one.evaluation) for one in found} == {(1, 5, "greedy")}

@@ -77,7 +77,7 @@ SAMPLED = Evaluation(name="sampled", temperature=0.5, samples=3)
 
 def test_the_score_is_the_share_of_right_answers_with_its_interval() -> None:
     sampler = FakeSampler(echo)
-    (result,), _ = asyncio.run(evaluate(held_out(sampler, tasks("0", "1", "9", "9")), SAMPLED, stage=1, step=7))
+    (result,), *_ = asyncio.run(evaluate(held_out(sampler, tasks("0", "1", "9", "9")), SAMPLED, stage=1, step=7))
     assert (result.score, result.num_prompts, result.samples_per_prompt) == (0.5, 4, 3)
     assert result.low < 0.5 < result.high
     assert {request.params.temperature for request in sampler.requests} == {0.5}
@@ -91,7 +91,7 @@ def test_an_evaluation_has_decoding_settings_of_its_own_and_keeps_them_with_the_
     trained = dataclasses.replace(heldout.setup.params, top_k=5, top_p=0.9, top_logprobs=3, entropy=True)
     heldout = dataclasses.replace(heldout, setup=dataclasses.replace(heldout.setup, params=trained))
     own = dataclasses.replace(SAMPLED, top_p=0.5, max_new_tokens=2)
-    (result,), _ = asyncio.run(evaluate(heldout, own, stage=0, step=0))
+    (result,), *_ = asyncio.run(evaluate(heldout, own, stage=0, step=0))
     (asked,) = {request.params for request in sampler.requests}
     assert asked == dataclasses.replace(
         trained, temperature=0.5, top_p=0.5, max_new_tokens=2, top_logprobs=0, entropy=False
@@ -99,9 +99,9 @@ def test_an_evaluation_has_decoding_settings_of_its_own_and_keeps_them_with_the_
     assert {name: result.budget[name] for name in ("temperature", "top_p", "top_k", "max_new_tokens", "verifier")} == {
         "temperature": 0.5, "top_p": 0.5, "top_k": 5, "max_new_tokens": 2, "verifier": "equal"
     }  # fmt: skip
-    (inherited,), _ = asyncio.run(evaluate(heldout, SAMPLED, stage=0, step=1))
+    (inherited,), *_ = asyncio.run(evaluate(heldout, SAMPLED, stage=0, step=1))
     assert (inherited.budget["top_p"], inherited.budget["max_new_tokens"]) == (0.9, 4)
-    (greedy,), _ = asyncio.run(evaluate(heldout, GREEDY, stage=0, step=2))
+    (greedy,), *_ = asyncio.run(evaluate(heldout, GREEDY, stage=0, step=2))
     assert (greedy.budget["temperature"], greedy.budget["top_p"], greedy.budget["top_k"]) == (0.0, 1.0, 0)
 
 
@@ -123,7 +123,7 @@ def test_weights_that_change_during_an_evaluation_end_it(when: str) -> None:
     heldout = held_out(sampler, tasks("0", "1"), reward)
     with pytest.raises(BackendError, match="version 0 were to be evaluated, and the sampler loaded version 8"):
         asyncio.run(evaluate(heldout, GREEDY, stage=0, step=0))
-    (again,), _ = asyncio.run(evaluate(dataclasses.replace(heldout, setup=setup(sampler)), GREEDY, stage=0, step=1))
+    (again,), *_ = asyncio.run(evaluate(dataclasses.replace(heldout, setup=setup(sampler)), GREEDY, stage=0, step=1))
     assert again.score == 1.0, "at the new version from its start, nothing is wrong"
 
 
@@ -137,7 +137,7 @@ def test_a_sampler_that_breaks_is_one_error_and_not_one_for_every_attempt() -> N
 
 def test_the_held_out_verifier_gives_the_score_and_the_training_reward_shows_its_flattery() -> None:
     heldout = held_out(FakeSampler(echo), tasks("0", "1", "2", "9"), Generous())
-    (result,), audits = asyncio.run(evaluate(heldout, GREEDY, stage=0, step=3, reward=0.95))
+    (result,), audits, _ = asyncio.run(evaluate(heldout, GREEDY, stage=0, step=3, reward=0.95))
     assert result.score == 0.75
     assert result.details["reward_mean"] == 1.0
     assert result.details["proxy_gap"] == 0.25
@@ -148,7 +148,7 @@ def test_the_held_out_verifier_gives_the_score_and_the_training_reward_shows_its
 
 
 def test_without_a_verifier_of_its_own_an_evaluation_claims_no_gap() -> None:
-    (result,), _ = asyncio.run(evaluate(held_out(FakeSampler(echo), tasks("0", "9")), GREEDY, stage=0, step=0))
+    (result,), *_ = asyncio.run(evaluate(held_out(FakeSampler(echo), tasks("0", "9")), GREEDY, stage=0, step=0))
     assert "proxy_gap" not in result.details
     assert "reward_heldout_gap" not in result.details
     assert result.details["reward_mean"] == result.score == 0.5
@@ -162,7 +162,7 @@ def test_details_hold_pass_at_k_lengths_and_truncation() -> None:
         return [right if attempt == 0 else 19, *([2] * 9 if attempt == 3 else [1])]
 
     way = Evaluation(name="sampled", temperature=1.0, samples=4)
-    (result,), _ = asyncio.run(evaluate(held_out(FakeSampler(sometimes), tasks("0", "1")), way, stage=0, step=0))
+    (result,), *_ = asyncio.run(evaluate(held_out(FakeSampler(sometimes), tasks("0", "1")), way, stage=0, step=0))
     assert result.score == 0.25
     at_2, cut = result.details["pass@2"], result.details["truncated"]
     assert isinstance(at_2, Mapping)
@@ -184,7 +184,7 @@ def test_details_hold_how_many_answers_look_back() -> None:
     heldout = held_out(FakeSampler(sometimes), tasks("4", "4"))
     heldout = dataclasses.replace(heldout, setup=dataclasses.replace(heldout.setup, renderer=Talking()))
     way = Evaluation(name="sampled", temperature=1.0, samples=4)
-    (result,), _ = asyncio.run(evaluate(heldout, way, stage=0, step=0))
+    (result,), *_ = asyncio.run(evaluate(heldout, way, stage=0, step=0))
     reflection, backtracking = result.details["reflection"], result.details["backtracking"]
     assert isinstance(reflection, Mapping)
     assert isinstance(backtracking, Mapping)
@@ -200,7 +200,7 @@ def test_a_failed_verifier_is_not_a_wrong_answer() -> None:
 
 def test_a_few_failures_within_the_limit_are_left_out_and_counted() -> None:
     heldout = held_out(FakeSampler(echo), tasks("0", "broken"), error_limit=0.5)
-    (result,), audits = asyncio.run(evaluate(heldout, GREEDY, stage=0, step=0))
+    (result,), audits, _ = asyncio.run(evaluate(heldout, GREEDY, stage=0, step=0))
     assert result.score == 1.0
     unscorable = result.details["unscorable"]
     assert isinstance(unscorable, Mapping)
@@ -226,7 +226,7 @@ def test_sets_with_names_have_results_of_their_own_beside_that_of_all() -> None:
     scores = asyncio.run(constant_scores(Equal(), mixed))
     assert scores == {"": 0.5, "a": 1.0, "b": pytest.approx(2 / 3)}
     heldout = held_out(sampler, mixed, constant_scores=scores)
-    (whole, first, second), _ = asyncio.run(evaluate(heldout, SAMPLED, stage=1, step=7, reward=0.75))
+    (whole, first, second), *_ = asyncio.run(evaluate(heldout, SAMPLED, stage=1, step=7, reward=0.75))
     assert [one.name for one in (whole, first, second)] == ["sampled", "sampled/a", "sampled/b"]
     assert [one.score for one in (whole, first, second)] == [0.5, 1.0, pytest.approx(1 / 3)]
     assert [one.num_prompts for one in (whole, first, second)] == [4, 1, 3]

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
+from temper.runs.records import AlarmRecord, AuditRecord, EffectRecord, VerdictRecord
 from temper.runs.store.arrays import ARRAY_TYPES, PLANES, pack_array, pack_loads
 from temper.runs.store.nulls import number
 from temper.storable import to_json
 from temper.types import (
     Batch,
     EvaluationResult,
-    Event,
     Group,
     Message,
     Sample,
@@ -163,6 +162,11 @@ def audit_row(audit: AuditRecord) -> Row:
     return (*name, _messages(audit.prompt), audit.text, *scores)
 
 
+def effect_row(effect: EffectRecord) -> Row:
+    name = (effect.stage, effect.step, effect.evaluation, effect.place, effect.task_id, effect.member)
+    return (*name, effect.turn, effect.kind.value, effect.name, effect.detail)
+
+
 def alarm_row(alarm: AlarmRecord) -> Row:
     value = None if alarm.value is None else number(alarm.value)
     what = (alarm.text, alarm.meaning, alarm.advice)
@@ -199,12 +203,9 @@ def _arrays(arrays: Mapping[str, NDArray[Any]]) -> Row:
 def _events(trajectory: Trajectory) -> str | None:
     """What its environment did, turn by turn, and then what stands in no turn, with null there; None when it reported
     nothing."""
-    placed: list[tuple[int | None, Event]]
-    placed = [(number, event) for number, turn in enumerate(trajectory.turns) for event in turn.events]
-    placed += [(None, event) for event in trajectory.unplaced_events]
     found = [
         {"turn": number, "kind": event.kind.value, "name": event.name, "detail": event.detail, "cost": event.cost}
-        for number, event in placed
+        for number, event in trajectory.placed_events
     ]
     return to_json(found) if found else None
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from temper.errors import BackendError, DiskFull, TemperError, UserError, is_disk_full
-from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
+from temper.runs.records import AlarmRecord, AuditRecord, EffectRecord, VerdictRecord
 from temper.runs.state import BEAT_SECONDS, Ending, ended_row, heartbeat_row
 from temper.runs.store import encode
 from temper.runs.store.lock import RunLock
@@ -146,10 +146,13 @@ class RunStore:
         row = encode.evaluation_row(result)
         self._submit(lambda connection: _insert(connection, "evaluations", [row], replace=True))
 
-    def audit(self, audits: Sequence[AuditRecord]) -> None:
-        """Records transcripts to be read by people. Repeated after a resume they replace themselves."""
+    def audit(self, audits: Sequence[AuditRecord], effects: Sequence[EffectRecord] = ()) -> None:
+        """Records what people should read of an evaluation: transcripts, and what was done to the world. Repeated after
+        a resume they replace themselves."""
         rows = [encode.audit_row(audit) for audit in audits]
         self._submit(lambda connection: _insert(connection, "audits", rows, replace=True))
+        if done := [encode.effect_row(effect) for effect in effects]:
+            self._submit(lambda connection: _insert(connection, "heldout_effects", done, replace=True))
 
     def verdicts(self, verdicts: Sequence[VerdictRecord]) -> None:
         """Records what judges said, in this order. Each verdict once: none has a name by which it could be replaced."""

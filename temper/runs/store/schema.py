@@ -12,7 +12,7 @@ import sqlite3
 
 from temper.errors import UserError
 
-VERSION = "7"
+VERSION = "8"
 
 SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -84,6 +84,11 @@ CREATE TABLE audits (
     prompt TEXT NOT NULL, text TEXT NOT NULL, reward REAL, heldout REAL,
     PRIMARY KEY (stage, step, evaluation, kind, place));
 
+CREATE TABLE heldout_effects (
+    stage INTEGER, step INTEGER, evaluation TEXT, place INTEGER, task_id TEXT NOT NULL, member INTEGER NOT NULL,
+    turn INTEGER, kind TEXT NOT NULL, name TEXT NOT NULL, detail TEXT NOT NULL,
+    PRIMARY KEY (stage, step, evaluation, place)) WITHOUT ROWID;
+
 CREATE TABLE alarms (
     stage INTEGER, step INTEGER, time REAL NOT NULL, rule TEXT, level TEXT NOT NULL, value REAL,
     text TEXT NOT NULL, meaning TEXT NOT NULL, advice TEXT NOT NULL,
@@ -91,12 +96,13 @@ CREATE TABLE alarms (
 """
 # loads: tokens of each expert of a mixture, layer after layer; layers: their numbers as JSON.
 # prompts: the history of a prompt after every step that consumed a group of it; the newest row is how it stands.
+# heldout_effects: what attempts at held-out tasks did to the world; those of training are events of their rollouts.
 # transcripts: the steps whose rollouts still have their texts and tokens, and what these take.
 # The unique draw makes the ledger exactly-once: a prompt that is consumed twice fails the step instead of the science.
 
 STEP_TABLES = (
     "steps", "metrics", "seconds", "groups", "trajectories", "token_rows", "transcripts", "evaluations", "ledger",
-    "prompts", "verdicts", "audits", "alarms", "loads",
+    "prompts", "verdicts", "audits", "alarms", "loads", "heldout_effects",
 )  # fmt: skip
 """What a rewind cuts back to a step. Events stay: they tell what happened to the process, killed attempts included."""
 
@@ -116,12 +122,21 @@ CREATE TEMP VIEW prompts AS SELECT NULL AS stage, NULL AS task_id, NULL AS step,
 
 _NO_LOADS = "CREATE TEMP VIEW loads AS SELECT NULL AS stage, NULL AS step, NULL AS layers, NULL AS loads WHERE 0;"
 
+_NO_EFFECTS = """
+CREATE TEMP VIEW heldout_effects AS SELECT NULL AS stage, NULL AS step, NULL AS evaluation, NULL AS place,
+    NULL AS task_id, NULL AS member, NULL AS turn, NULL AS kind, NULL AS name, NULL AS detail WHERE 0;
+"""
+
+_LAYOUT_6 = f"{_NO_EFFECTS} {_NO_LOADS}"
+_LAYOUT_5 = f"{_LAYOUT_6} {_NO_PROMPTS}"
+
 OLD_LAYOUTS = {
-    "6": _NO_LOADS,
-    "5": f"{_NO_LOADS} {_NO_PROMPTS}",
-    "4": f"{_NO_LOADS} {_NO_PROMPTS} {_RAW_ARRAYS}",
-    "3": f"{_NO_LOADS} {_NO_PROMPTS} {_NO_VERDICTS} {_RAW_ARRAYS}",
-    "2": f"""{_NO_LOADS} {_NO_PROMPTS} {_NO_VERDICTS}
+    "7": _NO_EFFECTS,
+    "6": _LAYOUT_6,
+    "5": _LAYOUT_5,
+    "4": f"{_LAYOUT_5} {_RAW_ARRAYS}",
+    "3": f"{_LAYOUT_5} {_NO_VERDICTS} {_RAW_ARRAYS}",
+    "2": f"""{_LAYOUT_5} {_NO_VERDICTS}
 CREATE TEMP VIEW token_rows AS SELECT *, NULL AS entropies, 'raw' AS codec FROM main.token_rows;
 CREATE TEMP VIEW evaluations AS SELECT *, NULL AS details FROM main.evaluations;
 CREATE TEMP VIEW audits AS SELECT NULL AS stage, NULL AS step, NULL AS evaluation, NULL AS place, NULL AS kind,

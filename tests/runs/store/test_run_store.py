@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from temper.errors import BackendError, UserError
 from temper.runs.reader import RunReader
-from temper.runs.records import AlarmRecord, AuditRecord, VerdictRecord
+from temper.runs.records import AlarmRecord, AuditRecord, EffectRecord, VerdictRecord
 from temper.runs.store import run_store as module
 from temper.runs.store.run_store import RunStore, open_run
 from temper.storable import storable_text, without_halves
@@ -106,6 +106,13 @@ def make_audit(step: int, place: int = 0, stage: int = 0, **changes: Any) -> Aud
         text="<script>alert(1)</script>", reward=1.0, heldout=0.0,
     )  # fmt: skip
     return dataclasses.replace(made, **changes)
+
+
+def make_effect(step: int, place: int = 0, stage: int = 0) -> EffectRecord:
+    return EffectRecord(
+        stage=stage, step=step, evaluation="greedy", place=place, task_id="heldout:0", member=0, turn=place,
+        kind=EventKind.SIDE_EFFECT, name="pay", detail="done: pay()",
+    )  # fmt: skip
 
 
 def make_alarm(step: int, stage: int = 0, **changes: Any) -> AlarmRecord:
@@ -200,7 +207,8 @@ def test_rewinding_and_repeating_equals_never_having_been_killed(
         for step in steps:
             store.append(*make_step(step, stage))
             store.evaluation(make_evaluation(step, step / 10, stage))
-            store.audit([make_audit(step, place, stage) for place in range(2)])
+            effects = [make_effect(step, place, stage) for place in range(2)]
+            store.audit([make_audit(step, place, stage) for place in range(2)], effects)
             store.alarm(make_alarm(step, stage))
 
     with_kill, without = (open_run(tmp_path / name, config="", resume=False) for name in ("killed", "whole"))
@@ -213,7 +221,8 @@ def test_rewinding_and_repeating_equals_never_having_been_killed(
     with_kill.rewind(0, 4)
     with_kill.rewind(1, -1)
     with RunReader(with_kill.folder) as reader:
-        assert {(audit.stage, audit.step) for audit in reader.audits()} == {(0, step) for step in range(1, 5)}
+        for kept in (reader.audits(), reader.heldout_effects()):
+            assert {(one.stage, one.step) for one in kept} == {(0, step) for step in range(1, 5)}
         assert [(alarm.stage, alarm.step) for alarm in reader.alarms()] == [(0, step) for step in range(1, 5)]
     play(with_kill, 0, range(5, 6))
     play(with_kill, 1, range(1, 4))
@@ -223,7 +232,7 @@ def test_rewinding_and_repeating_equals_never_having_been_killed(
         assert one.fingerprint() == other.fingerprint()
         assert one.ledger() == other.ledger()
         assert one.alarms() == other.alarms()
-        assert len(one.audits()) == 16
+        assert len(one.audits()) == len(one.heldout_effects()) == 16
 
 
 def test_the_fingerprint_notices_one_bit_and_ignores_clocks(tmp_path: Path, make_step: StepMaker) -> None:

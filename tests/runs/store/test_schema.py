@@ -12,13 +12,19 @@ import pytest
 
 from temper.errors import UserError
 from temper.runs.reader import RunReader
+from temper.runs.records import EffectRecord
 from temper.runs.store.arrays import ARRAY_TYPES, PLANES, unpack_array
 from temper.runs.store.run_store import RunStore, open_run
-from temper.types import Batch, EvaluationResult, PromptHistory, StepReport
+from temper.types import Batch, EvaluationResult, EventKind, PromptHistory, StepReport
 
 StepMaker = Callable[..., tuple[StepReport, Batch]]
 
-TO_LAYOUT_6 = """
+TO_LAYOUT_7 = """
+DROP TABLE heldout_effects;
+UPDATE meta SET value = '7' WHERE name = 'schema';
+"""
+TO_LAYOUT_6 = f"""
+{TO_LAYOUT_7}
 DROP TABLE loads;
 UPDATE meta SET value = '6' WHERE name = 'schema';
 """
@@ -114,6 +120,23 @@ def test_a_run_of_layout_5_reads_as_if_no_prompt_had_a_history(store: RunStore, 
         assert reader.prompts() == reader.prompt_history(0, "t") == []
 
 
+def test_a_run_of_layout_7_reads_as_if_no_evaluation_had_changed_anything(
+    store: RunStore, make_step: StepMaker
+) -> None:
+    store.append(*make_step(1))
+    effect = EffectRecord(
+        stage=0, step=1, evaluation="greedy", place=0, task_id="t", member=0, turn=None, kind=EventKind.DENIED,
+        name="pay", detail="pay()",
+    )  # fmt: skip
+    store.audit([], [effect])
+    store.close()
+    with RunReader(store.folder) as reader:
+        assert reader.heldout_effects() == [effect]
+    change(store.folder, TO_LAYOUT_7)
+    with RunReader(store.folder) as reader:
+        assert reader.heldout_effects() == []
+
+
 def test_a_run_of_layout_3_reads_as_if_nobody_had_judged_or_been_paid_by_turn(
     store: RunStore, make_step: StepMaker
 ) -> None:
@@ -132,14 +155,21 @@ def test_a_run_of_layout_3_reads_as_if_nobody_had_judged_or_been_paid_by_turn(
 
 @pytest.mark.parametrize(
     ("layout", "script"),
-    [("2", TO_LAYOUT_2), ("3", TO_LAYOUT_3), ("4", TO_LAYOUT_4), ("5", TO_LAYOUT_5), ("6", TO_LAYOUT_6)],
+    [
+        ("2", TO_LAYOUT_2),
+        ("3", TO_LAYOUT_3),
+        ("4", TO_LAYOUT_4),
+        ("5", TO_LAYOUT_5),
+        ("6", TO_LAYOUT_6),
+        ("7", TO_LAYOUT_7),
+    ],
 )
 def test_an_older_run_cannot_be_gone_on_with_and_the_message_says_what_can_be_done(
     layout: str, script: str, store: RunStore
 ) -> None:
     store.close()
     change(store.folder, script)
-    expected = rf"has layout {layout} .* writes layout 7\. Finish the run with the version"
+    expected = rf"has layout {layout} .* writes layout 8\. Finish the run with the version"
     with pytest.raises(UserError, match=expected) as caught:
         open_run(store.folder, config="", resume=True)
     assert "with another --run" in str(caught.value)
@@ -148,14 +178,14 @@ def test_an_older_run_cannot_be_gone_on_with_and_the_message_says_what_can_be_do
 def test_a_run_that_says_another_layout_than_it_has_is_not_read_as_empty(store: RunStore) -> None:
     store.close()
     change(store.folder, TO_LAYOUT_2)
-    change(store.folder, "UPDATE meta SET value = '7' WHERE name = 'schema'")  # the planted fault: it says 7 and is not
+    change(store.folder, "UPDATE meta SET value = '8' WHERE name = 'schema'")  # the planted fault: it says 8 and is not
     with RunReader(store.folder) as reader, pytest.raises(sqlite3.OperationalError, match="no such table: audits"):
         reader.audits()
 
 
 def test_a_layout_of_the_future_is_neither_read_nor_written(store: RunStore) -> None:
     store.close()
-    change(store.folder, "UPDATE meta SET value = '8' WHERE name = 'schema'")
+    change(store.folder, "UPDATE meta SET value = '9' WHERE name = 'schema'")
     for attempt in (RunReader, lambda folder: open_run(folder, config="", resume=True)):
-        with pytest.raises(UserError, match="has layout 8; this version of Temper reads layout 7"):
+        with pytest.raises(UserError, match="has layout 9; this version of Temper reads layout 8"):
             attempt(store.folder)
