@@ -79,7 +79,7 @@ class SglangServer:
         self.calls: list[tuple[str, Any]] = []
         self.jobs: dict[str, Job] = {}
         self.cache: dict[tuple[int, ...], np.ndarray] = {}
-        self.is_paused, self.port = False, 0
+        self.is_paused, self.is_misled, self.port = False, False, 0
         self.random = np.random.default_rng(7)
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -133,7 +133,7 @@ class SglangServer:
         if path == "/server_info":
             return 200, {**self.settings, "version": "0.5.23", "internal_states": []}
         if path == "/model_info":
-            told = "an-older-one" if "wrong_model_info" in self.faults else self.weight_version
+            told = "an-older-one" if self.is_misled else self.weight_version
             preferred = self.settings["preferred_sampling_params"]
             return 200, {"weight_version": told, "is_generation": True, "preferred_sampling_params": preferred}
         if path == "/abort_request":
@@ -176,6 +176,7 @@ class SglangServer:
             self.cache.clear()
         if "wrong_version" not in self.faults:
             self.weight_version = body["weight_version"]
+        self.is_misled = "wrong_model_info" in self.faults
         is_acknowledged = "no_acknowledgement" not in self.faults
         return 200, {"success": is_acknowledged, "message": "Succeeded to update.", "num_paused_requests": 0}
 
