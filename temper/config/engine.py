@@ -56,7 +56,7 @@ class EngineConfig(Section):
     @property
     def addresses(self) -> tuple[str, ...]:
         """Of all servers; empty for other engines."""
-        return tuple(_listed(self.address))
+        return tuple(_listed(self.address)) if self.address else ()
 
     @field_validator("kv_tokens", mode="before")
     @classmethod
@@ -134,5 +134,5 @@ class EngineConfig(Section):
 
 
 def _listed(address: str | list[Any]) -> list[str]:
-    """None for an empty text. A slash at the end makes no other address."""
-    return [str(each).rstrip("/") for each in ([address] if isinstance(address, str) else address) if each != ""]
+    """A slash at the end makes no other address."""
+    return [str(each).rstrip("/") for each in ([address] if isinstance(address, str) else address)]

@@ -80,6 +80,10 @@ class SglangServer:
         self.jobs: dict[str, Job] = {}
         self.cache: dict[tuple[int, ...], np.ndarray] = {}
         self.is_paused, self.is_misled, self.port = False, False, 0
+        self.refusal = 0
+        """Status with which every request is refused."""
+        self.may_update = asyncio.Event()
+        self.may_update.set()
         self.random = np.random.default_rng(7)
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -154,6 +158,7 @@ class SglangServer:
         if path == "/flush_cache":
             return self._flush()
         if path == "/update_weights_from_disk":
+            await asyncio.wait_for(self.may_update.wait(), 60)
             return self._update(body)
         return self._read_weights(path, body)
 
@@ -199,6 +204,8 @@ class SglangServer:
                 raise ConnectionResetError
             _chunk(writer, f"data: {json.dumps(event)}\n\n".encode())
             await writer.drain()
+        if "drops_behind_the_end" in self.faults:
+            raise ConnectionResetError
         _chunk(writer, b"data: [DONE]\n\n")
         _chunk(writer, b"")
 
@@ -206,6 +213,9 @@ class SglangServer:
         params = {**(self.settings["preferred_sampling_params"] or {}), **body["sampling_params"]}
         if unknown := params.keys() - SAMPLING_NAMES:
             yield {"error": {"message": f"unexpected {unknown}", "type": "invalid_request_error", "code": 400}}
+            return
+        if self.refusal:
+            yield {"error": {"message": "not this one", "code": self.refusal}}
             return
         while self.is_paused:
             await asyncio.sleep(0.01)

@@ -287,6 +287,8 @@ class Fleet:
                 place.sampler = self._start(self._places.index(place))
                 await place.sampler.opened(self._silent_seconds)
             except TemperError as error:  # it could not be started, ended at once, or is none of ours any more
+                if self._is_closed:
+                    return
                 place.health = place.health.restarted().ended(str(error), max_restarts=self._settings.max_restarts)
                 self._note(str(error))
                 continue
