@@ -149,9 +149,7 @@ class Fleet:
         """Tensors that a sampler holds with other numbers than were published, and which sampler."""
         async with self._publishing:
             ready = [place for place in self._places if place.health.standing is Standing.READY]
-            looks = (
-                self._asked(place, lambda s: s.differences(self._published, self._silent_seconds)) for place in ready
-            )
+            looks = (self._asked(p, lambda s: s.differences(self._published, self._silent_seconds)) for p in ready)
             found = zip(ready, await asyncio.gather(*looks), strict=True)
             return [f"{name} of {place.sampler.name}" for place, names in found for name in names or ()]
 

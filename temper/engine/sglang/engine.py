@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import uuid
-from collections import Counter
 from collections.abc import Mapping
 
 from temper.engine.fleet.member import SamplerLost
@@ -26,8 +25,9 @@ from temper.engine.sglang.probes import (
     refuse_settings,
     refuse_truncation,
 )
+from temper.engine.sglang.streams import Active, RequestStreams
 from temper.engine.sglang.weights import differing_rows, take_over, tells_rows
-from temper.engine.sglang.wire import PartialCompletion, body_of, check_drawn, require_supported
+from temper.engine.sglang.wire import PartialCompletion, require_supported
 from temper.errors import BackendError, ContextFull, TaskError
 from temper.folders.integrity import refuse_code
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
@@ -55,18 +55,6 @@ class SglangSettings:
     """For a server to be there, at first and when it was lost."""
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Active:
-    """A generate() under way, over all the requests that it takes."""
-
-    rid: str = ""
-    """Id of the request on the server now; '' for none. All ids have one length: the server aborts by prefix."""
-    wanted: Finish | None = None
-    """How its caller wants it to end."""
-    is_cut: bool = False
-    """Whether a publication ends the current request; another one then goes on under the new weights."""
-
-
 class SglangEngine:
     """Implements protocols.Sampler. Nothing is drawn before the first publication."""
 
@@ -87,7 +75,7 @@ class SglangEngine:
         self._is_lost = False
         """Whether the trouble is that the server is lost."""
         self._active: dict[str, Active] = {}
-        self._counts: Counter[str] = Counter()
+        self._streams = RequestStreams(self._client, seed=settings.seed, control_seconds=settings.control_seconds)
         self._drawing = InFlight()
         self._starting, self._publishing = asyncio.Lock(), asyncio.Lock()
         self._is_started = False
@@ -184,19 +172,14 @@ class SglangEngine:
 
     def stats(self) -> Mapping[str, float]:
         """As counted from answers; the server's own KV use and steps are not among what it tells."""
-        names = ("prefill_tokens", "cached_tokens", "decode_tokens", "requests", "preemptions", "cuts")
-        counts = {name: float(self._counts[name]) for name in names}
-        self._counts.clear()
-        asked = counts["cached_tokens"] + counts["prefill_tokens"]
-        rate = counts["cached_tokens"] / asked if asked else 0.0
-        return counts | {"prefix_hit_rate": rate, "drawing_seconds": self._drawing.seconds()}
+        return self._streams.stats() | {"drawing_seconds": self._drawing.seconds()}
 
     async def close(self) -> None:
         """Whoever waits for an answer gets SamplerLost, with what was told of it."""
         self._is_lost, self._trouble = True, "it was closed"
         if self._active:
             with contextlib.suppress(BackendError):
-                await self._client.post("/abort_request", {"abort_all": True}, seconds=END_SECONDS)
+                await self._streams.abort_all(END_SECONDS)
         await self._client.close()
         held, self._held = self._held, None
         if held is not None:
@@ -212,7 +195,7 @@ class SglangEngine:
                     active.rid = ""
                     return pieces.ended(active.wanted)
                 asked = pieces.rest()
-                drawn = await self._draw(asked, active)
+                drawn = await self._streams.draw(asked, active)
                 if told := _other_versions(drawn, expected):
                     raise SamplerLost(f"{self.name} drew by weights {told} in place of {expected!r}: {STRANGER}")
                 finish = self._finish_of(drawn, active, asked.params)
@@ -249,41 +232,9 @@ class SglangEngine:
             raise SamplerLost(f"{self.name} was closed")
         if not active.is_cut:
             raise BackendError(f"{self.name} aborted a request by itself: {reason.get('message')}")
-        self._counts["cuts"] += 1
+        self._streams.counts["cuts"] += 1
         length = int(drawn.meta.get("prompt_tokens", 0)) + len(tokens)
         return Finish.LENGTH if len(tokens) >= left.max_new_tokens or length >= self._max_prompt else None
-
-    async def _draw(self, request: Request, active: Active) -> PartialCompletion:
-        rid, drawn = active.rid, PartialCompletion()
-        body = body_of(rid, request, seed=self._settings.seed)
-        try:
-            async with contextlib.aclosing(self._client.stream("/generate", body)) as events:
-                async for event in events:
-                    drawn.add(event)
-                    # An abort that came before the server knew the request was ignored there, so it is repeated.
-                    if drawn.finish_reason is None and (active.is_cut or active.wanted is not None):
-                        await self._abort_on_server(rid)
-        except SamplerLost as error:
-            if not drawn.meta:
-                raise
-            drawn.lost = error if drawn.finish_reason is None else None  # with its end it is whole
-        except asyncio.CancelledError:
-            with contextlib.suppress(BackendError):
-                await asyncio.shield(self._abort_on_server(rid))
-            raise
-        finally:
-            active.rid = ""
-        check_drawn(drawn, rid, request)
-        self._count(drawn)
-        return drawn
-
-    def _count(self, drawn: PartialCompletion) -> None:
-        cached = int(drawn.meta.get("cached_tokens") or 0)
-        self._counts["requests"] += 1
-        self._counts["cached_tokens"] += cached
-        self._counts["prefill_tokens"] += int(drawn.meta.get("prompt_tokens") or 0) - cached
-        self._counts["decode_tokens"] += len(drawn.token_ids)
-        self._counts["preemptions"] += int(drawn.meta.get("num_retractions") or 0)
 
     async def _end(self, request_id: str, finish: Finish) -> None:
         active = self._active.get(request_id)
@@ -291,10 +242,7 @@ class SglangEngine:
             return
         active.wanted = finish
         if active.rid:
-            await self._abort_on_server(active.rid)
-
-    async def _abort_on_server(self, rid: str) -> None:
-        await self._client.post("/abort_request", {"rid": rid}, seconds=self._settings.control_seconds)
+            await self._streams.abort(active.rid)
 
     async def _publish(self, published: PublishedCheckpoint) -> None:
         await self._cut_all()
@@ -328,7 +276,7 @@ class SglangEngine:
             while busy := [active for active in self._active.values() if active.rid]:
                 for active in busy:
                     active.is_cut = True
-                await self._client.post("/abort_request", {"abort_all": True}, seconds=seconds)
+                await self._streams.abort_all(seconds)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 1.0)
 
@@ -340,7 +288,7 @@ class SglangEngine:
         active = Active(rid=uuid.uuid4().hex)
         params = params or SamplingParams(temperature=0.0, max_new_tokens=1)
         async with within(self._settings.control_seconds, f"{self.name} did not answer a probe"):
-            drawn = await self._draw(Request(id="probe", prompt_ids=prompt, params=params), active)
+            drawn = await self._streams.draw(Request(id="probe", prompt_ids=prompt, params=params), active)
         if drawn.lost is not None:
             raise drawn.lost
         return drawn
