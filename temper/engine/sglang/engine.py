@@ -33,7 +33,7 @@ from temper.folders.integrity import refuse_code
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 
 END_SECONDS = 10.0
-"""For a server to end what it draws, when it is not asked any more."""
+"""For a server to put itself in order, when it has failed or is not asked any more."""
 UPDATE_SECONDS = 600.0
 IDLE_SECONDS = 1800.0
 STRANGER = "it was started anew, or someone else publishes to it"
@@ -93,6 +93,8 @@ class SglangEngine:
             seconds, address = self._settings.control_seconds, self._client.address
             server = await self._client.get("/server_info", seconds=seconds)
             refuse_settings(address, server, await self._client.get("/model_info", seconds=seconds))
+            # One that was lost while it took weights over may have stayed paused, and would swallow every request.
+            await self._client.post("/continue_generation", {}, seconds=seconds)
             refuse_code(self._checkpoints.like)
             config = json.loads((self._checkpoints.like / "config.json").read_text())
             self._vocabulary = int(config.get("text_config", config)["vocab_size"])
@@ -138,7 +140,7 @@ class SglangEngine:
                 self._weight_version, self._is_lost = "", isinstance(error, SamplerLost)
                 with contextlib.suppress(BackendError):
                     # A paused server would swallow every later request in silence; drawing is refused here instead.
-                    await self._client.post("/continue_generation", {}, seconds=settings.control_seconds)
+                    await self._client.post("/continue_generation", {}, seconds=END_SECONDS)
                 await self._checkpoints.give_back(published)
                 reason = error if isinstance(error, BackendError) else repr(error)
                 self._trouble = f"publication {publication.version} failed: {reason}"
