@@ -36,7 +36,7 @@ from torch import Tensor
 from temper.build.policy import size_engine
 from temper.cluster.remote import Callback
 from temper.cluster.samplers import start_sampler
-from temper.engine.digests import differing, digested
+from temper.engine.digests import digested
 from temper.engine.local.engine import LocalEngine
 from temper.engine.process.client import ProcessSampler
 from temper.engine.process.order import LocalOrder
@@ -108,7 +108,7 @@ async def prove(sampler: ProcessSampler, publication: Publication) -> float:
     summed, digests = digested(publication)
     for name in summed.tensors:
         summed.tensors[name]
-    assert differing(digests.read(), await sampler.digests(SILENT_SECONDS)) == [], "other numbers arrived"
+    assert await sampler.differences(digests, SILENT_SECONDS) == [], "other numbers arrived"
     return time.perf_counter() - start
 
 

@@ -41,6 +41,9 @@ from temper.engine.process.description import describe_model
 from temper.engine.process.order import LocalOrder
 from temper.engine.process.weights import SharedWeights, anonymous_file
 from temper.engine.sampler_model import sampler_model
+from temper.engine.sglang.checkpoints import Checkpoints
+from temper.engine.sglang.engine import IDLE_SECONDS, UPDATE_SECONDS, SglangSettings
+from temper.engine.sglang.member import SglangMember
 from temper.engine.vllm.engine import VllmEngine
 from temper.engine.vllm.layout import EXPERT_FAMILIES
 from temper.engine.vllm.order import VllmOrder
@@ -95,15 +98,7 @@ def make_sampler(
             f'engine.kind = "local", or an objective over sequences, such as gspo, that needs no routes'
         )
     if kind == "sglang":
-        from temper.engine.sglang.engine import SglangEngine, SglangSettings
-
-        settings = SglangSettings(
-            address=config.engine.address,
-            checkpoint=whole(model_folder),
-            weights_folder=Path(tempfile.gettempdir()) / "temper-published",
-            seed=config.seed,
-        )
-        return SglangEngine(settings), None
+        return _servers(config, model_folder, hosting), None
     if config.engine.place == "process" and (data.is_rolling or config.cluster.parts):
         return _in_processes(config, objective, data, model, model_folder, hosting), None
     if kind == "vllm":
@@ -143,6 +138,33 @@ def make_opponent(
         decode=data.renderer.decode if may_stop_at_text(config) else None,
         follows=None if is_shared or objective.reference is None else reference,
     )
+
+
+def _servers(config: RunConfig, model_folder: Path, hosting: Hosting) -> Fleet:
+    """SGLang servers, one or several: they are there already, and may come back when they were lost."""
+    cluster, addresses, silent_seconds = config.cluster, config.engine.addresses, config.cluster.silent_seconds
+    settings = SglangSettings(
+        seed=config.seed,
+        control_seconds=silent_seconds,
+        update_seconds=max(UPDATE_SECONDS, silent_seconds),
+        idle_seconds=max(IDLE_SECONDS, silent_seconds),
+    )
+    # What a server is fed late it reads from the disk, whatever the trainer has done since.
+    fleet_settings = FleetSettings(max_restarts=cluster.max_restarts, silent_seconds=silent_seconds, feeds_late=True)
+
+    def make() -> Fleet:
+        # A folder of its own: another run may publish the same weights, and remove them.
+        folder = Path(tempfile.gettempdir()) / "temper-published" / secrets.token_hex(8)
+        checkpoints = Checkpoints(like=whole(model_folder), folder=folder)
+        return Fleet(
+            lambda place: SglangMember(addresses[place], settings, checkpoints),
+            len(addresses),
+            fleet_settings,
+            note=hosting.note,
+            closed=checkpoints.close,
+        )
+
+    return hosting.kept.take((addresses, str(model_folder), settings, fleet_settings), make)
 
 
 def _in_processes(

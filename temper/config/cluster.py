@@ -47,12 +47,12 @@ class ClusterConfig(Section):
     of some that wait for a run (`temper sampler`), e.g. ["gpu7:29600", "gpu8:29600"]. Each has its own copy of the
     weights and its own cache; a group stays with one of them."""
     max_restarts: int = Field(3, ge=0)
-    """How often a sampler process that ended is replaced, each of them; others draw its requests meanwhile. And how
-    often all trainers begin anew from the last checkpoint when one of them is lost. After that the run ends, and
-    --resume goes on."""
+    """How often a sampler process that ended is replaced, and an SGLang server that is lost called again, each of them;
+    others draw its requests meanwhile. And how often all trainers begin anew from the last checkpoint when one of them
+    is lost. After that the run ends, and --resume goes on."""
     silent_seconds: float = Field(120.0, gt=0)
-    """A sampler process that answers nothing, takes no weights or cannot be reached for so long is ended and
-    replaced."""
+    """A sampler process that answers nothing, takes no weights or cannot be reached for so long is ended and replaced;
+    an SGLang server that answers nothing for so long is lost."""
 
     @field_validator("samplers", mode="before")
     @classmethod
@@ -92,7 +92,8 @@ class ClusterConfig(Section):
         """Of samplers that somebody else starts; empty: they are started with the run."""
         return () if isinstance(self.samplers, int) else tuple(self.samplers)
 
-    def sampler_keys(self) -> list[str]:
-        """Keys about sampler processes that were changed."""
-        names = ("samplers", "silent_seconds", *(() if self.trainers > 1 else ("max_restarts",)))
+    def sampler_keys(self, *, has_servers: bool = False) -> list[str]:
+        """Keys about sampler processes that were changed. has_servers: two of them are about servers as well."""
+        of_both = ("silent_seconds", *(() if self.trainers > 1 else ("max_restarts",)))
+        names = ("samplers", *(() if has_servers else of_both))
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]

@@ -5,7 +5,8 @@ Owns: the table. Refuses: choosing an implementation (build/sampler.py). The tex
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -17,8 +18,9 @@ class EngineConfig(Section):
 
     kind: Literal["local", "vllm", "sglang"] = "local"
     """Who draws the tokens: Temper's own engine, vLLM, or an SGLang server."""
-    address: str = ""
-    """Where the SGLang server listens, e.g. "http://127.0.0.1:30000"."""
+    address: str | list[str] = ""
+    """Where the SGLang server listens, e.g. "http://127.0.0.1:30000"; or a list of several, which draw side by side as
+    sampler processes do: ["http://gpu7:30000", "http://gpu8:30000"]."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs of each sampler over which vLLM shares out every matrix; on a CPU, processes. Must divide the heads for keys
     and values."""
@@ -51,10 +53,31 @@ class EngineConfig(Section):
     max_logprob_gap: float | None = None
     """Largest mean |sampled - recomputed| log-probability that may start. Unset: the checked-in budget."""
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of all servers; empty for other engines."""
+        return tuple(_listed(self.address)) if self.address else ()
+
     @field_validator("kv_tokens", mode="before")
     @classmethod
     def _number_or_auto(cls, value: object) -> object:
         return require_auto_or_number(value, least=0)
+
+    @field_validator("address", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        if value == "":
+            return value
+        if not isinstance(value, str | list) or not value:
+            raise ValueError('use the address of a server, or a list of addresses: ["http://gpu7:30000"]')
+        for address in (addresses := _listed(value)):
+            if not address.startswith(("http://", "https://")) or not urlsplit(address).hostname:
+                raise ValueError(
+                    f'"{address}" must begin with http:// or https:// and name a host: "http://gpu7:30000"'
+                )
+            if addresses.count(address) > 1:
+                raise ValueError(f'"{address}" stands here twice: a server draws for a run once')
+        return value
 
     @field_validator("threads", mode="before")
     @classmethod
@@ -83,8 +106,6 @@ class EngineConfig(Section):
                 'an engine of kind "sglang" needs its address, and no other has one: '
                 'engine = {kind = "sglang", address = "http://127.0.0.1:30000"}'
             )
-        if self.address and not self.address.startswith(("http://", "https://")):
-            raise ValueError(f'address "{self.address}" must begin with http:// or https://')
         return self
 
     @model_validator(mode="after")
@@ -92,7 +113,7 @@ class EngineConfig(Section):
         if self.place == "process" and self.kind == "sglang":
             raise ValueError(
                 'place = "process" starts samplers, and a server of kind "sglang" is started by somebody else and '
-                'reached by its one address. Use kind = "local" or "vllm", or place = "here"'
+                'reached by its address. Use kind = "local" or "vllm", or place = "here"'
             )
         if self.tensor_parallel > 1 and self.kind != "vllm":
             raise ValueError(
@@ -110,3 +131,8 @@ class EngineConfig(Section):
         if self.weights == "fp8" and self.numerics == "exact":
             raise ValueError('weights = "fp8" and numerics = "exact" exclude each other: fp8 rounds on one side alone')
         return self
+
+
+def _listed(address: str | list[Any]) -> list[str]:
+    """A slash at the end makes no other address."""
+    return [str(each).rstrip("/") for each in ([address] if isinstance(address, str) else address)]

@@ -340,14 +340,17 @@ class RunConfig(Section):
                 f'cluster.address is that of a Ray cluster, and cluster.place = "{self.cluster.place}": '
                 f"leave one of them out"
             )
-        if self.cluster.sampler_keys() and self.engine.place == "here":
-            raise ValueError(
-                f"cluster.{self.cluster.sampler_keys()[0]} is about sampler processes: "
-                f'set engine.place = "process", or leave it out'
-            )
+        self._require_sampler_processes()
         if self.optim.warmup_steps > self.steps:
             raise ValueError(f"optim.warmup_steps={self.optim.warmup_steps} is more than steps={self.steps}")
         return self
+
+    def _require_sampler_processes(self) -> None:
+        """For what the recipe says of them."""
+        has_servers = bool(self.engine.addresses)
+        if self.engine.place == "here" and (keys := self.cluster.sampler_keys(has_servers=has_servers)):
+            instead = "give engine.address a list of servers" if has_servers else 'set engine.place = "process"'
+            raise ValueError(f"cluster.{keys[0]} is about sampler processes: {instead}, or leave it out")
 
     def _require_judges(self) -> None:
         """Every reward that a source names is there, and sources of one name say the same."""

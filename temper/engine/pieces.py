@@ -30,29 +30,30 @@ class PiecedAnswer:
     def __init__(self, request: Request, decode: Decode | None) -> None:
         """decode: text of token ids, for requests with stop texts."""
         self._request, self._decode = request, decode
-        self._so_far: Completion | None = None
+        self.so_far: Completion | None = None
+        """All pieces as one; None: there is none yet."""
 
     def rest(self) -> Request:
         """What is left to ask for: same id, the tokens so far behind the prompt, what is left of the budget."""
-        if self._so_far is None:
+        if self.so_far is None:
             return self._request
-        left = self._request.params.max_new_tokens - len(self._so_far.token_ids)
+        left = self._request.params.max_new_tokens - len(self.so_far.token_ids)
         assert left > 0, "a completion as long as it may be is no longer drawn"
         return Request(
             id=self._request.id,
-            prompt_ids=(*self._request.prompt_ids, *self._so_far.token_ids),
+            prompt_ids=(*self._request.prompt_ids, *self.so_far.token_ids),
             params=replace(self._request.params, max_new_tokens=left),
         )
 
     def add(self, piece: Completion) -> Completion:
         """One piece of what rest() asked for; returns all of them as one."""
-        self._so_far = piece if self._so_far is None else self._joined(self._so_far, piece)
-        return self._so_far
+        self.so_far = piece if self.so_far is None else self._joined(self.so_far, piece)
+        return self.so_far
 
     def ended(self, finish: Finish) -> Completion:
         """The answer as it is, of a request that was ended while nobody drew it."""
-        if self._so_far is not None:
-            return replace(self._so_far, finish=finish)
+        if self.so_far is not None:
+            return replace(self.so_far, finish=finish)
         return Completion(prompt_ids=self._request.prompt_ids, token_ids=(), logprobs=(), versions=(), finish=finish)
 
     def _joined(self, first: Completion, second: Completion) -> Completion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from temper.commands.plan import plan_recipe
 from temper.commands.training import ranks
 from temper.commands.training import train as training
 from temper.config import resolve, to_toml
+from temper.engine.fleet.fleet import FleetSettings
 from temper.engine.local.engine import LocalEngine
 from temper.engine.process.client import ProcessSampler
 from temper.engine.process.order import LocalOrder, open_engine, read_order
@@ -242,6 +244,22 @@ def test_an_objective_with_opponents_is_refused_by_name(tiny_recipe: dict[str, A
 def test_what_cannot_act_is_refused(engine: dict[str, Any], complaint: str, tiny_recipe: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=complaint):
         resolve({**tiny_recipe, "engine": engine}, (), where="test")
+
+
+def test_settings_of_the_cluster_hold_for_sglang_servers_too(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    addresses = ["http://127.0.0.1:1", "http://127.0.0.1:2/"]
+    tiny_recipe["engine"] = {"kind": "sglang", "address": addresses}
+    tiny_recipe["cluster"] = {"max_restarts": 7, "silent_seconds": 3.0}
+    config = resolve(tiny_recipe, (), where="test")[0]
+    assert resolve(tiny_recipe, ("engine.address=http://127.0.0.1:1",), where="test")[0].engine.addresses == (
+        "http://127.0.0.1:1",
+    )
+    fleet = build_sampler._servers(config, tmp_path, build_sampler.Hosting())
+    assert fleet._settings == FleetSettings(max_restarts=7, silent_seconds=3.0, feeds_late=True)
+    members: list[Any] = [place.sampler for place in fleet._places]
+    assert [member.name for member in members] == ["SGLang at http://127.0.0.1:1", "SGLang at http://127.0.0.1:2"]
+    assert {member._engine._settings.control_seconds for member in members} == {3.0}
+    asyncio.run(fleet.close())
 
 
 class InPlaceOfVllm(WrappedSampler):

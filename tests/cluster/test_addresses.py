@@ -17,7 +17,7 @@ from temper.cluster import addresses, handshake, listener
 from temper.cluster.addresses import Visitor, reach_sampler
 from temper.cluster.listener import Listener, stand_at
 from temper.config.cluster import ClusterConfig
-from temper.engine.process.client import SamplerLost
+from temper.engine.fleet.member import SamplerLost
 from temper.errors import UserError
 from temper.types import Publication, Request, SamplingParams
 

@@ -15,7 +15,7 @@ from temper.cluster import ray as placing
 from temper.cluster import remote
 from temper.commands.training import train as training
 from temper.config import resolve
-from temper.engine.process.client import SamplerLost
+from temper.engine.fleet.member import SamplerLost
 from temper.errors import UserError
 from tests.commands.training.test_ranks import digest, gap, make_learnable, make_table, require_learned, weights_of
 

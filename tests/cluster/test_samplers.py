@@ -17,8 +17,9 @@ import torch
 
 from temper.cluster.child import Child
 from temper.cluster.samplers import start_sampler
+from temper.engine.fleet.member import SamplerLost
 from temper.engine.process import client as client_module
-from temper.engine.process.client import ProcessSampler, SamplerLost
+from temper.engine.process.client import ProcessSampler
 from temper.engine.process.weights import SharedWeights, anonymous_file
 from temper.errors import BackendError
 from temper.types import Publication, Request, SamplingParams

@@ -130,7 +130,22 @@ def test_the_message_names_file_line_and_nearest_key(tmp_path: Path) -> None:
         ),
         ({"engine": {"kind": "sglang"}}, "needs its address"),
         ({"engine": {"address": "http://here:1"}}, "no other has one"),
-        ({"engine": {"kind": "sglang", "address": "here:1"}}, "must begin with http"),
+        ({"engine": {"kind": "sglang", "address": "here:1"}}, '"here:1" must begin with http'),
+        ({"engine": {"kind": "sglang", "address": ["http://here:1", "here:2"]}}, '"here:2" must begin with http'),
+        ({"engine": {"kind": "sglang", "address": "http://"}}, "and name a host"),
+        ({"engine": {"kind": "sglang", "address": []}}, "or a list of addresses"),
+        ({"engine": {"kind": "sglang", "address": 30000}}, "or a list of addresses"),
+        ({"engine": {"kind": "sglang", "address": [""]}}, '"" must begin with http'),
+        ({"engine": {"address": ["http://here:1"]}}, "no other has one"),
+        (
+            {"engine": {"kind": "sglang", "address": ["http://here:1", "http://here:1/"]}},
+            '"http://here:1" stands here twice',
+        ),
+        (
+            {"engine": {"kind": "sglang", "address": "http://here:1"}, "cluster": {"samplers": 2}},
+            "cluster.samplers is about sampler processes: give engine.address a list of servers",
+        ),
+        ({"cluster": {"silent_seconds": 5.0}}, "cluster.silent_seconds is about sampler processes: set engine.place"),
     ],
 )
 def test_each_contradiction_has_its_message(change: dict[str, Any], message: str, tiny_recipe: dict[str, Any]) -> None:

@@ -79,7 +79,11 @@ class SglangServer:
         self.calls: list[tuple[str, Any]] = []
         self.jobs: dict[str, Job] = {}
         self.cache: dict[tuple[int, ...], np.ndarray] = {}
-        self.is_paused, self.port = False, 0
+        self.is_paused, self.is_misled, self.port = False, False, 0
+        self.refusal = 0
+        """Status with which every request is refused."""
+        self.may_update = asyncio.Event()
+        self.may_update.set()
         self.random = np.random.default_rng(7)
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -133,7 +137,7 @@ class SglangServer:
         if path == "/server_info":
             return 200, {**self.settings, "version": "0.5.23", "internal_states": []}
         if path == "/model_info":
-            told = "an-older-one" if "wrong_model_info" in self.faults else self.weight_version
+            told = "an-older-one" if self.is_misled else self.weight_version
             preferred = self.settings["preferred_sampling_params"]
             return 200, {"weight_version": told, "is_generation": True, "preferred_sampling_params": preferred}
         if path == "/abort_request":
@@ -154,6 +158,7 @@ class SglangServer:
         if path == "/flush_cache":
             return self._flush()
         if path == "/update_weights_from_disk":
+            await asyncio.wait_for(self.may_update.wait(), 60)
             return self._update(body)
         return self._read_weights(path, body)
 
@@ -176,6 +181,7 @@ class SglangServer:
             self.cache.clear()
         if "wrong_version" not in self.faults:
             self.weight_version = body["weight_version"]
+        self.is_misled = "wrong_model_info" in self.faults
         is_acknowledged = "no_acknowledgement" not in self.faults
         return 200, {"success": is_acknowledged, "message": "Succeeded to update.", "num_paused_requests": 0}
 
@@ -198,6 +204,8 @@ class SglangServer:
                 raise ConnectionResetError
             _chunk(writer, f"data: {json.dumps(event)}\n\n".encode())
             await writer.drain()
+        if "drops_behind_the_end" in self.faults:
+            raise ConnectionResetError
         _chunk(writer, b"data: [DONE]\n\n")
         _chunk(writer, b"")
 
@@ -205,6 +213,9 @@ class SglangServer:
         params = {**(self.settings["preferred_sampling_params"] or {}), **body["sampling_params"]}
         if unknown := params.keys() - SAMPLING_NAMES:
             yield {"error": {"message": f"unexpected {unknown}", "type": "invalid_request_error", "code": 400}}
+            return
+        if self.refusal:
+            yield {"error": {"message": "not this one", "code": self.refusal}}
             return
         while self.is_paused:
             await asyncio.sleep(0.01)

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.none import NoSampler
+from temper.engine.sglang.checkpoints import Checkpoints
 from temper.engine.sglang.engine import SglangEngine, SglangSettings
 from temper.engine.vllm.engine import VllmEngine, VllmSettings
 from temper.runs.metrics import describe
@@ -58,9 +59,8 @@ async def none(_: Any, __: Path) -> list[Stats]:
 
 async def sglang_server(world: Any, _: Path) -> list[Stats]:
     async with world.Server(world.checkpoint) as server:
-        engine = SglangEngine(
-            SglangSettings(address=server.address, checkpoint=world.checkpoint, weights_folder=world.weights_folder)
-        )
+        checkpoints = Checkpoints(like=world.checkpoint, folder=world.weights_folder)
+        engine = SglangEngine(server.address, SglangSettings(), checkpoints)
         idle = engine.stats()
         await engine.load(Publication(version=1, tensors=world.tensors(1)))
         await engine.generate(REQUEST)

@@ -6,10 +6,27 @@ Owns: which counts add up. Refuses: counting.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 SUMS = ("prefill_tokens", "decode_tokens", "preemptions", "running", "waiting", "prefill_tok_s", "decode_tok_s")
 MEANS = ("occupancy", "prefix_hit_rate")
 PEAKS = ("kv_use",)
+
+
+@dataclass(slots=True)
+class Losses:
+    """What lost samplers have cost since somebody asked last."""
+
+    sampler_restarts: int = 0
+    reissued: int = 0
+    """Requests that went to another."""
+    rescued: int = 0
+    """Their tokens that did."""
+
+    def take(self) -> dict[str, float]:
+        told = {name: float(getattr(self, name)) for name in ("sampler_restarts", "reissued", "rescued")}
+        self.sampler_restarts = self.reissued = self.rescued = 0
+        return told
 
 
 def together(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:

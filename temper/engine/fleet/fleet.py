@@ -1,24 +1,24 @@
-"""Several sampler processes behind one Sampler.
+"""Several samplers behind one Sampler: processes, or servers.
 
 Owns: who draws what, that a publication reaches all, that the dead are replaced and their requests drawn elsewhere.
-Refuses: starting processes (cluster/samplers.py), which samplers may draw (health.py) and whose turn it is
+Refuses: starting them (cluster/samplers.py, sglang/member.py), which of them may draw (health.py) and whose turn it is
 (routing.py). A request has the random numbers of its name: whoever goes on with it draws what the dead would have.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from temper.engine.fleet.counts import tell_together, together
+from temper.engine.digests import Digests, digested
+from temper.engine.fleet.counts import Losses, tell_together, together
 from temper.engine.fleet.health import Health, Standing
-from temper.engine.fleet.proof import Proof, describe
+from temper.engine.fleet.member import Member, SamplerLost
 from temper.engine.fleet.routing import Router
 from temper.engine.in_flight import InFlight
 from temper.engine.pieces import Decode, PiecedAnswer
-from temper.engine.process.client import LOAD_SECONDS, OPEN_SECONDS, ProcessSampler, SamplerLost
 from temper.errors import BackendError, TemperError
 from temper.types import Completion, Finish, Publication, Request
 
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 PING_SECONDS = 5.0
 """Between two looks whether a sampler still answers."""
-REPLACE_SECONDS = OPEN_SECONDS + LOAD_SECONDS
-"""For one of many to come back when all are lost."""
+REPLACE_SECONDS = 1500.0
+"""For one of many to come back when all are lost: to open its model, and to take weights over."""
+MAX_NAMED = 3
+"""Tensors written out in an error; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +47,14 @@ class FleetSettings:
     """Published tensors of which they hold float8."""
 
 
+class _OtherNumbers(BackendError):
+    """A sampler holds something else than was published."""
+
+
 class _Place:
     """One sampler after the other, at one place of the fleet."""
 
-    def __init__(self, sampler: ProcessSampler) -> None:
+    def __init__(self, sampler: Member) -> None:
         self.sampler, self.health = sampler, Health()
         self.in_flight = 0
         self.replacing: asyncio.Task[None] | None = None
@@ -59,7 +65,7 @@ class Fleet:
 
     def __init__(
         self,
-        start: Callable[[int], ProcessSampler],
+        start: Callable[[int], Member],
         num_samplers: int,
         settings: FleetSettings,
         *,
@@ -76,13 +82,14 @@ class Fleet:
         self._where: dict[str, _Place | None] = {}
         """Where each request is drawn; None: it waits for a sampler."""
         self._stopped: dict[str, Finish] = {}
-        """Requests that somebody ended: whoever was to go on with one does not."""
+        """Requests that were ended: while they wait, and if whoever draws them is lost before it answers."""
         self._publishing, self._changed = asyncio.Lock(), asyncio.Condition()
         self._last: Publication | None = None
-        self._proof = Proof(settings.quantized)
+        self._published = Digests()
+        """Sums of the last publication: a canary's few prompts may pass by one of many samplers, this asks each."""
         self._watching: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._num_reissued = self._num_rescued = self._num_restarts = 0
+        self._losses = Losses()
 
     @property
     def version(self) -> int:
@@ -108,14 +115,15 @@ class Fleet:
         """All that live show that they hold it, or it fails. One that ends on the way is replaced, and fed when it is
         back."""
         async with self._publishing:
-            before, publication = self._last, self._proof.begin(publication)
+            before = self._last, self._published
+            publication, self._published = digested(publication, self._settings.quantized)
             self._last = publication
             living = [place for place in self._places if place.health.standing in (Standing.STALE, Standing.READY)]
             answers = await asyncio.gather(
                 *(self._feed(place, publication) for place in living), return_exceptions=True
             )
             if refused := [answer for answer in answers if isinstance(answer, BaseException)]:
-                self._last = before
+                self._last, self._published = before
                 raise refused[0]
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch(), name="watch over samplers")
@@ -124,15 +132,8 @@ class Fleet:
     def stats(self) -> Mapping[str, float]:
         """Of all together. Since the last call: restarts, requests that went to another, and their tokens that did."""
         counts = [place.sampler.stats() for place in self._places if place.health.standing is Standing.READY]
-        own = {
-            "samplers": float(len(counts)),
-            "sampler_restarts": float(self._num_restarts),
-            "reissued": float(self._num_reissued),
-            "rescued": float(self._num_rescued),
-            "drawing_seconds": self._in_flight.seconds(),
-        }
-        self._num_reissued = self._num_rescued = self._num_restarts = 0
-        return together(counts) | own
+        own = {"samplers": float(len(counts)), "drawing_seconds": self._in_flight.seconds()}
+        return together(counts) | own | self._losses.take()
 
     async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
         """Every sampler for all rows: when others end it draws them all."""
@@ -145,8 +146,9 @@ class Fleet:
         """Tensors that a sampler holds with other numbers than were published, and which sampler."""
         async with self._publishing:
             ready = [place for place in self._places if place.health.standing is Standing.READY]
-            looks = (self._asked(place, lambda s: self._proof.look(s, self._silent_seconds)) for place in ready)
-            return [told for found in await asyncio.gather(*looks) for told in found or ()]
+            looks = (self._asked(p, lambda s: s.differences(self._published, self._silent_seconds)) for p in ready)
+            found = zip(ready, await asyncio.gather(*looks), strict=True)
+            return [f"{name} of {place.sampler.name}" for place, names in found for name in names or ()]
 
     async def rest(self) -> None:
         """Back to before the first publication, with the same processes: the trainer that fed them is gone. Nothing is
@@ -185,11 +187,10 @@ class Fleet:
             except SamplerLost as error:
                 self._ended(place, sampler, error)
                 self._where[request.id] = None
-                self._num_reissued += 1
+                self._losses.reissued += 1
                 if error.so_far is not None:
-                    self._num_rescued += len(error.so_far.token_ids)
-                    so_far = pieces.add(error.so_far)
-                    if so_far.finish is Finish.STOP:  # a stop text that began in an earlier piece
+                    self._losses.rescued += len(error.so_far.token_ids)
+                    if (so_far := pieces.add(error.so_far)).finish is Finish.STOP:  # over two pieces of the dead
                         return so_far
                 continue
             finally:
@@ -200,8 +201,7 @@ class Fleet:
     async def _end(self, request_id: str, finish: Finish) -> None:
         if request_id not in self._where:
             return
-        self._stopped[request_id] = finish  # for a sampler that is dying: it hears nothing any more
-        place = self._where[request_id]
+        place, self._stopped[request_id] = self._where[request_id], finish
         if place is None:
             async with self._changed:
                 self._changed.notify_all()
@@ -224,6 +224,8 @@ class Fleet:
 
     def _is_any_ready(self) -> bool:
         """Raises SamplerLost when none can be any more."""
+        if self._is_closed:
+            raise SamplerLost("the samplers were closed")
         standings = {place.health.standing for place in self._places}
         if Standing.READY in standings:
             return True
@@ -233,18 +235,11 @@ class Fleet:
             raise SamplerLost(f"no sampler is left to draw: {_obituary(self._places, self._settings)}")
         return False
 
-    async def _feed(self, place: _Place, publication: Publication, *, is_late: bool = False) -> None:
-        """Raises what a living sampler says against it, and BackendError for one that then holds something else.
-
-        is_late: to one that came back. Where it reads the trainer's own memory the next step may have begun: then it is
-        no error, and it waits for the next publication."""
+    async def _feed(self, place: _Place, publication: Publication) -> None:
+        """Raises what a living sampler says against it, and _OtherNumbers for one that then holds something else."""
         # A watch that pings would find nothing out: whoever takes weights over answers nothing else.
-        if found := await self._asked(place, lambda s: self._proof.feed(s, publication, self._silent_seconds)):
-            told = describe(place.sampler, publication.version, found)
-            if not is_late:
-                raise BackendError(f"{told}. Nothing was drawn with them; go on with --resume")
-            self._note(f"{told}: it waits for the next")
-            return
+        if wrong := await self._asked(place, lambda s: s.feed(publication, self._published, self._silent_seconds)):
+            raise _OtherNumbers(_describe(place.sampler.name, publication.version, wrong))
         place.health = place.health.fed(publication.version)
         async with self._changed:
             self._changed.notify_all()
@@ -253,7 +248,7 @@ class Fleet:
         await self._asked(place, lambda sampler: sampler.rest(self._silent_seconds))
         place.health = place.health.starved()
 
-    async def _asked(self, place: _Place, ask: Callable[[ProcessSampler], Awaitable[Answer]]) -> Answer | None:
+    async def _asked(self, place: _Place, ask: Callable[[Member], Awaitable[Answer]]) -> Answer | None:
         """None: it has ended."""
         sampler = place.sampler
         try:
@@ -267,7 +262,7 @@ class Fleet:
             self._watching.cancel()
             self._watching = None
 
-    def _ended(self, place: _Place, sampler: ProcessSampler, error: SamplerLost) -> None:
+    def _ended(self, place: _Place, sampler: Member, error: SamplerLost) -> None:
         """Once for each sampler that ends: every request that it drew comes here."""
         if place.sampler is not sampler or place.health.standing in (Standing.LOST, Standing.GONE) or self._is_closed:
             return
@@ -283,11 +278,13 @@ class Fleet:
         its model: it is fed when it has."""
         while place.health.standing is Standing.LOST and not self._is_closed:
             await place.sampler.close()
-            self._num_restarts += 1
+            self._losses.sampler_restarts += 1
             try:
                 place.sampler = self._start(self._places.index(place))
                 await place.sampler.opened(self._silent_seconds)
             except TemperError as error:  # it could not be started, ended at once, or is none of ours any more
+                if self._is_closed:
+                    return
                 place.health = place.health.restarted().ended(str(error), max_restarts=self._settings.max_restarts)
                 self._note(str(error))
                 continue
@@ -295,7 +292,10 @@ class Fleet:
             try:
                 async with self._publishing:
                     if self._settings.feeds_late and self._last is not None and place.health.version is None:
-                        await self._feed(place, self._last, is_late=True)
+                        await self._feed(place, self._last)
+            except _OtherNumbers as error:
+                # Where it reads the trainer's own memory the next step may have begun, and that is no error.
+                self._note(f"{error}; it waits for the next publication")
             except TemperError as error:  # it does not take what the others took
                 place.health = place.health.ended(str(error), max_restarts=self._settings.max_restarts)
                 self._note(f"{place.sampler.name} was not fed, and is ended: {error}")
@@ -310,6 +310,11 @@ class Fleet:
                 ready = [place for place in self._places if place.health.standing is Standing.READY]
                 pings = (self._asked(place, lambda sampler: sampler.ping(self._silent_seconds)) for place in ready)
                 await asyncio.gather(*pings)
+
+
+def _describe(who: str, version: int, names: Collection[str]) -> str:
+    listed = ", ".join([*names][:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
+    return f"{who} holds other numbers than publication {version} in {listed}. Nothing was drawn with them"
 
 
 def _obituary(places: Sequence[_Place], settings: FleetSettings) -> str:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from temper.engine.digests import Digests, differing
+from temper.engine.fleet.member import SamplerLost
 from temper.engine.in_flight import InFlight
 from temper.engine.process.questions import ORDER, Questions, Tell
 from temper.engine.process.sent_weights import SentWeights
@@ -39,15 +41,6 @@ LOAD_SECONDS = 600.0
 """To take over one publication, where nobody says otherwise."""
 END_SECONDS = 10.0
 """For a process that hung up to end, so that it can be said how; and for one that was asked to end."""
-
-
-class SamplerLost(BackendError):
-    """A sampler that has ended, or that was ended because it did not answer."""
-
-    def __init__(self, why: str, so_far: Completion | None = None) -> None:
-        """so_far: what it had told of the answer that was asked for."""
-        super().__init__(f"{why}. Nothing that was drawn since the last checkpoint counts; go on with --resume")
-        self.why, self.so_far = why, so_far
 
 
 class Process(Protocol):
@@ -92,7 +85,7 @@ class SignsOfLife:
 
 
 class ProcessSampler:
-    """Implements protocols.Sampler. One event loop asks it."""
+    """Implements protocols.Sampler and engine.fleet.member.Member. One event loop asks it."""
 
     def __init__(
         self,
@@ -140,7 +133,7 @@ class ProcessSampler:
             self._listener = asyncio.create_task(self._listen(reader), name="answers of a sampler process")
         self._require_whole()
         if missed := await self._signs.wait_for(self._opening, silent_seconds):
-            self._give_up(missed)
+            self._give_up(f"it did not {missed}, and was ended")
         await self._opening
 
     async def _connected(self) -> socket.socket:
@@ -151,12 +144,10 @@ class ProcessSampler:
             await asyncio.to_thread(connection.sendall, self._order)
         except OSError as error:
             ended = self._process.wait(0.0)
-            self._process.kill()
-            self._break(ended or f"it did not come: {error}")
+            self._give_up(ended or f"it did not come: {error}")
             raise self._failed() from error
         except UserError as error:  # it refuses us
-            self._process.kill()
-            self._break(str(error))
+            self._give_up(str(error))
             raise
         self._connection = connection
         return connection
@@ -195,6 +186,14 @@ class ProcessSampler:
         """
         await asyncio.shield(asyncio.ensure_future(self._publish(publication, seconds)))
 
+    async def feed(self, publication: Publication, published: Digests, seconds: float) -> list[str]:
+        await self.load(publication, seconds)
+        return await self.differences(published, seconds)
+
+    async def differences(self, published: Digests, seconds: float) -> list[str]:
+        held = (await self._ask("digests", seconds, "tell what it holds")).fields["digests"]
+        return differing(published.read(), held)
+
     def stats(self) -> Mapping[str, float]:
         """As counted up to the last publication; the seconds with requests in flight up to now."""
         counted, self._stats = self._stats, {}
@@ -208,10 +207,6 @@ class ProcessSampler:
     async def ping(self, seconds: float) -> None:
         """Returns when it answers. One that owes an answer for so long is ended, and raises SamplerLost."""
         await self._ask("ping", seconds, "answer")
-
-    async def digests(self, seconds: float) -> Mapping[str, str]:
-        """Of the tensors that it draws with, by name (engine/digests.py)."""
-        return (await self._ask("digests", seconds, "tell what it holds")).fields["digests"]  # type: ignore[no-any-return]
 
     async def rest(self, seconds: float) -> None:
         """Stale again, with its model open, and without a hold on the memory of a trainer that goes."""
@@ -260,12 +255,12 @@ class ProcessSampler:
         self._send(Frame(verb, call, dict(told)))
         done, _ = await asyncio.wait([answer], timeout=seconds)
         if not done:
-            self._give_up(f"{what} within {seconds:g} s")
+            self._give_up(f"it did not {what} within {seconds:g} s, and was ended")
         return await answer
 
-    def _give_up(self, what: str) -> None:
+    def _give_up(self, why: str) -> None:
         self._process.kill()
-        self._break(f"it did not {what}, and was ended")
+        self._break(why)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Waits for: answers. Unblocked by: the other process's death, or close()."""
@@ -275,16 +270,14 @@ class ProcessSampler:
                 if frame.verb != "beat":
                     self._questions.take(frame)
         except BackendError as error:
-            self._process.kill()
-            self._break(str(error))
+            self._give_up(str(error))
         except asyncio.CancelledError:  # the event loop ends, and nobody has closed this
             self._process.kill()
             raise
         if self._failure or self._is_closed:
             return
         ended = await asyncio.to_thread(self._process.wait, END_SECONDS)
-        self._process.kill()
-        self._break(ended or "it hung up and did not end")
+        self._give_up(ended or "it hung up and did not end")
 
     async def _send_settled(self) -> None:
         quiet, seen = 0, len(self._outbox)
@@ -322,8 +315,7 @@ class ProcessSampler:
             late = f"it did not take weights within {seconds:g} s, and was ended"
             is_late = isinstance(error, TimeoutError)
             ended = None if is_late else await asyncio.to_thread(self._process.wait, END_SECONDS)
-            self._process.kill()
-            self._break(late if is_late else ended or f"the connection to it broke: {error}")
+            self._give_up(late if is_late else ended or f"the connection to it broke: {error}")
             raise self._failed() from error
 
     def _new_call(self, tell: Tell | None = None) -> tuple[int, asyncio.Future[Frame]]:

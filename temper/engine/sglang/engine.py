@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import shutil
 import uuid
-from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 
+from temper.engine.fleet.member import SamplerLost
 from temper.engine.in_flight import InFlight
-from temper.engine.manifest import Manifest, manifest_of
+from temper.engine.pieces import PiecedAnswer
+from temper.engine.sglang.checkpoints import Checkpoints, PublishedCheckpoint
 from temper.engine.sglang.client import FIRST_PAUSE_SECONDS, SglangClient, within
 from temper.engine.sglang.probes import (
     probe_params,
@@ -26,61 +25,57 @@ from temper.engine.sglang.probes import (
     refuse_settings,
     refuse_truncation,
 )
-from temper.engine.sglang.weights import take_over, write_checkpoint
-from temper.engine.sglang.wire import PartialCompletion, body_of, check_drawn, require_supported
+from temper.engine.sglang.streams import Active, RequestStreams
+from temper.engine.sglang.weights import differing_rows, take_over, tells_rows
+from temper.engine.sglang.wire import PartialCompletion, require_supported
 from temper.errors import BackendError, ContextFull, TaskError
 from temper.folders.integrity import refuse_code
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 
+END_SECONDS = 10.0
+"""For a server to put itself in order, when it has failed or is not asked any more."""
+UPDATE_SECONDS = 600.0
+IDLE_SECONDS = 1800.0
+STRANGER = "it was started anew, or someone else publishes to it"
+NOT_FED = "no weights were published yet"
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SglangSettings:
-    address: str
-    """http://HOST:PORT of a running server."""
-    checkpoint: Path
-    """The Hugging Face directory the server was started from: published ones get its configuration and tokenizer."""
-    weights_folder: Path
-    """Publications are written here; the server must see it under the same path."""
     seed: int = 0
     api_key: str = ""
     control_seconds: float = 60.0
     """Deadline of a call that changes no weights."""
-    update_seconds: float = 600.0
+    update_seconds: float = UPDATE_SECONDS
     """Deadline of one publication."""
-    idle_seconds: float = 300.0
-    """Longest wait between two events of a stream."""
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Active:
-    """A generate() under way, over all the requests that it takes."""
-
-    rid: str = ""
-    """Id of the request on the server now; '' for none. All ids have one length: the server aborts by prefix."""
-    wanted: Finish | None = None
-    """How its caller wants it to end."""
-    is_cut: bool = False
-    """Whether a publication ends the current request; another one then goes on under the new weights."""
+    idle_seconds: float = IDLE_SECONDS
+    """Longest wait between two events of a stream. In a full server a request may wait long for its turn."""
+    start_seconds: float = 300.0
+    """For a server to be there, at first and when it was lost."""
 
 
 class SglangEngine:
     """Implements protocols.Sampler. Nothing is drawn before the first publication."""
 
-    def __init__(self, settings: SglangSettings, *, version: int = 0) -> None:
-        self._settings = settings
-        self._client = SglangClient(settings.address, api_key=settings.api_key, idle_seconds=settings.idle_seconds)
-        self._who = f"SGLang at {self._client.address}"
-        self._version = version
+    def __init__(self, address: str, settings: SglangSettings, checkpoints: Checkpoints) -> None:
+        """address: http://HOST:PORT of a running server. checkpoints: may be those of several servers, and are closed
+        by whoever made them."""
+        self._settings, self._checkpoints = settings, checkpoints
+        self._client = SglangClient(address, api_key=settings.api_key, idle_seconds=settings.idle_seconds)
+        self.name = f"SGLang at {self._client.address}"
+        self._version = 0
         self._weight_version = ""
-        """The server's name for the weights in force; unique over runs, or an old run's weights could pass for ours."""
-        self._manifest: Manifest | None = None
-        self._folder: Path | None = None
-        self._trouble = "no weights were published yet"
+        """The server's name for the weights in force; unique over runs, or an old run's weights could pass for ours.
+        '' while it is unknown."""
+        self._held: PublishedCheckpoint | None = None
+        """What it took over last."""
+        self._trouble = NOT_FED
         """Why nothing may be drawn; '' when all is well."""
+        self._is_lost = False
+        """Whether the trouble is that the server is lost."""
         self._active: dict[str, Active] = {}
-        self._counts: Counter[str] = Counter()
+        self._streams = RequestStreams(self._client, seed=settings.seed, control_seconds=settings.control_seconds)
         self._drawing = InFlight()
         self._starting, self._publishing = asyncio.Lock(), asyncio.Lock()
         self._is_started = False
@@ -98,8 +93,10 @@ class SglangEngine:
             seconds, address = self._settings.control_seconds, self._client.address
             server = await self._client.get("/server_info", seconds=seconds)
             refuse_settings(address, server, await self._client.get("/model_info", seconds=seconds))
-            refuse_code(self._settings.checkpoint)
-            config = json.loads((self._settings.checkpoint / "config.json").read_text())
+            # One that was lost while it took weights over may have stayed paused, and would swallow every request.
+            await self._client.post("/continue_generation", {}, seconds=seconds)
+            refuse_code(self._checkpoints.like)
+            config = json.loads((self._checkpoints.like / "config.json").read_text())
             self._vocabulary = int(config.get("text_config", config)["vocab_size"])
             self._max_prompt = int(server.get("max_req_input_len") or server.get("context_length") or 0)
             self._page_size = int(server.get("page_size") or 1)
@@ -132,84 +129,92 @@ class SglangEngine:
         """A transaction: written aside, every request cut, updated, acknowledged, read back, tried. What fails while
         it is written changes nothing; what fails later stops all drawing until a publication succeeds."""
         await self.start()
-        manifest = await asyncio.to_thread(manifest_of, publication)
-        settings = self._settings
-        folder = await asyncio.to_thread(
-            write_checkpoint, publication, manifest, like=settings.checkpoint, folder=settings.weights_folder
-        )
+        await self.check(self._settings.control_seconds)
+        published, settings = await self._checkpoints.take(publication), self._settings
         async with self._publishing:
             self._trouble = f"publication {publication.version} did not complete"
             try:
-                async with within(settings.update_seconds, f"{self._who} did not take over the weights"):
-                    await self._publish(publication, manifest, folder)
+                async with within(settings.update_seconds, f"{self.name} did not take over the weights"):
+                    await self._publish(published)
             except BaseException as error:
+                self._weight_version, self._is_lost = "", isinstance(error, SamplerLost)
                 with contextlib.suppress(BackendError):
                     # A paused server would swallow every later request in silence; drawing is refused here instead.
-                    await self._client.post("/continue_generation", {}, seconds=settings.control_seconds)
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+                    await self._client.post("/continue_generation", {}, seconds=END_SECONDS)
+                await self._checkpoints.give_back(published)
                 reason = error if isinstance(error, BackendError) else repr(error)
                 self._trouble = f"publication {publication.version} failed: {reason}"
                 raise
-            self._version, self._manifest, self._trouble = publication.version, manifest, ""
-        previous, self._folder = self._folder, folder
-        if previous is not None and previous != folder:
-            await asyncio.to_thread(shutil.rmtree, previous, ignore_errors=True)
+            self._version, self._trouble, self._is_lost = publication.version, "", False
+        previous, self._held = self._held, published
+        if previous is not None:
+            await self._checkpoints.give_back(previous)
+
+    async def check(self, seconds: float) -> None:
+        """Raises SamplerLost unless its scheduler answers and it has the weights that it was fed last. A server that
+        was started anew has those that it was started with."""
+        expected = self._weight_version
+        await self._client.get("/server_info", seconds=seconds)
+        told = (await self._client.get("/model_info", seconds=seconds)).get("weight_version")
+        is_settled = expected == self._weight_version and not self._publishing.locked()
+        if expected and told != expected and is_settled:
+            raise SamplerLost(f"{self.name} serves {told!r} in place of {expected!r}: {STRANGER}")
+
+    async def differences(self, seconds: float) -> list[str]:
+        """Names of tensors that it holds with other numbers than were published. A server that hands out no tensors is
+        not found out here."""
+        held = self._held
+        if held is None or not await tells_rows(self._client, held, seconds=seconds):
+            return []
+        return await differing_rows(self._client, held, seconds=seconds)
+
+    def forget(self) -> None:
+        """Nothing is drawn before the next publication."""
+        self._trouble = NOT_FED
 
     def stats(self) -> Mapping[str, float]:
         """As counted from answers; the server's own KV use and steps are not among what it tells."""
-        names = ("prefill_tokens", "cached_tokens", "decode_tokens", "requests", "preemptions", "cuts")
-        counts = {name: float(self._counts[name]) for name in names}
-        self._counts.clear()
-        asked = counts["cached_tokens"] + counts["prefill_tokens"]
-        rate = counts["cached_tokens"] / asked if asked else 0.0
-        return counts | {"prefix_hit_rate": rate, "drawing_seconds": self._drawing.seconds()}
+        return self._streams.stats() | {"drawing_seconds": self._drawing.seconds()}
 
     async def close(self) -> None:
-        for request_id in list(self._active):
+        """Whoever waits for an answer gets SamplerLost, with what was told of it."""
+        self._is_lost, self._trouble = True, "it was closed"
+        if self._active:
             with contextlib.suppress(BackendError):
-                await self.abort(request_id)
+                await self._streams.abort_all(END_SECONDS)
         await self._client.close()
-        if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        held, self._held = self._held, None
+        if held is not None:
+            await self._checkpoints.give_back(held)
 
     async def _complete(self, request: Request, active: Active) -> Completion:
         """One request to the server, or several when publications cut it: each is of one version."""
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
-        top: list[list[tuple[int, float]]] = []
-        finish = None
-        while finish is None:
-            expected, version = await self._admit(active)
-            if active.wanted is not None:  # asked for while nothing of it was on the server
-                active.rid, finish = "", active.wanted
-                break
-            left = dataclasses.replace(request.params, max_new_tokens=request.params.max_new_tokens - len(tokens))
-            drawn = await self._draw(request.id, active, (*request.prompt_ids, *tokens), left)
-            _require_version(self._who, drawn, expected)
-            tokens += drawn.token_ids
-            logprobs += drawn.logprobs
-            versions += [version] * len(drawn.token_ids)
-            top += drawn.top
-            finish = self._finish_of(drawn, active, left)
-        asked = request.params.top_logprobs > 0
-        return Completion(
-            prompt_ids=request.prompt_ids,
-            token_ids=tokens,
-            logprobs=logprobs,
-            versions=versions,
-            finish=finish,
-            top_ids=[[token for token, _ in row] for row in top] if asked else None,
-            top_logprobs=[[value for _, value in row] for row in top] if asked else None,
-            params=request.params,
-        )
+        pieces = PiecedAnswer(request, None)
+        try:
+            while True:
+                expected, version = await self._admit(active)
+                if active.wanted is not None:  # asked for while nothing of it was on the server
+                    active.rid = ""
+                    return pieces.ended(active.wanted)
+                asked = pieces.rest()
+                drawn = await self._streams.draw(asked, active)
+                if told := _other_versions(drawn, expected):
+                    raise SamplerLost(f"{self.name} drew by weights {told} in place of {expected!r}: {STRANGER}")
+                finish = self._finish_of(drawn, active, asked.params)
+                whole = pieces.add(drawn.completion(asked, version, finish or Finish.INTERRUPT))
+                if drawn.lost is not None:
+                    raise drawn.lost
+                if finish is not None:
+                    return whole
+        except SamplerLost as error:
+            raise SamplerLost(error.why, pieces.so_far) from error
 
     async def _admit(self, active: Active) -> tuple[str, int]:
         """Waits for a publication under way; the weights that will draw, by the server's name and by version."""
         seconds = self._settings.update_seconds + self._settings.control_seconds
-        async with within(seconds, f"{self._who}: no publication ended"), self._publishing:
+        async with within(seconds, f"{self.name}: no publication ended"), self._publishing:
             if self._trouble:
-                raise BackendError(f"{self._who} may not draw: {self._trouble}")
+                raise (SamplerLost if self._is_lost else BackendError)(f"{self.name} may not draw: {self._trouble}")
             active.rid, active.is_cut = uuid.uuid4().hex, False
             return self._weight_version, self._version
 
@@ -223,41 +228,15 @@ class SglangEngine:
             return Finish.STOP
         if active.wanted is not None:
             return active.wanted
+        if drawn.lost is not None:
+            return None
+        if self._is_lost:
+            raise SamplerLost(f"{self.name} was closed")
         if not active.is_cut:
-            raise BackendError(f"{self._who} aborted a request by itself: {reason.get('message')}")
-        self._counts["cuts"] += 1
+            raise BackendError(f"{self.name} aborted a request by itself: {reason.get('message')}")
+        self._streams.counts["cuts"] += 1
         length = int(drawn.meta.get("prompt_tokens", 0)) + len(tokens)
         return Finish.LENGTH if len(tokens) >= left.max_new_tokens or length >= self._max_prompt else None
-
-    async def _draw(
-        self, request_id: str, active: Active, prompt_ids: tuple[int, ...], params: SamplingParams
-    ) -> PartialCompletion:
-        rid, drawn = active.rid, PartialCompletion()
-        body = body_of(rid=rid, prompt_ids=prompt_ids, params=params, seed=self._settings.seed, request_id=request_id)
-        try:
-            async with contextlib.aclosing(self._client.stream("/generate", body)) as events:
-                async for event in events:
-                    drawn.add(event)
-                    # An abort that came before the server knew the request was ignored there, so it is repeated.
-                    if drawn.finish_reason is None and (active.is_cut or active.wanted is not None):
-                        await self._abort_on_server(rid)
-        except asyncio.CancelledError:
-            with contextlib.suppress(BackendError):
-                await asyncio.shield(self._abort_on_server(rid))
-            raise
-        finally:
-            active.rid = ""
-        check_drawn(drawn, rid=rid, prompt_ids=prompt_ids, params=params)
-        self._count(drawn)
-        return drawn
-
-    def _count(self, drawn: PartialCompletion) -> None:
-        cached = int(drawn.meta.get("cached_tokens") or 0)
-        self._counts["requests"] += 1
-        self._counts["cached_tokens"] += cached
-        self._counts["prefill_tokens"] += int(drawn.meta.get("prompt_tokens") or 0) - cached
-        self._counts["decode_tokens"] += len(drawn.token_ids)
-        self._counts["preemptions"] += int(drawn.meta.get("num_retractions") or 0)
 
     async def _end(self, request_id: str, finish: Finish) -> None:
         active = self._active.get(request_id)
@@ -265,41 +244,41 @@ class SglangEngine:
             return
         active.wanted = finish
         if active.rid:
-            await self._abort_on_server(active.rid)
+            await self._streams.abort(active.rid)
 
-    async def _abort_on_server(self, rid: str) -> None:
-        await self._client.post("/abort_request", {"rid": rid}, seconds=self._settings.control_seconds)
-
-    async def _publish(self, publication: Publication, manifest: Manifest, folder: Path) -> None:
+    async def _publish(self, published: PublishedCheckpoint) -> None:
         await self._cut_all()
-        prompt, changed = self._probe_prompt(), _changed(self._manifest, manifest)
+        prompt, changed = self._probe_prompt(), _changed(self._held if self._weight_version else None, published)
         await self._probe(prompt)  # so that a prefix cache that outlives the update is found out below
         await take_over(
             self._client,
-            publication,
-            folder,
+            published,
             changed=changed,
             seconds=self._settings.control_seconds,
             update_seconds=self._settings.update_seconds,
         )
         probe = await self._probe(prompt)
-        _require_version(self._who, probe, folder.name)
+        if told := _other_versions(probe, published.folder.name):
+            raise BackendError(
+                f"{self.name} draws by weights {told} where {published.folder.name!r} were published: "
+                "it did not take them over, or someone else publishes to this server"
+            )
         if cached := int(probe.meta.get("cached_tokens") or 0):
             raise BackendError(
-                f"{self._who} kept a stale prefix cache: {cached} tokens of a prompt were "
-                f"answered from keys and values of the weights before {folder.name}"
+                f"{self.name} kept a stale prefix cache: {cached} tokens of a prompt were "
+                f"answered from keys and values of the weights before {published.folder.name}"
             )
-        self._weight_version = folder.name
+        self._weight_version = published.folder.name
 
     async def _cut_all(self) -> None:
         """Ends every request on the server; their generate() calls wait for the publication and go on. Asks again until
         all have ended: an abort that arrives before its request is lost."""
         pause, seconds = FIRST_PAUSE_SECONDS, self._settings.control_seconds
-        async with within(seconds, f"{self._who} did not end the requests under way"):
+        async with within(seconds, f"{self.name} did not end the requests under way"):
             while busy := [active for active in self._active.values() if active.rid]:
                 for active in busy:
                     active.is_cut = True
-                await self._client.post("/abort_request", {"abort_all": True}, seconds=seconds)
+                await self._streams.abort_all(seconds)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 1.0)
 
@@ -310,17 +289,17 @@ class SglangEngine:
     async def _probe(self, prompt: tuple[int, ...], params: SamplingParams | None = None) -> PartialCompletion:
         active = Active(rid=uuid.uuid4().hex)
         params = params or SamplingParams(temperature=0.0, max_new_tokens=1)
-        async with within(self._settings.control_seconds, f"{self._who} did not answer a probe"):
-            return await self._draw("probe", active, prompt, params)
+        async with within(self._settings.control_seconds, f"{self.name} did not answer a probe"):
+            drawn = await self._streams.draw(Request(id="probe", prompt_ids=prompt, params=params), active)
+        if drawn.lost is not None:
+            raise drawn.lost
+        return drawn
 
 
-def _require_version(who: str, drawn: PartialCompletion, expected: str) -> None:
+def _other_versions(drawn: PartialCompletion, expected: str) -> str:
+    """Names of weights other than these by which it was drawn; '' for none."""
     spans = [span["version"] for span in drawn.meta.get("weight_versions") or []]
-    if told := {*spans, drawn.meta.get("weight_version")} - {expected}:
-        raise BackendError(
-            f"{who} drew by weights {', '.join(map(repr, told))} where {expected!r} were published: "
-            "someone else publishes to this server, or it did not take over the last publication"
-        )
+    return ", ".join(map(repr, {*spans, drawn.meta.get("weight_version")} - {expected}))
 
 
 def _check_length(request: Request, max_prompt: int) -> None:
@@ -331,7 +310,9 @@ def _check_length(request: Request, max_prompt: int) -> None:
         raise ContextFull(f"the prompt has {length} tokens and the server takes fewer than {max_prompt}")
 
 
-def _changed(previous: Manifest | None, manifest: Manifest) -> set[str] | None:
+def _changed(previous: PublishedCheckpoint | None, published: PublishedCheckpoint) -> set[str] | None:
+    """None: what the server has is unknown."""
     if previous is None:
         return None
-    return {name for name, facts in manifest.tensors.items() if previous.tensors.get(name) != facts}
+    before = previous.manifest.tensors
+    return {name for name, facts in published.manifest.tensors.items() if before.get(name) != facts}

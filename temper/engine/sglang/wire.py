@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from temper.engine.fleet.member import SamplerLost
 from temper.errors import BackendError, UserError
-from temper.types import SamplingParams
+from temper.types import Completion, Finish, Request, SamplingParams
 
 TOKENS_PER_EVENT = 32
 """Without it every token is an event, and each event of a server with default settings repeats all earlier tokens."""
@@ -37,13 +38,13 @@ def require_supported(params: SamplingParams) -> None:
         raise UserError('entropy: SGLang does not report it. Use engine.kind = "local"')
 
 
-def body_of(
-    *, rid: str, prompt_ids: tuple[int, ...], params: SamplingParams, seed: int, request_id: str
-) -> dict[str, Any]:
-    """Every parameter is written out: what is missing could come from the server's --preferred-sampling-params."""
+def body_of(rid: str, request: Request, *, seed: int) -> dict[str, Any]:
+    """rid: its name on the server. Every parameter is written out: what is missing could come from the server's
+    --preferred-sampling-params."""
+    params = request.params
     return {
         "rid": rid,
-        "input_ids": list(prompt_ids),
+        "input_ids": list(request.prompt_ids),
         "stream": True,
         "return_logprob": True,
         "logprob_start_len": -1,
@@ -76,7 +77,7 @@ def body_of(
             "no_stop_trim": True,
             "stream_interval": TOKENS_PER_EVENT,
             # Has effect under --enable-deterministic-inference, where it is combined with the position.
-            "sampling_seed": _seed_of(seed, request_id),
+            "sampling_seed": _seed_of(seed, request.id),
         },
     }
 
@@ -95,6 +96,8 @@ class PartialCompletion:
     """(id, log-probability), most likely first; empty when not asked for."""
     meta: Mapping[str, Any] = field(default_factory=dict)
     """The meta_info of the newest event."""
+    lost: SamplerLost | None = None
+    """How the stream broke off. None: it goes on, or came to its end."""
 
     def add(self, event: Mapping[str, Any]) -> None:
         meta = event["meta_info"]
@@ -116,6 +119,19 @@ class PartialCompletion:
         """None: still drawing."""
         return self.meta.get("finish_reason")
 
+    def completion(self, request: Request, version: int, finish: Finish) -> Completion:
+        asked = request.params.top_logprobs > 0
+        return Completion(
+            prompt_ids=request.prompt_ids,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            versions=[version] * len(self.token_ids),
+            finish=finish,
+            top_ids=[[token for token, _ in row] for row in self.top] if asked else None,
+            top_logprobs=[[value for _, value in row] for row in self.top] if asked else None,
+            params=request.params,
+        )
+
 
 def _joined(have: list[Any], came: list[Any], total: int) -> list[Any]:
     """Servers send everything so far, only what is new, or (on an abort, under --incremental-streaming-output) a part
@@ -133,9 +149,10 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def check_drawn(drawn: PartialCompletion, *, rid: str, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
+def check_drawn(drawn: PartialCompletion, rid: str, request: Request) -> None:
     """Raises BackendError for an answer that cannot have come from what was asked."""
-    meta, reason, tokens = drawn.meta, drawn.finish_reason or {}, drawn.token_ids
+    prompt_ids, params = request.prompt_ids, request.params
+    meta, reason, tokens, is_whole = drawn.meta, drawn.finish_reason or {}, drawn.token_ids, drawn.lost is None
     problems = []
     if meta.get("id") != rid:
         problems.append(f"it is the answer to request {meta.get('id')!r}, not {rid!r}")
@@ -145,13 +162,15 @@ def check_drawn(drawn: PartialCompletion, *, rid: str, prompt_ids: tuple[int, ..
         problems.append(f"{len(drawn.logprobs)} log-probabilities for {len(tokens)} tokens")
     if bad := [value for value in drawn.logprobs if not value <= 1e-4 or math.isinf(value)]:
         problems.append(f"{bad[0]} is no log-probability")
-    if len(tokens) > params.max_new_tokens:
+    # The last token comes with the end, so one that broke off has not reached it.
+    if len(tokens) + (not is_whole) > params.max_new_tokens:
         problems.append(f"{len(tokens)} tokens where max_new_tokens={params.max_new_tokens}")
-    if passed := set(tokens[:-1]) & set(params.stop_ids):
+    if passed := set(tokens[:-1] if is_whole else tokens) & set(params.stop_ids):
         problems.append(f"it drew on after the stop id {min(passed)}: the server ignores stop ids")
     if params.top_logprobs and any(len(row) != params.top_logprobs for row in drawn.top):
         problems.append(f"not every position has the {params.top_logprobs} most likely tokens")
-    problems += _finish_problems(reason, tokens, params)
+    if is_whole:
+        problems += _finish_problems(reason, tokens, params)
     if problems:
         raise BackendError(f"SGLang's answer does not fit the request: {'; '.join(problems)}")
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from temper.engine.digests import Digests
+from temper.engine.digests import Digests, differing
 from temper.engine.fleet import fleet as fleet_module
 from temper.engine.fleet.fleet import Fleet, FleetSettings
 from temper.engine.fleet.kept import KeptFleet
-from temper.engine.process.client import SamplerLost
+from temper.engine.fleet.member import SamplerLost
 from temper.errors import BackendError
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 
@@ -29,7 +29,7 @@ def weights(version: int) -> Publication:
 
 
 class FakeSampler:
-    """Takes the place of ProcessSampler: answers when it is let, dies when it is told."""
+    """A member: answers when it is let, dies when it is told."""
 
     def __init__(self, place: int, number: int) -> None:
         self.place, self.number = place, number
@@ -86,12 +86,16 @@ class FakeSampler:
         self.held = {name: tensor.clone() for name, tensor in publication.tensors.items()}
         self.held |= self.spoils
 
-    async def digests(self, seconds: float) -> dict[str, str]:
+    async def feed(self, publication: Publication, published: Digests, seconds: float) -> list[str]:
+        await self.load(publication, seconds)
+        return await self.differences(published, seconds)
+
+    async def differences(self, published: Digests, seconds: float) -> list[str]:
         await self.ping(seconds)
         digests = Digests()
         for name, tensor in self.held.items():
             digests.add(name, tensor)
-        return digests.read()
+        return differing(published.read(), digests.read())
 
     async def ping(self, seconds: float) -> None:
         if self.is_silent:
@@ -464,7 +468,10 @@ def test_one_that_comes_back_and_reads_what_the_next_step_has_made_of_them_waits
         await settle(60)
         assert set(world.drawing.values()) == {world.started[1]}
         assert world.fleet.stats()["samplers"] == 1
-        assert world.notes[1:] == ["sampler 2 holds other numbers than publication 1 in a: it waits for the next"]
+        assert world.notes[1:] == [
+            "sampler 2 holds other numbers than publication 1 in a. Nothing was drawn with them; "
+            "it waits for the next publication"
+        ]
         await world.fleet.load(Publication(version=2, tensors={"a": trained}))
         assert world.fleet.stats()["samplers"] == 2
         world.started[1].answer("a")
@@ -508,6 +515,59 @@ def test_a_request_is_ended_where_it_is_drawn_or_while_it_waits(verb: str) -> No
         return sampler
 
     play(1, use)
+
+
+@pytest.mark.parametrize("verb", ["abort", "interrupt"])
+def test_a_request_that_was_ended_is_not_drawn_by_another_when_its_sampler_dies_before_it_answers(verb: str) -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        asking = asyncio.create_task(world.fleet.generate(asked("a")))
+        await settle()
+        (sampler,) = world.drawing.values()
+        sampler.answer = lambda name, finish: None  # type: ignore[method-assign]  # it hears the end and says nothing
+        await getattr(world.fleet, verb)("a")
+        sampler.told["a"] = piece("abc")
+        sampler.die()
+        drawn = await asking
+        assert (bytes(drawn.token_ids), drawn.finish) == (b"abc", Finish.ABORT if verb == "abort" else Finish.INTERRUPT)
+
+    play(2, use)
+
+
+def test_what_is_drawn_when_the_fleet_is_closed_ends() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        asking = asyncio.create_task(world.fleet.generate(asked("a")))
+        await settle()
+        await world.fleet.close()
+        with pytest.raises(SamplerLost, match="were closed"):
+            await asking
+
+    play(2, use)
+
+
+def test_one_that_refuses_whenever_it_comes_back_is_given_up_and_others_draw() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        start = world.fleet._start
+
+        def start_refusing(place: int) -> Any:
+            sampler: Any = start(place)
+            sampler.refuses = "no such file"
+            return sampler
+
+        world.fleet._start = start_refusing
+        world.started[0].die()
+        asking = asyncio.create_task(world.fleet.generate(asked("a")))
+        await settle(200)
+        assert set(world.drawing.values()) == {world.started[1]}
+        assert world.notes[1:] == [f"sampler {n} was not fed, and is ended: no such file" for n in (2, 3, 4)]
+        await world.fleet.load(weights(2))
+        assert world.fleet.stats()["samplers"] == 1
+        world.started[1].answer("a")
+        await asking
+
+    play(2, use)
 
 
 def test_one_that_nobody_asks_and_that_falls_silent_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

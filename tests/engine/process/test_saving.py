@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from temper.engine.fleet.fleet import Fleet, FleetSettings
+from temper.engine.fleet.member import SamplerLost
 from temper.engine.local.engine import LocalEngine
 from temper.engine.process import saving
-from temper.engine.process.client import ProcessSampler, SamplerLost
+from temper.engine.process.client import ProcessSampler
 from temper.engine.process.order import LocalOrder, open_engine
 from temper.engine.process.saving import Saver
 from temper.models.tiny import make_tiny_model
