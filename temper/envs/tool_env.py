@@ -274,7 +274,9 @@ class ToolEnv:
 
     async def _run(self, tool: Tool, arguments: dict[str, Any]) -> _Result:
         described = f"{tool.name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-        if tool.effect == "irreversible" and not (self._is_allowed(tool) or await self._is_approved(tool, arguments)):
+        if tool.effect == "irreversible" and not (
+            self._is_allowed(tool) or await _is_approved(self._permissions, tool, arguments)
+        ):
             self._cost -= tool.cost
             text = f"dry run: {described} was not carried out, it needs approval"
             dry = self._note(self._event(EventKind.DESCRIBED, tool.name, text))
@@ -322,21 +324,6 @@ class ToolEnv:
         """Whether the recipe names it. What permissions deny stays denied."""
         return tool.name in self._allowed_names and self._permissions.refusal(tool) is None
 
-    async def _is_approved(self, tool: Tool, arguments: Mapping[str, Any]) -> bool:
-        """Whether someone said yes. Silence and errors are a no."""
-        approve = self._permissions.approve
-        if approve is None:
-            return False
-        try:
-            question = partial(approve, tool, dict(arguments))
-            seconds = self._permissions.approve_seconds
-            answer = await run_with_deadline(question, seconds, f"approval of {tool.name}")
-        except BackendError:
-            raise
-        except Exception:  # fails closed; the DESCRIBED event records it
-            return False
-        return answer is True
-
     def _event(self, kind: EventKind, name: str, detail: str) -> Event:
         return Event(kind=kind, name=name, detail=self._permissions.secrets.redact(detail)[:DETAIL_CHARACTERS])
 
@@ -360,6 +347,22 @@ _OUTCOMES: dict[EventKind | None, Literal["done", "failed", "timed out"]] = {
     EventKind.TOOL_ERROR: "failed",
     EventKind.TOOL_TIMEOUT: "timed out",
 }
+
+
+async def _is_approved(permissions: Permissions, tool: Tool, arguments: Mapping[str, Any]) -> bool:
+    """Whether someone said yes. Silence and errors are a no."""
+    approve = permissions.approve
+    if approve is None:
+        return False
+    try:
+        question = partial(approve, tool, dict(arguments))
+        seconds = permissions.approve_seconds
+        answer = await run_with_deadline(question, seconds, f"approval of {tool.name}")
+    except BackendError:
+        raise
+    except Exception:  # fails closed; the DESCRIBED event records it
+        return False
+    return answer is True
 
 
 def _same_tools(tools: tuple[Tool, ...], task: Task, seed: int) -> tuple[Tool, ...]:
