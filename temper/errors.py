@@ -45,6 +45,11 @@ class TaskError(TemperError):
 class EnvironmentLost(TaskError):
     """The process that an episode lived in is gone, with whatever else lived there. The episode may be played anew."""
 
+    def __init__(self, text: str, *, is_suspect: bool) -> None:
+        """is_suspect: it had a call under way when the process ended, and so may be what ended it."""
+        super().__init__(text)
+        self.is_suspect = is_suspect
+
 
 class ContextFull(TaskError):
     """The prompt leaves no room for an answer."""

@@ -236,6 +236,16 @@ class Charges(Protocol):
         ...
 
 
+@runtime_checkable
+class MayBeLost(Protocol):
+    """An environment in a process that may be lost, whereupon its episode is played anew with another."""
+
+    def replay(self, *, spent: float, alone: bool) -> None:
+        """Called before start() of such a play. spent: what the lost ones have cost, which counts for what the episode
+        may cost. alone: no other episode may live in its process."""
+        ...
+
+
 class LabelledCases(Protocol):
     async def measure(self) -> Mapping[str, float]:
         """How far the reward agrees with people now, and by how much less than when the run began. {}: nothing was

@@ -44,6 +44,7 @@ def measure_groups(groups: Sequence[Group], dropped: Sequence[tuple[Group, str]]
         "data/unscorable": float(sum(not t.score.is_value for t in trajectories)),
         "data/env_error": float(sum(t.status in _FAILED for t in trajectories)),
         "gen/env_reset_fail": float(sum(t.status in _FAILED and not t.turns for t in trajectories)),
+        "sys/replayed": float(sum(event.kind is EventKind.REPLAYED for t in trajectories for event in t.events)),
         **_staleness_metrics(trained, version),
         **_source_metrics(generated),
     }

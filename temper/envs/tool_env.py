@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from temper.calls import DeadlinePassed
 from temper.envs.permissions import Permissions, SideEffect, SideEffectLog
+from temper.envs.solutions import read_calls
 from temper.envs.threads import run_with_deadline
 from temper.envs.tool_calls import BadCall, Call, Calls, describe_tools, find_parser, parse, write_call
 from temper.envs.tools import ArgumentsRefused, Tool, ToolError, ToolSet, ToolTimeout
@@ -126,13 +127,14 @@ class ToolEnv:
         return None
 
     def state(self) -> str | None:
-        """Name of the state that its world is in now (EnvReply.state). Overridden by who can tell."""
+        """Name of the state that its world is in now; what is left of the limits is added to it (EnvReply.state).
+        Overridden by who can tell."""
         return None
 
     def solution(self, task: Task) -> Calls:
         """Calls that solve the task, where they are known: those in its column "solution", e.g.
         [["add", {"item": "i1"}], ["pay", {}]]. An environment that can work them out overrides it."""
-        return _read_calls(task)
+        return read_calls(task)
 
     def spell(self, name: str, arguments: Mapping[str, Any]) -> str:
         """A call in the words of this environment's call_format."""
@@ -157,6 +159,15 @@ class ToolEnv:
     @property
     def side_effects(self) -> tuple[SideEffect, ...]:
         return self._log.entries
+
+    @property
+    def _state(self) -> str | None:
+        """What is left decides, too, what can still be reached. Not the seconds: no two episodes have the same left."""
+        if (world := self.state()) is None:
+            return None
+        limits = self._limits
+        left = f"{limits.calls_per_episode - self._num_calls} calls, {limits.bad_calls - self._num_bad} bad calls left"
+        return f"{world}, {left}" + (f", {self._cost:.6g} spent" if self._max_cost else "")
 
     def _ending(self, *, is_lost: bool) -> Status | None:
         if is_lost:
@@ -186,7 +197,7 @@ class ToolEnv:
         if self._must_exist and (missing := self._allowed_names - final):
             has = f"It has {', '.join(sorted(final))}" if final else "It has none"
             raise UserError(f'env.allow names "{min(missing)}": no tool here that cannot be undone is called so. {has}')
-        return dataclasses.replace(self._presentation.open(task.messages, self._tools.schemas), state=self.state())
+        return dataclasses.replace(self._presentation.open(task.messages, self._tools.schemas), state=self._state)
 
     async def step(self, message: Message) -> EnvReply:
         calls = parse(message.content, self._presentation.call_format).calls
@@ -203,7 +214,7 @@ class ToolEnv:
             # What the policy spoilt or used up is judged like no answer; what a tool spoilt is not judged at all.
             reward=self.reward("") if ending in (Status.BAD_FORMAT, Status.TRUNCATED_TURNS) else None,
             events=tuple(event for result in results for event in result.events),
-            state=self.state(),
+            state=self._state,
         )
 
     async def close(self) -> tuple[Event, ...]:
@@ -263,7 +274,9 @@ class ToolEnv:
 
     async def _run(self, tool: Tool, arguments: dict[str, Any]) -> _Result:
         described = f"{tool.name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-        if tool.effect == "irreversible" and not (self._is_allowed(tool) or await self._is_approved(tool, arguments)):
+        if tool.effect == "irreversible" and not (
+            self._is_allowed(tool) or await _is_approved(self._permissions, tool, arguments)
+        ):
             self._cost -= tool.cost
             text = f"dry run: {described} was not carried out, it needs approval"
             dry = self._note(self._event(EventKind.DESCRIBED, tool.name, text))
@@ -311,21 +324,6 @@ class ToolEnv:
         """Whether the recipe names it. What permissions deny stays denied."""
         return tool.name in self._allowed_names and self._permissions.refusal(tool) is None
 
-    async def _is_approved(self, tool: Tool, arguments: Mapping[str, Any]) -> bool:
-        """Whether someone said yes. Silence and errors are a no."""
-        approve = self._permissions.approve
-        if approve is None:
-            return False
-        try:
-            question = partial(approve, tool, dict(arguments))
-            seconds = self._permissions.approve_seconds
-            answer = await run_with_deadline(question, seconds, f"approval of {tool.name}")
-        except BackendError:
-            raise
-        except Exception:  # fails closed; the DESCRIBED event records it
-            return False
-        return answer is True
-
     def _event(self, kind: EventKind, name: str, detail: str) -> Event:
         return Event(kind=kind, name=name, detail=self._permissions.secrets.redact(detail)[:DETAIL_CHARACTERS])
 
@@ -351,28 +349,20 @@ _OUTCOMES: dict[EventKind | None, Literal["done", "failed", "timed out"]] = {
 }
 
 
-def read_solution(task: Task) -> Any:
-    """The column "solution" of a task, as a value or as JSON; None where it has none, or one in words, as files of
-    problems do."""
-    given = task.columns.get("solution", task.extra.get("solution"))
+async def _is_approved(permissions: Permissions, tool: Tool, arguments: Mapping[str, Any]) -> bool:
+    """Whether someone said yes. Silence and errors are a no."""
+    approve = permissions.approve
+    if approve is None:
+        return False
     try:
-        return json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        return None
-
-
-def _read_calls(task: Task) -> Calls:
-    match read_solution(task):
-        case [*calls] if all(map(_is_call, calls)):
-            return [(name, arguments) for name, arguments in calls]
-    return []
-
-
-def _is_call(value: object) -> bool:
-    match value:
-        case [str(), dict()]:
-            return True
-    return False
+        question = partial(approve, tool, dict(arguments))
+        seconds = permissions.approve_seconds
+        answer = await run_with_deadline(question, seconds, f"approval of {tool.name}")
+    except BackendError:
+        raise
+    except Exception:  # fails closed; the DESCRIBED event records it
+        return False
+    return answer is True
 
 
 def _same_tools(tools: tuple[Tool, ...], task: Task, seed: int) -> tuple[Tool, ...]:

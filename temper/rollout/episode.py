@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from temper.calls import CLOSE_SECONDS, call, explain_error, is_end_of_task, waiting_for
 from temper.errors import BackendError, ContextFull, EnvironmentLost, TaskError, TemperError
 from temper.protocols import Env, EnvReply, Sampler
+from temper.rollout.lost_plays import LostPlays
 from temper.rollout.thinking import Thinking, draw
 from temper.storable import as_float, without_halves
 from temper.turnstile import take_turn
@@ -39,8 +40,6 @@ from temper.types import (
     lasting,
 )
 
-MOST_PLAYS = 3
-"""Of an episode whose environment's process is lost each time: it may be the one that ends it."""
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of what an environment lets the policy call."""
 
@@ -82,6 +81,8 @@ class Scorer(Protocol):
 class Played:
     """What there is of an episode so far: it survives a failure."""
 
+    before: LostPlays
+    """Plays of the episode that were lost."""
     turns: list[Turn] = dataclasses.field(default_factory=list)
     opening: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -91,8 +92,8 @@ class Played:
     """Of a reply that is not yet part of a turn: it may be refused."""
     lost: tuple[Event, ...] = ()
     """Of a step that did not come back, as the environment tells at its end."""
-    is_orphaned: bool = False
-    """The process of its environment was lost."""
+    loss: EnvironmentLost | None = None
+    """The process of its environment was lost. None: it was not."""
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -154,17 +155,10 @@ class EpisodeSetup:
 
 async def run_episode(setup: EpisodeSetup, task: Task, *, group_id: str, index: int, request_id: str) -> Trajectory:
     """Plays and scores one attempt. Only a broken backend raises; everything else is a status."""
-    done: tuple[Event, ...] = ()
     async with setup.player.place():
         await take_turn()
         started = time.monotonic()
-        for play in range(1, MOST_PLAYS + 1):
-            played = Played()
-            status, error = await _status(setup, task, played, request_id)
-            if not played.is_orphaned or play == MOST_PLAYS:
-                break
-            # Under the same name, so that the same is drawn: what befell a process is none of the episode's luck.
-            done += lasting(played.events, f"play {play}, whose process was lost")
+        played, status, error = await _play_until_kept(setup, task, request_id)
     trajectory = Trajectory(
         task_id=task.id,
         group_id=group_id,
@@ -176,7 +170,7 @@ async def run_episode(setup: EpisodeSetup, task: Task, *, group_id: str, index: 
         opening=played.opening,
         tools=played.tools,
         seconds=time.monotonic() - started,
-        unplaced_events=(*done, *lasting((*played.replied, *played.lost))),
+        unplaced_events=(*played.before.events, *lasting((*played.replied, *played.lost))),
         result=played.result,
         turn_order=played.turn_order,
     )
@@ -184,17 +178,35 @@ async def run_episode(setup: EpisodeSetup, task: Task, *, group_id: str, index: 
     return await _scored(setup.scorer, task, trajectory)
 
 
-async def _status(setup: EpisodeSetup, task: Task, played: Played, request_id: str) -> tuple[Status, str | None]:
-    """How the episode ended, and what went wrong."""
+async def _play_until_kept(setup: EpisodeSetup, task: Task, request_id: str) -> tuple[Played, Status, str | None]:
+    """What there is of the episode, how it ended, and what went wrong.
+
+    A play whose process is lost is begun anew, under the same name, so that the same is drawn: what befell a process is
+    none of the episode's luck. All plays share the time of one.
+    """
+    ends_at = asyncio.get_running_loop().time() + setup.episode_seconds
+    lost = LostPlays()
+    while True:
+        played = Played(lost)
+        status, error = await _status(setup, task, played, request_id, ends_at)
+        if played.loss is None or lost.ends_with(played.loss):
+            return played, status, error
+        lost = lost.add(played.loss, played.events)
+
+
+async def _status(
+    setup: EpisodeSetup, task: Task, played: Played, request_id: str, ends_at: float
+) -> tuple[Status, str | None]:
+    """How the play ended, and what went wrong. ends_at: by the clock of the event loop."""
     try:
-        async with asyncio.timeout(setup.episode_seconds):
+        async with asyncio.timeout_at(ends_at):
             return await setup.player.play(setup, task, played, request_id), None
     except TimeoutError:
         return Status.TIMEOUT, f"the episode took longer than {setup.episode_seconds:g} s"
     except BackendError:
         raise
     except EnvironmentLost as problem:
-        played.is_orphaned = True
+        played.loss = problem
         return Status.TOOL_ERROR, str(problem)
     except ContextFull as problem:  # on the first turn; later ones are cut
         return Status.TOO_LONG, f"task {task.id}: {problem}"
@@ -210,6 +222,7 @@ async def _play(setup: EpisodeSetup, task: Task, played: Played, request_id: str
     env = setup.make_env(task.env)
     name = type(env).__name__
     turns = played.turns
+    played.before.prepare(env)
     try:
         opening = await call(env.start(task, setup.seed), setup.episode_seconds, f"{name}.start()")
         await take_turn()

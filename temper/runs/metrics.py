@@ -202,7 +202,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("gen/permission_denied", "acts", RESPONSES, MEAN, "Asked for and refused"),
         Metric("gen/side_effect_rate", "acts", RESPONSES, MEAN, "Something outside the conversation changed"),
         Metric("gen/env_reset_fail", "responses", EPISODES, COUNT, "The environment failed before the first turn"),
-        Metric("gen/cost_per_success", "cost", RESPONSES, "costs over solved episodes", "What a solved task costs"),
+        Metric("gen/cost_per_success", "cost", RESPONSES, "costs over solved episodes",
+               "What a solved task costs, with plays that were lost with their process (sys/replayed)"),
     ),
     "Data": (
         Metric("data/all_pass", "share", GENERATED, SHARE, "Every response has the top score: too easy"),
@@ -338,6 +339,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("sys/sampler_restarts", "processes", STEP, COUNT, "Sampler processes that ended and were replaced"),
         Metric("sys/reissued", "requests", STEP, COUNT, "Requests that went to another because their sampler ended"),
         Metric("sys/rescued", "tokens", STEP, COUNT, "Tokens of such requests that were not drawn a second time"),
+        Metric("sys/replayed", "plays", EPISODES, COUNT,
+               "Episodes begun anew because the worker process of their environment was lost (env.place)"),
         Metric("sys/peak_memory_bytes", "bytes", "of the stage", MAX, "Device memory, or resident memory on a CPU"),
         Metric("sys/peak_memory_since_start", "0 or 1", "of the stage", MAX, "Whether earlier stages are in that peak"),
     ),

@@ -1,7 +1,5 @@
-"""From a task to a scored group: what rollouts are made of.
-
-Everything is frozen, keyword-only, and checked once, when it is made.
-"""
+"""From a task to a scored group: what rollouts are made of. All of it is frozen, keyword-only, and checked
+once, when it is made."""
 
 from __future__ import annotations
 
@@ -83,6 +81,8 @@ class EventKind(StrEnum):
     """Something outside the conversation changed."""
     MODEL_CALL = "model_call"
     """The environment asked a model by itself: a judge, or a user that a model plays."""
+    REPLAYED = "replayed"
+    """The episode was begun anew, for its environment's process was lost. The cost is what the lost play has cost."""
 
 
 REFUSED = (EventKind.DENIED, EventKind.DESCRIBED)
@@ -102,8 +102,8 @@ class Event:
 
 
 def lasting(events: Iterable[Event], where: str = "") -> tuple[Event, ...]:
-    """Those that are never forgotten; with `where` each says first where it happened."""
-    kept = (event for event in events if event.kind in LASTING)
+    """Those that outlive an attempt: LASTING ones, and plays that were lost. `where` is told first in each."""
+    kept = (event for event in events if event.kind in (*LASTING, EventKind.REPLAYED))
     return tuple(replace(event, detail=f"{where}: {event.detail}") if where else event for event in kept)
 
 
@@ -288,7 +288,7 @@ class Trajectory:
     extra_tokens: int = 0
     """Drawn by those rollouts."""
     unplaced_events: tuple[Event, ...] = ()
-    """LASTING events that stand in none of its turns: of a step that did not come back, of attempts that this one
+    """lasting() events that stand in none of its turns: of a step that did not come back, of attempts that this one
     replaced, of episodes that were played for its step values, and with the first member of the greedy baseline."""
     result: str | None = None
     """What an agent handed in or an environment has to show, which is judged in place of the last words. None: neither,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from temper.batching.measure import RecentPrompts, count_grams, measure_advantages, measure_groups
-from temper.types import Finish, Status
+from temper.types import Event, EventKind, Finish, Status
 
 
 def test_shares_are_over_generated_groups_trained_and_dropped(group) -> None:
@@ -68,7 +68,7 @@ def test_advantages_are_measured_over_trajectories() -> None:
 
 def test_nothing_generated_measures_nothing_but_counts() -> None:
     assert measure_groups([], [], version=0) == dict.fromkeys(
-        ("data/unscorable", "data/env_error", "gen/env_reset_fail"), 0.0
+        ("data/unscorable", "data/env_error", "gen/env_reset_fail", "sys/replayed"), 0.0
     )
     assert measure_advantages(torch.tensor([]), torch.tensor([], dtype=torch.int64)) == {}
 
@@ -109,6 +109,19 @@ def test_ends_formats_and_failed_resets(group, turn) -> None:
     turns = [dataclasses.replace(turn([1], [2]), completion=paused), turn([1, 2], [3])]
     assert measure_groups([group([(1.0, turns), (0.0, 1)])], [], version=0)["gen/interrupt_rate"] == 0.5
     assert metrics["data/env_error"] == 2
+
+
+def test_plays_that_were_lost_are_counted_and_what_they_cost_is_a_part_of_what_a_success_costs(group, turn) -> None:
+    lost = Event(kind=EventKind.REPLAYED, name="environment", cost=2.0)
+    called = dataclasses.replace(turn([1], [2]), events=(Event(kind=EventKind.TOOL_CALL, name="buy", cost=4.0),))
+    one = group([(1.0, [called]), (0.0, 1), (None, [])], statuses=[*[Status.COMPLETED] * 2, Status.TOOL_ERROR])
+    solved, *others, failed = one.trajectories
+    solved = dataclasses.replace(solved, unplaced_events=(lost, lost))
+    failed = dataclasses.replace(failed, unplaced_events=(lost,))
+    metrics = measure_groups([dataclasses.replace(one, trajectories=(solved, *others, failed))], [], version=0)
+    assert metrics["sys/replayed"] == 3, "those of episodes that drew nothing, too"
+    assert metrics["gen/cost_per_success"] == 8.0
+    assert metrics["gen/tool_calls_mean"] == 0.5
 
 
 def test_pass_rates_fall_into_ten_bins_exactly(group) -> None:

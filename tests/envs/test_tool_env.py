@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -243,6 +244,38 @@ class Counter(ToolEnv):
 
     def reward(self, answer: str) -> float:
         return float(answer == str(self.count))
+
+
+class NamedCounter(Counter):
+    def state(self) -> str:
+        return str(self.count)
+
+
+def test_what_is_left_of_calls_bad_calls_and_cost_belongs_to_the_name_of_a_state() -> None:
+    def after(*said: str, env: Callable[[], ToolEnv] = NamedCounter) -> str | None:
+        return asyncio.run(steps(env(), *said))[-1].state
+
+    once = after("add(2)")
+    assert once is not None
+    assert after("add(1)", "add(1)") == after("add(2)", "add(0)") != once, "a call fewer is left"
+    assert after("add(1)\nadd(1)") == after("add(1)", "add(1)"), "by calls and not by turns"
+    assert after("add(2)", "ad(0)") != after("add(2)", "add(0)"), "a bad call fewer is left"
+    assert after("add(2)", env=Counter) is None, "what has no name gets none"
+
+    class Costly(NamedCounter):
+        def open(self, task: Task, seed: int) -> list[Tool]:
+            super().open(task, seed)
+            return [make_tool(self.add, cost=0.1), make_tool(self.add, name="free")]
+
+    def paying(most: float) -> ToolEnv:
+        env = Costly()
+        env.limit_cost(most)
+        return env
+
+    dear, cheap = ("add(1)", "add(1)", "free(0)"), ("free(1)", "add(1)", "free(0)")
+    assert after(*dear, env=Costly) == after(*cheap, env=Costly), "without a limit of cost"
+    assert after(*dear, env=partial(paying, 1.0)) != after(*cheap, env=partial(paying, 1.0))
+    assert after(*dear, env=partial(paying, 1.0)) == after(*reversed(dear), env=partial(paying, 1.0))
 
 
 class SharedCounter(Counter):

@@ -18,7 +18,8 @@ from temper import calls
 from temper.envs.threads import InThread
 from temper.errors import BackendError, EnvironmentLost
 from temper.protocols import Env, EnvOpening, EnvReply
-from temper.rollout.episode import MOST_PLAYS, EpisodeSetup, Scorer, run_episode
+from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
+from temper.rollout.lost_plays import MOST_SUSPECTED
 from temper.turnstile import PER_TURN
 from temper.types import Event, EventKind, Message, Request, SamplingParams, Score, ScoreKind, Status, Task, Trajectory
 from tests.fakes.episodes import FakeScorer, Letters
@@ -345,6 +346,8 @@ def test_what_a_refused_reply_did_to_the_world_is_recorded() -> None:
 class OrphanedEnv(TalkingEnv):
     """Writes in every step. The process that it lives in is lost in the second step of as many plays as are left."""
 
+    is_suspect = True
+
     def __init__(self, losses: list[None]) -> None:
         super().__init__()
         self.losses = losses
@@ -353,32 +356,64 @@ class OrphanedEnv(TalkingEnv):
         reply = await super().step(message)
         if self.num_steps == 2 and self.losses:
             self.losses.pop()
-            raise EnvironmentLost("the process is lost")
-        return dataclasses.replace(reply, events=(Event(kind=EventKind.SIDE_EFFECT, name="write"),))
+            raise EnvironmentLost("the process is lost", is_suspect=self.is_suspect)
+        called = Event(kind=EventKind.TOOL_CALL, name="write", cost=2.0)
+        return dataclasses.replace(reply, events=(called, Event(kind=EventKind.SIDE_EFFECT, name="write")))
 
 
-def play_orphaned(num_losses: int) -> tuple[Trajectory, list[Request]]:
+class BesideOrphanedEnv(OrphanedEnv):
+    is_suspect = False
+
+
+def play_orphaned(num_losses: int, kind: type[OrphanedEnv] = OrphanedEnv) -> tuple[Trajectory, list[Request]]:
     losses: list[None] = [None] * num_losses
     sampler = FakeSampler(lambda request: [ord("h"), STOP])
-    played = dataclasses.replace(play(lambda: OrphanedEnv(losses), sampler=sampler), seconds=0.0)
+    played = dataclasses.replace(play(lambda: kind(losses), sampler=sampler), seconds=0.0)
     return played, sampler.requests
 
 
 def test_an_episode_whose_process_is_lost_is_played_anew_by_the_same_requests() -> None:
     undisturbed, asked = play_orphaned(0)
-    for num_losses in range(1, MOST_PLAYS):
+    for num_losses in range(1, MOST_SUSPECTED):
         again, asked_again = play_orphaned(num_losses)
         assert dataclasses.replace(again, unplaced_events=()) == undisturbed
         assert asked_again == asked * (num_losses + 1), "what is drawn is a function of the request"
-        assert [event.detail for event in again.unplaced_events] == [
+        done = [event for event in again.unplaced_events if event.kind is EventKind.SIDE_EFFECT]
+        assert [event.detail for event in done] == [
             f"play {number}, whose process was lost: " for number in range(1, num_losses + 1)
         ], "what was done to the world twice is recorded twice"
 
 
 def test_an_episode_whose_process_is_lost_each_time_is_an_error() -> None:
-    lost, asked = play_orphaned(MOST_PLAYS)
+    lost, asked = play_orphaned(MOST_SUSPECTED)
     assert (lost.status, lost.score.kind, lost.error) == (Status.TOOL_ERROR, ScoreKind.ERROR, "the process is lost")
-    assert len(asked) == 2 * MOST_PLAYS
+    assert len(asked) == 2 * MOST_SUSPECTED
+
+
+def test_losses_that_an_episode_had_no_part_in_are_not_counted_against_it() -> None:
+    undisturbed, _ = play_orphaned(0)
+    again, _ = play_orphaned(2 * MOST_SUSPECTED, BesideOrphanedEnv)
+    assert dataclasses.replace(again, unplaced_events=()) == undisturbed
+
+
+def test_each_play_that_was_lost_is_told_with_what_it_has_cost() -> None:
+    for num_losses in range(MOST_SUSPECTED + 1):
+        events = play_orphaned(num_losses)[0].events
+        told = [event for event in events if event.kind is EventKind.REPLAYED]
+        num_told = min(num_losses, MOST_SUSPECTED - 1)
+        assert [(event.cost, event.detail) for event in told] == [(2.0, "the process is lost")] * num_told
+        num_paid = num_losses + 2 * (num_losses < MOST_SUSPECTED)
+        assert sum(event.cost for event in events) == 2.0 * num_paid, "one call before each loss, two in a whole play"
+
+
+def test_all_plays_of_an_episode_share_its_time() -> None:
+    class Slow(OrphanedEnv):
+        async def step(self, message: Message) -> EnvReply:
+            await asyncio.sleep(0.1)
+            return await super().step(message)
+
+    losses: list[None] = [None] * MOST_SUSPECTED
+    assert play(lambda: Slow(losses), seconds=0.3).status is Status.TIMEOUT
 
 
 class Crowd:

@@ -1,13 +1,13 @@
 // What tools did to the world. Owns: the list by episode, with its filters and parts. Refuses: other events (tokens.js).
 import { ofRun } from "./api.js";
 import { badge, card, el, empty, failure, fill, isNumber, table } from "./dom.js";
+import { LIMIT, offsetOf, turner } from "./paging.js";
 
-const LIMIT = 50;
 const SOON_MS = 250;
 const TONES = { "carried out": "accent", described: "warn", denied: "bad" };
 
 export async function mount(root, { run, view, address, isCurrent }) {
-  const state = { run, offset: Number(view.get("offset")) || 0, asked: 0 };
+  const state = { run, offset: offsetOf(view), asked: 0 };
   const results = card(
     "Side effects",
     "Calls that changed something outside their conversation, or would have: newest first, episode by episode. A call that was carried out may have failed or been cut off, as its words say; one that is described was not carried out, for nobody approved it. Enter or click opens the episode.",
@@ -33,30 +33,16 @@ export async function mount(root, { run, view, address, isCurrent }) {
 
   function listed(found, wanted) {
     if (!found.rows.length && !state.offset) return nothing(found, wanted);
-    const last = `${state.offset + 1}–${state.offset + found.rows.length}`;
+    const shown = `${state.offset + 1}–${state.offset + found.rows.length}`;
+    const words = found.more === null ? `${shown}; there may be more than was found in time` : shown;
     return [
       table(columns(state.run), found.rows, { open, label: "Side effects" }),
-      el(
-        "div",
-        { class: "pages" },
-        turn(-LIMIT, "previous", "Previous", state.offset === 0),
-        turn(LIMIT, "next", "Next", !found.more),
-        el("span", { role: "status" }, found.more === null ? `${last}; there may be more than was found in time` : last),
-      ),
+      turner({ state, view, load, isLast: !found.more, words }),
     ];
   }
 
   function open({ stage, step, group_id, member }) {
     location.hash = address(run.id, "tokens", { stage, step, group_id, member });
-  }
-
-  function turn(by, key, title, isOff) {
-    const click = () => {
-      state.offset = Math.max(0, state.offset + by);
-      view.set({ offset: state.offset || "" });
-      load();
-    };
-    return el("button", { type: "button", disabled: isOff, data: { key }, on: { click } }, title);
   }
 
   await load();

@@ -2,9 +2,9 @@
 // of pass rates over the steps.
 import { ofRun } from "./api.js";
 import { card, el, empty, failure, fill, label, number, percent, sortHead } from "./dom.js";
+import { LIMIT, offsetOf, turner } from "./paging.js";
 import { joinSegments, segments } from "./stages.js";
 
-const LIMIT = 50;
 const SOON_MS = 250;
 const FEW_STEPS = 120;
 // From hard to easy: two reds, grey, two blues; told apart by colour-blind readers too.
@@ -26,7 +26,7 @@ const COLUMNS = [
 
 /** {node, load()}: the table of all prompts of a run. */
 export function promptCard({ run, view, address, isCurrent }) {
-  const state = { offset: Number(view.get("offset")) || 0, asked: 0 };
+  const state = { offset: offsetOf(view), asked: 0 };
   const { node, body } = card(
     "Prompts",
     "What the run remembers of each: its running pass rate, in which late groups count more, and how its answers did in all. Click a title to sort by it; Enter or click opens the newest group.",
@@ -102,13 +102,13 @@ export function promptCard({ run, view, address, isCurrent }) {
           ),
         ),
       ),
-      el(
-        "div",
-        { class: "pages" },
-        turn(-LIMIT, "previous", "Previous", state.offset === 0),
-        turn(LIMIT, "next", "Next", last >= found.total),
-        el("span", { role: "status" }, `${state.offset + 1}–${last} of ${found.total.toLocaleString("en")} prompts${all}`),
-      ),
+      turner({
+        state,
+        view,
+        load,
+        isLast: last >= found.total,
+        words: `${state.offset + 1}–${last} of ${found.total.toLocaleString("en")} prompts${all}`,
+      }),
     ];
   }
 
@@ -117,14 +117,6 @@ export function promptCard({ run, view, address, isCurrent }) {
       location.hash = address(run.id, "rollouts", { group: `${row.stage}.${row.step}.${row.group_id}` });
   }
 
-  function turn(by, key, title, isOff) {
-    const click = () => {
-      state.offset = Math.max(0, state.offset + by);
-      view.set({ offset: state.offset || "" });
-      load();
-    };
-    return el("button", { type: "button", disabled: isOff, data: { key }, on: { click } }, title);
-  }
   return { node, load, isBusy: () => node.contains(document.activeElement) };
 }
 

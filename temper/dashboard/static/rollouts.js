@@ -1,8 +1,8 @@
 // What the policy wrote. Owns: filters, the table, one group side by side.
 import { ofRun } from "./api.js";
 import { badge, card, el, empty, failure, fill, isNumber, number, plain, statusTone, table } from "./dom.js";
+import { LIMIT, offsetOf, turner } from "./paging.js";
 
-const LIMIT = 50;
 const FIELDS = [
   { name: "step", title: "From step", type: "number" },
   { name: "step_to", title: "To step", type: "number" },
@@ -16,7 +16,7 @@ export const listed = { run: null, rows: [] }; // so that the tokens page can go
 
 export async function mount(root, { run, view, address, isCurrent }) {
   const parameters = new URLSearchParams(view.parameters);
-  const state = { run, offset: Number(parameters.get("offset")) || 0, asked: 0 };
+  const state = { run, offset: offsetOf(view), asked: 0 };
   const results = card("Rollouts", "Newest first. Enter or click opens the group.");
   const group = el("div", { class: "below-header" });
   const news = el("div", {});
@@ -37,7 +37,7 @@ export async function mount(root, { run, view, address, isCurrent }) {
       Object.assign(listed, { run: run.id, rows: found.rows });
       statuses(form, found.statuses || []);
       fill(news);
-      fill(results.body, rows(found, state, load, open));
+      fill(results.body, rows(found, { state, view, load, open }));
     } catch (error) {
       if (asked === state.asked) fill(results.body, failure(error));
     }
@@ -166,7 +166,7 @@ function statuses(form, names) {
   for (const name of names) if (!known.has(name)) select.append(el("option", { value: name }, name));
 }
 
-function rows(found, state, load, open) {
+function rows(found, { state, view, load, open }) {
   if (!found.rows.length && state.offset === 0) {
     return empty(
       "No rollouts to show",
@@ -196,31 +196,10 @@ function rows(found, state, load, open) {
     { title: "Status", cell: (row) => badge(row.status, statusTone(row.status)) },
     { title: "Outcome", cell: (row) => badge(row.outcome, statusTone(row.outcome)) },
   ];
-  const turn = (by, key, title, isOff) =>
-    el(
-      "button",
-      {
-        type: "button",
-        disabled: isOff,
-        data: { key },
-        on: {
-          click: () => {
-            state.offset = Math.max(0, state.offset + by);
-            load();
-          },
-        },
-      },
-      title,
-    );
+  const words = `${state.offset + 1}–${state.offset + found.rows.length} ${total(found)}`;
   return [
     table(columns, found.rows, { open, label: "Rollouts" }),
-    el(
-      "div",
-      { class: "pages" },
-      turn(-LIMIT, "previous", "Previous", state.offset === 0),
-      turn(LIMIT, "next", "Next", !found.more),
-      el("span", { role: "status" }, `${state.offset + 1}–${state.offset + found.rows.length} ${total(found)}`),
-    ),
+    turner({ state, view, load, isLast: !found.more, words }),
   ];
 }
 

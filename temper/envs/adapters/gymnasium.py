@@ -6,6 +6,7 @@ the user gives a parser; actions outside the space, which are named to the polic
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import warnings
@@ -37,6 +38,8 @@ class GymnasiumSettings:
     """"package.module:function" (observation, env) -> text."""
     instructions: str = ""
     """Shown before the first observation; empty: which actions there are."""
+    observation_is_state: bool = False
+    """Equal observations are one state (EnvReply.state). Nothing tells this of an environment, so the user does."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of gymnasium.make."""
 
@@ -49,10 +52,21 @@ def gymnasium(
     actions: list[str] | None = None,
     parser: str = "",
     renderer: str = "",
+    observation_is_state: bool = False,
     **options: Scalar | list[Scalar],
 ) -> Task:
-    """Episode `index` of an environment; the prompt is its first observation. Other options go to gymnasium.make."""
-    settings = GymnasiumSettings(id=id, actions=actions or [], parser=parser, renderer=renderer, options=options)
+    """Episode `index` of an environment; the prompt is its first observation. Other options go to gymnasium.make.
+
+    observation_is_state: as in the environment's own options.
+    """
+    settings = GymnasiumSettings(
+        id=id,
+        actions=actions or [],
+        parser=parser,
+        renderer=renderer,
+        observation_is_state=observation_is_state,
+        options=options,
+    )
     episode = derived_seed(seed, index)
     try:
         game, text = _open(settings, episode)
@@ -76,8 +90,6 @@ class _Game:
     env: Any
     parse: Callable[[str, Any], Any]
     render: Callable[[Any, Any], str]
-    is_finite: bool
-    """Whether an observation is one of finitely many, and so names a state."""
     observation: Any
     """The newest."""
 
@@ -100,8 +112,7 @@ def _open(settings: GymnasiumSettings, seed: int) -> tuple[_Game, str]:
     observation, _ = env.reset(seed=seed)
     env.action_space.seed(seed)
     instructions = settings.instructions or _instructions(package, env, words)
-    game = _Game(env, parse, render, _is_finite(package, env.observation_space), observation)
-    return game, f"{instructions}\n\n{render(observation, env)}".strip()
+    return _Game(env, parse, render, observation), f"{instructions}\n\n{render(observation, env)}".strip()
 
 
 def _make(package: Any, settings: GymnasiumSettings) -> Any:
@@ -163,13 +174,6 @@ def _text_action(text: str, space: Any) -> str:
     return action
 
 
-def _is_finite(package: Any, space: Any) -> bool:
-    """A number, several, or text. Pixels and real numbers hardly ever come again."""
-    kinds = package.spaces
-    parts = space.spaces if isinstance(space, kinds.Tuple) else (space,)
-    return all(isinstance(part, kinds.Discrete | kinds.MultiDiscrete | kinds.Text) for part in parts)
-
-
 def _rendered(observation: Any, env: Any) -> str:
     """The environment's own text where it draws one, else the observation as Python prints it."""
     if env.render_mode != "ansi":
@@ -183,6 +187,9 @@ class GymnasiumEnv:
 
     max_bad_actions: in a row; then the episode is over, BAD_FORMAT, and pays bad_reward. Where every step costs
     something, set bad_reward below what the longest episode costs, or talking nonsense becomes the cheapest way out.
+    observation_is_state: true where an observation tells all that decides what can still be reached, as the cell of a
+    lake does: equal ones then name one state. Where it tells less, as in a corridor that looks alike from end to end,
+    a name would compare turns that have nothing in common; without one they are told apart by what the model saw.
     """
 
     def __init__(
@@ -195,6 +202,7 @@ class GymnasiumEnv:
         step_seconds: float = 30.0,
         max_bad_actions: int = 3,
         bad_reward: float = 0.0,
+        observation_is_state: bool = False,
         **options: Scalar | list[Scalar],
     ) -> None:
         self._settings = GymnasiumSettings(
@@ -203,6 +211,7 @@ class GymnasiumEnv:
         self._thread = EpisodeThread(f"gymnasium {id}".strip(), seconds=step_seconds)
         self._bad_allowed = max_bad_actions
         self._bad_reward = bad_reward
+        self._observation_is_state = observation_is_state
         self._num_bad = 0
         self._game: _Game | None = None
 
@@ -211,6 +220,7 @@ class GymnasiumEnv:
         settings = GymnasiumSettings(**json.loads(own)) if isinstance(own, str) else self._settings
         game, text = await self._thread.call(_open, settings, episode_seed(task, seed))
         self._game = game
+        self._observation_is_state |= settings.observation_is_state
         opening = (Message(role="user", content=text),)
         shown = opening if task.messages == opening else (*task.messages, *opening)
         return EnvOpening(messages=shown, state=self._state(game))
@@ -240,7 +250,11 @@ class GymnasiumEnv:
         )
 
     def _state(self, game: _Game) -> str | None:
-        return f"{game.observation}, {self._num_bad} bad actions" if game.is_finite else None
+        if not self._observation_is_state:
+            return None
+        # By its values: print leaves out the middle of large arrays, and shows one number in two ways.
+        seen = json.dumps(game.env.observation_space.to_jsonable([game.observation]))
+        return f"{hashlib.blake2b(seen.encode(), digest_size=16).hexdigest()}, {self._num_bad} bad actions"
 
     def _refused(self, game: _Game, reason: str) -> EnvReply:
         self._num_bad += 1

@@ -19,8 +19,9 @@ from functools import lru_cache
 
 from temper.envs.library.files import FileSystem
 from temper.envs.permissions import Permissions
+from temper.envs.solutions import read_solution
 from temper.envs.tool_calls import Calls
-from temper.envs.tool_env import Presentation, ToolEnv, ToolLimits, read_solution
+from temper.envs.tool_env import Presentation, ToolEnv, ToolLimits
 from temper.envs.tools import Effect, Tool, ToolError, make_tool
 from temper.errors import TaskError, UserError, did_you_mean
 from temper.protocols import EnvReply

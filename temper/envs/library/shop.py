@@ -49,18 +49,22 @@ class Shop:
     """By id: items, paid, coupon, is_cancelled."""
     is_brief: bool = False
     """Prompt and answers in few words, for models that read character by character."""
-    page: str = ""
-    """Kind that was browsed last; what is seen there is known."""
+    seen: list[str] = field(default_factory=list)
+    """Kinds of the items that browse() has shown, item by item: what was seen stays known."""
 
     def browse(self, kind: str = "") -> str:
         """Lists the items on sale.
 
         kind: only items of this kind, e.g. mug
         """
-        self.page = wanted = kind.strip().lower().removesuffix("s")
+        wanted = kind.strip().lower().removesuffix("s")
+        shown = {id: item for id, item in self.items.items() if wanted in ("", item["kind"])}
+        self.seen.extend(item["kind"] for item in shown.values())  # calls that only read run side by side
         line = _brief_line if self.is_brief else _line
-        shown = [line(id, item) for id, item in self.items.items() if wanted in ("", item["kind"])]
-        return "\n".join(shown) or f"nothing; kinds are {', '.join(sorted({i['kind'] for i in self.items.values()}))}"
+        return (
+            "\n".join(line(id, item) for id, item in shown.items())
+            or f"nothing; kinds are {', '.join(sorted({i['kind'] for i in self.items.values()}))}"
+        )
 
     def view(self) -> str:
         """Shows the cart, the orders and the money left."""
@@ -306,9 +310,9 @@ class ShopEnv(ToolEnv):
         return judge(self._start, self._shop, self._goal, self._mistake_cost)
 
     def state(self) -> str:
-        """Page and cart, coupon and orders: the rest follows from them."""
+        """Kinds seen, cart, coupon and orders: the rest follows from them."""
         shop = self._shop
-        return json.dumps((shop.page, shop.cart, shop.coupon, shop.orders), sort_keys=True)
+        return json.dumps((sorted(set(shop.seen)), shop.cart, shop.coupon, shop.orders), sort_keys=True)
 
     def _open(self, task: Task, seed: int) -> Iterable[Tool]:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import os
 import pickle
@@ -22,7 +23,7 @@ from temper.envs.env import Allowed
 from temper.envs.processes.frames import NO_CALL, Frames
 from temper.errors import BackendError, EnvironmentLost, TaskError
 from temper.protocols import EnvOpening, EnvReply
-from temper.types import Event, Message, Scalar, Task
+from temper.types import Event, Message, Scalar, Status, Task
 
 START_SECONDS = 120.0
 """For starting Python and importing Temper, until the first sign of life."""
@@ -54,6 +55,9 @@ class EnvProcesses:
         self._order = pickle.dumps((dict(options), allowed, seconds, max_cost))
         self._num_workers = num_workers
         self._seconds = seconds
+        self.max_cost = max_cost
+        self.alone = asyncio.Semaphore(num_workers)
+        """Held by episodes that have a worker for themselves, beside those that others share."""
         self._episodes = itertools.count()
         self._workers: list[EnvProcess] = []
 
@@ -66,13 +70,18 @@ class EnvProcesses:
 
     def take(self) -> EnvProcess:
         """The worker with the fewest episodes, or a new one while there is room and all have some."""
-        self._workers = [worker for worker in self._workers if worker.is_alive]
-        best = min(self._workers, key=lambda worker: worker.num_episodes, default=None)
-        if best is None or (best.num_episodes and len(self._workers) < self._num_workers):
-            best = EnvProcess(self._order, self._seconds)
-            self._workers.append(best)
+        shared = [worker for worker in self._workers if worker.is_alive and not worker.is_reserved]
+        best = min(shared, key=lambda worker: worker.num_episodes, default=None)
+        if best is None or (best.num_episodes and len(shared) < self._num_workers):
+            best = self.start()
         best.num_episodes += 1
         return best
+
+    def start(self, *, is_reserved: bool = False) -> EnvProcess:
+        """A new worker; a reserved one is given to nobody else."""
+        worker = EnvProcess(self._order, self._seconds, is_reserved=is_reserved)
+        self._workers = [*(worker for worker in self._workers if worker.is_alive), worker]
+        return worker
 
     async def close(self) -> None:
         """Returns when every worker is gone."""
@@ -81,20 +90,46 @@ class EnvProcesses:
 
 
 class InProcess:
-    """Implements Env: one episode in one worker."""
+    """Implements Env and MayBeLost: one episode in one worker."""
 
     def __init__(self, workers: EnvProcesses, name: str, episode: int) -> None:
         self._workers, self._name, self._episode = workers, name, episode
         self._worker: EnvProcess | None = None
+        self._spent, self._is_alone = 0.0, False
+        self._held = contextlib.AsyncExitStack()
+
+    def replay(self, *, spent: float, alone: bool) -> None:
+        self._spent, self._is_alone = spent, alone
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
         assert self._worker is None, "an environment is single-use"
-        self._worker = self._workers.take()
-        return await self._ask(self._worker, "start", self._name, task, seed)  # type: ignore[no-any-return]
+        if self._is_limited and self._spent >= (most := self._workers.max_cost):
+            raise TaskError(
+                f"nothing is left of rollout.max_episode_cost={most:g} to play the episode anew: plays that were lost "
+                f"with their processes have cost {self._spent:g}"
+            )
+        self._worker = await self._take_alone() if self._is_alone else self._workers.take()
+        return await self._ask(self._worker, "start", self._name, self._spent, task, seed)  # type: ignore[no-any-return]
 
     async def step(self, message: Message) -> EnvReply:
         assert self._worker is not None, "start() comes first"
-        return await self._ask(self._worker, "step", message)  # type: ignore[no-any-return]
+        reply: EnvReply = await self._ask(self._worker, "step", message)
+        if self._is_limited and reply.status is Status.TRUNCATED_TURNS:
+            # Perhaps for what lost plays had used up: what befell a process is not judged as the policy's doing.
+            return dataclasses.replace(reply, status=Status.TOOL_ERROR, reward=None)
+        return reply
+
+    @property
+    def _is_limited(self) -> bool:
+        """Whether it may cost less than others, for what lost plays have cost."""
+        return bool(self._workers.max_cost and self._spent)
+
+    async def _take_alone(self) -> EnvProcess:
+        await self._held.enter_async_context(self._workers.alone)
+        worker = self._workers.start(is_reserved=True)
+        self._held.push_async_callback(worker.close)
+        worker.num_episodes += 1
+        return worker
 
     async def close(self) -> tuple[Event, ...] | None:
         worker, self._worker = self._worker, None
@@ -104,6 +139,7 @@ class InProcess:
             return await self._ask(worker, "close") if worker.is_alive else None  # type: ignore[no-any-return]
         finally:
             worker.num_episodes -= 1
+            await self._held.aclose()
 
     async def _ask(self, worker: EnvProcess, verb: str, *given: object) -> Any:
         try:
@@ -119,7 +155,8 @@ class InProcess:
 class EnvProcess:
     """A worker from its start to its end, whichever way it ends."""
 
-    def __init__(self, order: bytes, seconds: float) -> None:
+    def __init__(self, order: bytes, seconds: float, *, is_reserved: bool) -> None:
+        self.is_reserved = is_reserved
         self.num_episodes = 0
         self.process: subprocess.Popen[bytes] | None = None
         self._seconds = seconds
@@ -127,8 +164,10 @@ class EnvProcess:
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._has_spoken = False
         self._silent_seconds = 0.0
-        self._lost: EnvironmentLost | BackendError | None = None
-        """Why it is over; None: it is not, or not yet known."""
+        self._lost = ""
+        """Why it is over; "": it is not, or not yet known."""
+        self._is_broken = False
+        """It never began, so that another would not either."""
         self._frames = Frames(self._hear, self._hang_up)
         self._frames.send(NO_CALL, order)
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -141,8 +180,8 @@ class EnvProcess:
 
     async def ask(self, asked: bytes) -> Any:
         """What the worker answers; raises what it raised, or that it is lost."""
-        if self._lost is not None:
-            raise type(self._lost)(str(self._lost))
+        if self._lost:
+            raise self._loss(is_suspect=False)
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         if not self._answers:
@@ -184,9 +223,10 @@ class EnvProcess:
             why = f"it could not be started: {error}"
         finally:
             self._hang_up()
+            suspects = frozenset(self._answers)
             self._frames.close()
             how = await _end(self.process, 0.0 if why else END_SECONDS)
-            self._lose(why or how)
+            self._lose(why or how, suspects)
 
     async def _watch(self) -> str:
         """Starts it and returns when it has hung up, or why it must be ended."""
@@ -214,18 +254,21 @@ class EnvProcess:
                 )
         return ""
 
-    def _lose(self, how: str) -> None:
-        is_broken = not self._has_spoken and how.startswith("exit code")
-        text = (
+    def _lose(self, how: str, suspects: frozenset[int]) -> None:
+        """suspects: numbers of the calls that were under way when it ended."""
+        self._is_broken = not self._has_spoken and how.startswith("exit code")
+        self._lost = (
             f'env.place = "process": a worker did not start ({how}); what it wrote is above'
-            if is_broken
+            if self._is_broken
             else f"the process of its environment is lost ({how}), and every episode that it played with it: "
             f"{self.num_episodes}. A new one takes its place"
         )
-        self._lost = (BackendError if is_broken else EnvironmentLost)(text)
-        for answer in self._answers.values():
+        for number, answer in self._answers.items():
             if not answer.done():
-                answer.set_exception(type(self._lost)(text))
+                answer.set_exception(self._loss(is_suspect=number in suspects))
+
+    def _loss(self, *, is_suspect: bool) -> EnvironmentLost | BackendError:
+        return BackendError(self._lost) if self._is_broken else EnvironmentLost(self._lost, is_suspect=is_suspect)
 
 
 async def _end(process: subprocess.Popen[bytes] | None, seconds: float) -> str:

@@ -87,8 +87,8 @@ class EnvServer:
 
     async def _call(self, verb: str, episode: int, *given: Any) -> EnvOpening | EnvReply | tuple[Event, ...] | None:
         if verb == "start":
-            name, *given = given  # type: ignore[assignment]
-            self._envs[episode] = self._make(name)
+            name, spent, *given = given  # type: ignore[assignment]
+            self._envs[episode] = self._make(name, spent)
         if (env := self._envs.get(episode)) is None:
             assert verb == "close", "start() comes first"
             return None  # it could not be made
@@ -97,12 +97,12 @@ class EnvServer:
         work = self._alive(getattr(env, verb)(*given))
         return await calls.call(work, self._seconds, f"{type(env).__name__}.{verb}()")  # type: ignore[no-any-return]
 
-    def _make(self, name: str) -> Env:
+    def _make(self, name: str, spent: float) -> Env:
         try:
             make = self._find(name)
         except UserError as error:  # who asks has found it, so this is no matter of one episode
             raise BackendError(f'env.place = "process": {error}') from error
-        return limit_cost(make(), self._max_cost)
+        return limit_cost(make(), self._max_cost - spent if self._max_cost else 0.0)
 
     async def _alive(self, work: Awaitable[Any]) -> Any:
         """Tells of life after each call: many that compute for long may follow each other without a pause."""

@@ -401,6 +401,37 @@ def test_side_effects_are_filtered_turned_over_and_lead_to_their_episode(browser
     assert "Nothing was changed" in browser.text("#page")
 
 
+@pytest.mark.parametrize(
+    ("run", "page"),
+    [("planted", "effects"), ("plain", "data"), ("plain", "rollouts")],
+    ids=["side effects", "prompts", "rollouts"],
+)
+def test_a_list_whose_address_asks_for_an_impossible_part_begins_at_its_start(
+    browser: Browser, run: str, page: str
+) -> None:
+    for offset in ("-5", "0.5", "1e999", "x"):
+        browser.open(run, page, f"?offset={offset}")
+        browser.wait("document.querySelector('.pages [role=status]')", "a list")
+        assert browser.text(".pages [role=status]").startswith("1")
+        assert browser.run("return document.querySelector('[data-key=previous]').disabled")
+    assert browser.problems() == []
+
+
+@pytest.mark.parametrize(("run", "page"), [("planted", "effects"), ("plain", "rollouts")])
+def test_a_list_is_turned_over_and_back_and_its_link_shows_the_same_part(browser: Browser, run: str, page: str) -> None:
+    told = "document.querySelector('.pages [role=status]').innerText"
+    browser.open(run, page)
+    browser.wait(f"{told}.startsWith('1')", "the first part")
+    browser.click("[data-key=next]")
+    browser.wait(f"{told}.startsWith('51')", "the second part")
+    assert "offset=50" in browser.hash()
+    browser.copy_link()
+    browser.wait(f"{told}.startsWith('51')", "the same from the link")
+    browser.click("[data-key=previous]")
+    browser.wait(f"{told}.startsWith('1') && !location.hash.includes('offset')", "the first part again")
+    assert browser.problems() == []
+
+
 def test_pass_rates_of_prompts_are_drawn_as_shares_of_the_whole(browser: Browser) -> None:
     browser.open("plain", "data")
     curves = browser.curves("prompts_by_pass_rate")

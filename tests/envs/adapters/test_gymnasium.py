@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from temper.envs.adapters.gymnasium import GymnasiumEnv, gymnasium
@@ -47,8 +48,9 @@ class Awkward(gym.Env):  # type: ignore[misc, name-defined]
 @pytest.fixture(autouse=True)
 def registered() -> Any:
     gym.register("Awkward-v0", entry_point=Awkward)
+    gym.register("Corridor-v0", entry_point=Corridor)
     yield
-    del gym.registry["Awkward-v0"]
+    del gym.registry["Awkward-v0"], gym.registry["Corridor-v0"]
 
 
 def lake(index: int = 0, **options: Any) -> Task:
@@ -73,20 +75,79 @@ def test_a_walk_over_frozen_lake_is_paid_at_the_goal() -> None:
     assert "HFF[G]" in replies[-1].messages[0].content
 
 
-def test_a_cell_is_one_state_whichever_way_led_to_it_and_pixels_name_none() -> None:
-    async def states(task: Task, *said: str) -> list[str | None]:
-        env = GymnasiumEnv()
-        opening = await env.start(task, 0)
-        replies = [await env.step(Message(role="assistant", content=text)) for text in said]
-        await env.close()
+def states(task: Task, *said: str, env: GymnasiumEnv | None = None) -> list[str | None]:
+    async def visited() -> list[str | None]:
+        playing = env or GymnasiumEnv()
+        opening = await playing.start(task, 0)
+        replies = [await playing.step(Message(role="assistant", content=text)) for text in said]
+        await playing.close()
         return [opening.state, *(reply.state for reply in replies)]
 
-    there_and_back = asyncio.run(states(lake(), "right", "left", "down", "what?"))
+    return asyncio.run(visited())
+
+
+def test_a_cell_that_is_said_to_be_the_state_is_one_state_whichever_way_led_to_it() -> None:
+    there_and_back = states(lake(observation_is_state=True), "right", "left", "down", "what?")
     assert there_and_back[0] is not None
     assert there_and_back[0] == there_and_back[2]
     assert len(set(there_and_back)) == 4, "a bad action is a state of its own: too many of them end the episode"
-    assert asyncio.run(states(lake(), "down"))[1] == there_and_back[3]
-    assert asyncio.run(states(gymnasium(0, 0, id="CartPole-v1"), "1")) == [None, None]
+    assert states(lake(observation_is_state=True), "down")[1] == there_and_back[3]
+    assert states(lake(), "down", env=GymnasiumEnv(observation_is_state=True))[1] == there_and_back[3], "or to the env"
+
+
+class Corridor(gym.Env):  # type: ignore[misc, name-defined]
+    """Looks alike from end to end."""
+
+    action_space = gym.spaces.Discrete(2)
+    observation_space = gym.spaces.Text(max_length=99, charset=" .acdior")
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.place = 0
+        return "a corridor.", {}
+
+    def step(self, action: int) -> Any:
+        self.place += 1
+        return "a corridor.", 0.0, self.place == 5, False, {}
+
+
+@pytest.mark.parametrize("id", ["Corridor-v0", "FrozenLake-v1", "CartPole-v1"])
+def test_an_observation_names_no_state_unless_someone_says_that_it_is_one(id: str) -> None:
+    assert states(gymnasium(0, 0, id=id), "1", "1") == [None] * 3
+
+
+class Shown(gym.Env):  # type: ignore[misc, name-defined]
+    """Shows what its subclass lists, one after the other."""
+
+    action_space = gym.spaces.Discrete(2)
+    shown: tuple[Any, ...] = ()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.place = 0
+        return self.shown[0], {}
+
+    def step(self, action: int) -> Any:
+        self.place += 1
+        return self.shown[self.place], 0.0, False, False, {}
+
+
+class Large(Shown):
+    observation_space = gym.spaces.MultiDiscrete([3] * 1600)
+    shown = tuple(np.repeat((0, middle, 0), (800, 1, 799)) for middle in (0, 1, 0))
+
+
+class Paired(Shown):
+    observation_space = gym.spaces.Tuple((gym.spaces.Discrete(30), gym.spaces.Discrete(2)))
+    shown = ((np.int64(3), 1), (3, 0), (3, np.int64(1)))
+
+
+@pytest.mark.parametrize("kind", [Large, Paired])
+def test_a_name_tells_observations_apart_by_their_values_and_not_by_how_they_print(kind: type[Shown]) -> None:
+    gym.register("Shown-v0", entry_point=kind)
+    try:
+        first, other, again = states(gymnasium(0, 0, id="Shown-v0", observation_is_state=True), "1", "1")
+    finally:
+        del gym.registry["Shown-v0"]
+    assert first == again != other
 
 
 def test_the_prompt_of_a_task_is_not_shown_twice() -> None:

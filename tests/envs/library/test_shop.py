@@ -158,7 +158,7 @@ def test_money_and_stock_are_conserved_by_any_calls() -> None:
         assert min(i["stock"] for i in state.items.values()) >= 0
 
 
-def test_a_state_is_page_cart_coupon_and_orders_however_they_came_about() -> None:
+def test_a_state_is_what_was_seen_cart_coupon_and_orders_however_they_came_about() -> None:
     task = shop(0, 0)
     start = read_shop(str(task.extra["start"]))
     (one, two), code = list(start.items)[:2], next(iter(start.coupons))
@@ -170,10 +170,24 @@ def test_a_state_is_page_cart_coupon_and_orders_however_they_came_about() -> Non
     held = last(*put)
     assert held is not None
     assert last(*reversed(put)) == held
-    assert last(*put, put[0], ("remove", {"item": one})) == held
-    assert last(("view", {}), *put, ("add", {"item": "none"})) == held, "looking and failing change nothing"
-    others = [put[:1], [*put, put[0]], [*put, browse], [*put, ("use_coupon", {"code": code})], [*put, ("pay", {})]]
-    assert len({held, *(last(*calls) for calls in others)}) == 6
+    longer = last(*put, put[0], ("remove", {"item": one}))
+    assert last(("view", {}), *put, ("cancel", {"order": "none"})) == longer, "looking and failing change nothing"
+    ends = [put[0], browse, ("use_coupon", {"code": code}), ("pay", {}), ("view", {})]
+    assert len({last(*put, end) for end in ends}) == 5
+
+
+def test_a_shop_of_which_all_was_seen_is_not_in_the_state_of_one_where_nothing_was() -> None:
+    task = shop(0, 0)
+    kind, other = sorted({item["kind"] for item in read_shop(str(task.extra["start"])).items.values()})[:2]
+
+    def after(*wanted: str) -> str | None:
+        return play(task, [write_call("hermes", "browse", {"kind": kind}) for kind in wanted])[-2].state
+
+    nothing = after("unicorn")
+    assert len({nothing, after(""), after(kind), after(other)}) == 4
+    assert after("dragon") == nothing, "no kind of theirs was seen"
+    assert after(kind, other) == after(other, kind) != after(other, other)
+    assert after("", kind) == after(kind, "") == after("", "unicorn"), "what was seen stays known"
 
 
 def test_episodes_share_no_state() -> None:

@@ -21,10 +21,10 @@ from temper.build.environments import Environments
 from temper.calls import DeadlinePassed
 from temper.config.sections import EnvConfig
 from temper.envs.processes.pool import EnvProcesses, InProcess
-from temper.errors import BackendError, TaskError
+from temper.errors import BackendError, EnvironmentLost, TaskError
 from temper.protocols import EnvReply
 from temper.rollout.episode import EpisodeSetup, run_episode
-from temper.types import Message, Request, SamplingParams, Score, ScoreKind, Status, Task, Trajectory
+from temper.types import EventKind, Message, Request, SamplingParams, Score, ScoreKind, Status, Task, Trajectory
 from tests.fakes.episodes import END, FakeScorer, Letters, ask
 from tests.fakes.sampler import FakeSampler
 
@@ -133,19 +133,21 @@ def lose_one(word: str, reason: str, seconds: float = 30.0) -> None:
         before = workers.process_ids
         waiting = asyncio.ensure_future(say(beside, "wait"))
         await asyncio.sleep(0)
-        with pytest.raises(TaskError, match=reason):
+        with pytest.raises(EnvironmentLost, match=reason):
             await say(culprit, word)
-        with pytest.raises(TaskError, match="every episode that it played with it: 2"):
+        with pytest.raises(EnvironmentLost, match="every episode that it played with it: 2") as during:
             await waiting
-        with pytest.raises(TaskError, match="is lost"):
+        with pytest.raises(EnvironmentLost, match="is lost") as after:
             await say(beside, "a")
+        assert (during.value.is_suspect, after.value.is_suspect) == (True, False), "who had a call under way"
         assert (await say(apart, "a")).reward is not None, "another worker goes on"
         for env in (culprit, apart, beside):
             await env.close()
         (fresh,) = await begin(workers, 1)
         assert (await say(fresh, "a")).reward is not None
         again = await play(workers_named(workers), [(word,), ("end",)])
-        assert {one.score.kind for one in again if one.status is not Status.COMPLETED} == {ScoreKind.ERROR}
+        assert [one.status for one in again] == [Status.TOOL_ERROR, Status.COMPLETED]
+        assert again[0].score.kind is ScoreKind.ERROR
         assert not is_there(before[0]) or not is_there(before[1])
         await fresh.close()
 
@@ -175,9 +177,59 @@ def test_episodes_of_a_lost_worker_are_played_anew_and_are_as_if_it_had_lived(nu
         disturbed = await play(workers_named(workers), scripts, before_draw=hit_once)
         assert workers.process_ids != hit, "it was lost"
         assert [one.status for one in undisturbed] == [Status.COMPLETED] * 3
-        assert disturbed == undisturbed
+        assert [as_if_alone(one) for one in disturbed] == undisturbed
+        assert any(one.unplaced_events != as_if_alone(one).unplaced_events for one in disturbed), "the loss is told"
 
     run(use, seconds=2.0)
+
+
+def as_if_alone(trajectory: Trajectory) -> Trajectory:
+    """Without what is told of plays that were lost."""
+    kept = (event for event in trajectory.unplaced_events if event.kind is not EventKind.REPLAYED)
+    return dataclasses.replace(trajectory, unplaced_events=tuple(kept))
+
+
+def test_of_the_episodes_of_a_worker_only_that_which_ends_it_each_time_is_an_error() -> None:
+    scripts = [("a", "kill"), ("nap", "b", "end"), ("nap", "end"), ("a", "nap", "end")]
+
+    async def use(workers: EnvProcesses) -> None:
+        _, *undisturbed = await play(workers_named(workers), [("a", "end"), *scripts[1:]])
+        culprit, *others = await play(workers_named(workers), scripts)
+        assert culprit.status is Status.TOOL_ERROR
+        assert [one.status for one in undisturbed] == [Status.COMPLETED] * 3
+        assert [as_if_alone(one) for one in others] == undisturbed
+        assert len(workers.process_ids) <= 1, "a process that one episode had for itself is not kept"
+
+    run(use)
+
+
+def test_what_lost_plays_have_cost_counts_for_what_the_episode_may_cost() -> None:
+    async def killed(most: float) -> tuple[Trajectory, Trajectory]:
+        workers = EnvProcesses({}, num_workers=1, seconds=30.0, max_cost=most)
+        make, script = lambda name: workers("tests.envs.processes.worlds:Priced"), [("buy()", "buy()", "done")]
+        (undisturbed,) = await play(make, script)
+        hit = workers.process_ids
+
+        def hit_once(request: Request) -> None:
+            if request.id == "0/2" and workers.process_ids == hit:
+                os.kill(hit[0], signal.SIGKILL)
+
+        (disturbed,) = await play(make, script, before_draw=hit_once)
+        await workers.close()
+        return undisturbed, disturbed
+
+    for most, costs in ((9.0, 8.0), (0.0, 8.0)):
+        undisturbed, disturbed = calls.run(killed(most))
+        assert undisturbed.status is Status.COMPLETED
+        assert as_if_alone(disturbed) == undisturbed
+        assert sum(event.cost for event in disturbed.events) == costs
+    for most, costs in ((7.0, 6.0), (4.0, 4.0)):
+        undisturbed, disturbed = calls.run(killed(most))
+        assert undisturbed.status is Status.COMPLETED
+        assert (disturbed.status, disturbed.score.kind) == (Status.TOOL_ERROR, ScoreKind.ERROR), (
+            "not the policy's doing"
+        )
+        assert sum(event.cost for event in disturbed.events) == costs
 
 
 @pytest.mark.heavy

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 
 from temper.envs.threads import InThread
+from temper.envs.tool_env import Presentation, ToolEnv
+from temper.envs.tools import make_tool
 from temper.protocols import EnvOpening, EnvReply
 from temper.types import Event, EventKind, Message, Status, Task
 
@@ -84,13 +86,26 @@ class World:
         return self._inside.start(task, seed)
 
     async def step(self, message: Message) -> EnvReply:
-        if message.content == "wait":
-            await asyncio.sleep(60)
+        await asyncio.sleep({"wait": 60.0, "nap": 0.5}.get(message.content, 0.0))
         return self._inside.step(message)
 
     async def close(self) -> tuple[Event, ...]:
         self._inside.close()
         return (Event(kind=EventKind.SIDE_EFFECT, name="dig", detail="told at the end"),)
+
+
+class Priced(ToolEnv):
+    """Each call costs 2."""
+
+    def __init__(self) -> None:
+        shown = Presentation(call_format="plain", show_tools="no", mark_untrusted=False)
+        super().__init__([make_tool(self.buy, cost=2.0)], presentation=shown)
+
+    def buy(self) -> str:
+        return "bought"
+
+    def reward(self, answer: str) -> float:
+        return 1.0
 
 
 def threaded(*, size: int = 9) -> InThread:
