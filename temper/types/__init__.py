@@ -19,13 +19,10 @@ from temper.types.batches import (
 )
 from temper.types.checks import require_parallel
 from temper.types.columns import Column, Ragged, array_of, join_ragged, no_lists
+from temper.types.events import LASTING, REFUSED, Event, EventKind, lasting
 from temper.types.rollouts import (
-    LASTING,
-    REFUSED,
     TRAINABLE_STATUSES,
     Completion,
-    Event,
-    EventKind,
     Finish,
     Group,
     Message,
@@ -36,7 +33,6 @@ from temper.types.rollouts import (
     Task,
     Trajectory,
     Turn,
-    lasting,
 )
 from temper.types.scores import Score, ScoreKind
 

@@ -1,10 +1,12 @@
-"""From a task to a scored group: what rollouts are made of. All of it is frozen, keyword-only, and checked
-once, when it is made."""
+"""From a task to a scored group: what rollouts are made of.
+
+Everything is frozen, keyword-only, and checked once, when it is made.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from temper.types.checks import hold, require_parallel
 from temper.types.columns import array_of, floats, integers, ragged
+from temper.types.events import Event
 from temper.types.scores import Score
 
 Scalar = str | int | float | bool
@@ -62,49 +65,6 @@ class Message:
         """What chat templates take."""
         named = {"name": self.name} if self.name else {}
         return {"role": self.role, "content": self.content, **named}
-
-
-class EventKind(StrEnum):
-    """What happened in an environment beside its words."""
-
-    TOOL_CALL = "tool_call"
-    TOOL_ERROR = "tool_error"
-    """The tool ran and failed."""
-    TOOL_TIMEOUT = "tool_timeout"
-    BAD_CALL = "bad_call"
-    """The policy asked for something that is not a tool, or with arguments that do not fit."""
-    DENIED = "denied"
-    """Asked for and refused: a limit, a missing permission."""
-    DESCRIBED = "described"
-    """Refused, too: an irreversible act that nobody approved. What it would have done is in the detail."""
-    SIDE_EFFECT = "side_effect"
-    """Something outside the conversation changed."""
-    MODEL_CALL = "model_call"
-    """The environment asked a model by itself: a judge, or a user that a model plays."""
-    REPLAYED = "replayed"
-    """The episode was begun anew, for its environment's process was lost. The cost is what the lost play has cost."""
-
-
-REFUSED = (EventKind.DENIED, EventKind.DESCRIBED)
-LASTING = (EventKind.SIDE_EFFECT, *REFUSED)
-"""What is never forgotten: what was done to the world, and what was refused. Attempts that failed did it, too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    kind: EventKind
-    name: str
-    """Name of the tool or of the thing changed."""
-    detail: str = ""
-    seconds: float = 0.0
-    cost: float = 0.0
-    """In whatever unit the environment charges."""
-
-
-def lasting(events: Iterable[Event], where: str = "") -> tuple[Event, ...]:
-    """Those that outlive an attempt: LASTING ones, and plays that were lost. `where` is told first in each."""
-    kept = (event for event in events if event.kind in (*LASTING, EventKind.REPLAYED))
-    return tuple(replace(event, detail=f"{where}: {event.detail}") if where else event for event in kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ export async function mount(root, { run, view, address, isCurrent }) {
   const state = { run, offset: offsetOf(view), asked: 0 };
   const results = card(
     "Side effects",
-    "Calls that changed something outside their conversation, or would have: newest first, episode by episode. A call that was carried out may have failed or been cut off, as its words say; one that is described was not carried out, for nobody approved it. Enter or click opens the episode.",
+    "Calls that changed something outside their conversation, or would have: newest first, episode by episode. A call that was carried out may have failed or been cut off, as its words say; one that is described was not carried out, for nobody approved it. Enter or click opens the episode, or the page of evaluations.",
   );
   const change = (changes) => {
     view.set({ ...changes, offset: "" });
@@ -41,8 +41,11 @@ export async function mount(root, { run, view, address, isCurrent }) {
     ];
   }
 
-  function open({ stage, step, group_id, member }) {
-    location.hash = address(run.id, "tokens", { stage, step, group_id, member });
+  function open({ stage, step, evaluation, group_id, member }) {
+    // Of an evaluation single episodes are not kept.
+    location.hash = evaluation
+      ? address(run.id, "evaluations")
+      : address(run.id, "tokens", { stage, step, group_id, member });
   }
 
   await load();
@@ -101,7 +104,7 @@ function columns(run) {
       class: "short",
       cell: (row) => [
         row.task_id,
-        el("span", { class: "hint" }, ` member ${row.member}${isNumber(row.turn) ? `, turn ${row.turn + 1}` : ""}`),
+        el("span", { class: "hint" }, ` ${row.evaluation || ""} member ${row.member}${isNumber(row.turn) ? `, turn ${row.turn + 1}` : ""}`),
       ],
     },
   ];
