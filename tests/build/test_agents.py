@@ -34,8 +34,11 @@ def test_a_function_beside_the_recipe_is_found(tmp_path: Path) -> None:
     [
         ("rollout.max_turns=1", "rollout.max_turns is the number of calls"),
         ("stage.2.objective.advantage=step_values", "an agent that leads its own cannot be taken back"),
-        ("stage.2.objective.advantage={name='returns_to_go',gamma=0.9}", "with gamma=0.9 discounts by tokens"),
-        ("stage.2.objective={preset='ppo',advantage={name='gae',gamma=0.99}}", "Use gamma = 1, or credit by turn"),
+        ("stage.2.objective.advantage={name='returns_to_go',gamma=0.9}", "Use returns_to_go with gamma = 1, not 0.9"),
+        ("stage.2.objective={preset='ppo',advantage={name='gae',gamma=0.99}}", "Use gae with gamma = 1, not 0.99"),
+        ("stage.2.objective.preset=ppo", "gae with lam = 1, not 0.95; gae_targets with lam = 1, not 0.95; shaping"),
+        ("stage.2.objective.preset=vapo", "gae_by_length with alpha = inf, not 0.05"),
+        ("stage.2.objective.preset=reinforce_pp", "shaping without kl_in_reward, which returns_to_go would sum"),
         ("env.options.url=http://127.0.0.1:9000", "one of them, not function and url"),
         ("stage.2.kind=rejection", "cannot play in a stage of kind rejection"),
         ("env.options.function=other.py:solve", "other.py is not there"),
@@ -56,6 +59,19 @@ def test_what_an_agent_cannot_do_is_said_before_anything_is_read(tmp_path: Path,
 )
 def test_credit_that_goes_by_time_or_discounts_nothing_is_not_refused(tmp_path: Path, advantage: str) -> None:
     check_stages(recipe(tmp_path, f"stage.2.objective.advantage={advantage}"))
+
+
+def test_a_discount_is_found_in_every_factor_that_gives_credit(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Use add_distillation with discount = 0, not 0.9"):
+        distilled = "stage.2.objective.normalizers=[{name='add_distillation',discount=0.9}]"
+        check_stages(recipe(tmp_path, distilled, "stage.2.model.teacher=teacher"))
+
+
+def test_a_critic_whose_decay_is_taken_away_goes_with_an_agent(tmp_path: Path) -> None:
+    still = "{preset='ppo',shaping=[],advantage={name='gae',lam=1.0},critic={name='gae_targets',lam=1.0}}"
+    check_stages(recipe(tmp_path, f"stage.2.objective={still}"))
+    endless = "{preset='vapo',advantage={name='gae_by_length',alpha=inf}}"
+    check_stages(recipe(tmp_path, f"stage.2.objective={endless}", "stage.2.steps=60"))
 
 
 def test_a_port_that_is_taken_is_said_before_anything_is_trained(tmp_path: Path) -> None:
