@@ -126,6 +126,13 @@ class EpisodeCalls:
         played.opening, turns, played.turn_order = turns_of(self._calls)
         played.turns += turns
 
+    @property
+    def limit(self) -> Status | None:
+        """The status of an episode that was refused for a limit, or None: none was, or there is nothing to judge."""
+        if not self._calls or (self.cut is None and self.full is None):
+            return None
+        return self.cut or Status.TRUNCATED_LENGTH
+
     def last_cut(self) -> Status | None:
         """The status of an episode whose last answer was cut at its limit, or None."""
         return cut_status(self._calls[-1].completion)
@@ -229,6 +236,7 @@ class AgentPlayer:
         finally:
             await self._door.shut(key)
             calls.fill(played)
+            played.cut = calls.limit
         return _judge(calls, _with_posted(end, posted), played)
 
     async def close(self) -> None:
@@ -265,10 +273,11 @@ def _judge(calls: EpisodeCalls, end: AgentEnd, played: Played) -> Status:
     problem = end.problem
     if not calls.num_calls:
         raise calls.full or TaskError(problem or "the agent ended without asking the model: is OPENAI_BASE_URL used?")
-    if problem is not None and calls.cut is None and calls.full is None:
+    if problem is not None and calls.limit is None:
         raise TaskError(problem)
     played.result = "" if problem is not None else end.result
-    if calls.cut is not None:
-        return calls.cut
+    if problem is not None or calls.cut is not None:
+        assert calls.limit is not None, "every other problem has been raised"
+        return calls.limit
     # An agent that was told that its context is full may have cut it, and ended well.
-    return Status.TRUNCATED_LENGTH if problem is not None else calls.last_cut() or Status.COMPLETED
+    return calls.last_cut() or Status.COMPLETED

@@ -187,6 +187,45 @@ def test_limits_of_an_episode_hold_for_a_service(play: Any) -> None:
     assert turns.score.value == 0.0, "a policy that uses its limit up learns from it"
 
 
+LONG = [{"role": "user", "content": "x" * 600}]
+"""More than the context takes."""
+
+
+@pytest.mark.parametrize("does_say_so", [True, False], ids=["posts an error", "falls silent"])
+@pytest.mark.parametrize(
+    ("limits", "second", "status", "num_tokens"),
+    [
+        ({"max_turns": 1}, None, Status.TRUNCATED_TURNS, 3),
+        ({"max_episode_tokens": 3}, None, Status.TRUNCATED_LENGTH, 3),
+        ({"affordable_tokens": 3}, None, Status.TRUNCATED_LENGTH, 3),
+        ({}, LONG, Status.TRUNCATED_LENGTH, 3),
+    ],
+    ids=["turns", "tokens", "cost", "context"],
+)
+def test_a_service_that_reached_a_limit_after_its_202_is_judged_whatever_becomes_of_it(
+    play: Any, limits: Any, second: Any, status: Status, num_tokens: int, does_say_so: bool
+) -> None:
+    """As an agent that is started: a timeout would leave exactly those episodes untrained in which the policy runs on."""
+
+    def run_on(order: Order) -> None:
+        ask(order, order["task"]["messages"])
+        assert ask(order, second or order["task"]["messages"]) == "", "it was refused"
+        if does_say_so:
+            post(order["result_url"], order["api_key"], b'{"error": "the model says no"}')
+
+    with agent_service(later(run_on)) as server:
+        played = play({"url": server.url}, seconds=20.0 if does_say_so else 1.5, **limits)
+    assert (played.status, played.error, played.text, played.score.value) == (status, None, "", 0.0)
+    assert (played.is_trainable, played.num_tokens) == (True, num_tokens)
+
+
+def test_an_episode_that_was_refused_its_first_prompt_and_falls_silent_is_a_timeout(play: Any) -> None:
+    """Nothing was drawn: there is nothing to judge."""
+    with agent_service(later(lambda order: ask(order, LONG))) as server:
+        played = play({"url": server.url}, seconds=1.0)
+    assert (played.status, played.score.value, played.turns) == (Status.TIMEOUT, None, ())
+
+
 @pytest.mark.parametrize(
     ("body", "kind", "status"),
     [
