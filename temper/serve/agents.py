@@ -14,11 +14,14 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from temper.asking.quoting import quote
+from temper.envs.agents.agent import RESULT_PATH, read_result
 from temper.envs.agents.launch import MODEL_SOCKET
-from temper.errors import BackendError, ContextFull, install_line
+from temper.errors import BackendError, ContextFull, TaskError, install_line
 from temper.listening import listen_at, make_server, own_names
 from temper.rollout.agents import DrawnCall, EpisodeCalls, LimitReached, Posted
 from temper.serve.app import App, HttpClient, HttpSettings, Receive, Send
@@ -122,6 +125,10 @@ class EpisodeRecords:
         """Nothing is held open."""
 
 
+def _no_episode() -> Refused:
+    return Refused("this key belongs to no running episode", status=401, code="invalid_api_key")
+
+
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
@@ -174,7 +181,8 @@ class AgentEndpoint:
             worker=self._worker,
         )
         settings = HttpSettings(api_key=key, hosts=self._hosts, session=SESSION)
-        self._gateways[key] = (gateway, App(gateway, settings, posted))
+        routes = {} if posted is None else {f"/v1{RESULT_PATH}": partial(self._take_result, key, posted)}
+        self._gateways[key] = (gateway, App(gateway, settings, routes))
         model = self._model or "policy"
         variables = {"OPENAI_BASE_URL": f"{self._address}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
         if self._folder is not None:
@@ -200,8 +208,26 @@ class AgentEndpoint:
         found = self._gateways.get(key.strip().decode("latin-1")) if kind.lower() == b"bearer" else None
         if found is not None:
             return await found[1](scope, receive, send)
-        refusal = Refused("this key belongs to no running episode", status=401, code="invalid_api_key")
-        await HttpClient(scope, receive, send, HttpSettings()).refuse(refusal)
+        await HttpClient(scope, receive, send, HttpSettings()).refuse(_no_episode())
+
+    async def _take_result(self, key: str, posted: Posted, client: HttpClient) -> None:
+        """The first one counts. One that cannot be read is the end of its episode: nobody knows what it would say."""
+        try:
+            found: str | TaskError | Refused = read_result(await client.body())
+        except (Refused, TaskError) as problem:
+            found = problem
+        if key not in self._gateways:  # the episode has ended since the head of the request came
+            raise _no_episode()
+        is_first = not posted.done()
+        if is_first:
+            posted.set_result(TaskError(str(found)) if isinstance(found, Exception) else found)
+        if isinstance(found, Refused):
+            raise found
+        if isinstance(found, TaskError):
+            raise Refused(quote(str(found), (key,), 200))
+        if not is_first:
+            raise Refused("this episode has its result: the first one counts", status=409, code="result_given")
+        await client.send_json(200, {"status": "taken"})
 
     def _socket_path(self) -> str:
         assert self._folder is not None, "only agents behind a wall have it"

@@ -315,11 +315,6 @@ class Trajectory:
         return self.turns[-1].message.content if self.turns else ""
 
     @property
-    def is_in_time(self) -> bool:
-        """Whether its turns stand in the order in which they came."""
-        return list(self.turn_order) == sorted(self.turn_order)
-
-    @property
     def last_turn(self) -> int:
         """Where the turn stands that came last; -1 when there is none."""
         return self.turn_order.index(len(self.turns) - 1) if self.turn_order else len(self.turns) - 1

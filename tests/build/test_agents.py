@@ -62,8 +62,8 @@ def test_credit_that_goes_by_time_or_discounts_nothing_is_not_refused(tmp_path: 
 
 
 def test_a_discount_is_found_in_every_factor_that_gives_credit(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="Use add_distillation with discount = 0, not 0.9"):
-        distilled = "stage.2.objective.normalizers=[{name='add_distillation',discount=0.9}]"
+    distilled = "stage.2.objective.normalizers=[{name='add_distillation',discount=0.9}]"
+    with pytest.raises(UserError, match=r"Use add_distillation with discount = 0, not 0\.9"):
         check_stages(recipe(tmp_path, distilled, "stage.2.model.teacher=teacher"))
 
 

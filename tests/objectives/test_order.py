@@ -1,4 +1,4 @@
-"""Guarantee: what credit owes to the order in which turns stand is declared. An agent's do not stand in that of time."""
+"""Guarantee: what credit owes to the order in which turns stand is declared. Those of an agent stand in another."""
 
 from __future__ import annotations
 

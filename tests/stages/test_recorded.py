@@ -251,8 +251,9 @@ def test_conversations_side_by_side_are_refused_where_credit_goes_along_tokens(t
     file.close()
     write_scores(tmp_path / "r.db", {2: Score.of(1.0), 5: Score.of(0.0)}, "people")
     assert [episode.played.turn_order for episode in read_episodes(tmp_path / "r.db")] == [(0, 1), (0, 2, 1)]
-    needs = {name: KINDS["rl"].reading.needs_of_records for name in ("ppo", "grpo")}
-    wanted = {name: make(resolve_preset(name)) for name, make in needs.items() if make is not None}
+    make = KINDS["rl"].reading.needs_of_records
+    assert make is not None
+    wanted = {name: make(resolve_preset(name)) for name in ("ppo", "grpo")}
     assert len(read(tmp_path / "r.db", needs=replace(wanted["grpo"], min_members=1)).members) == 1
     with pytest.raises(UserError, match=r"1 of 2 .*first: helped.*do not stand in the order of time"):
         read(tmp_path / "r.db", needs=wanted["ppo"])

@@ -107,7 +107,8 @@ class RecordReader:
             return f"its score is no number ({episode.played.score.reason}): mend that, temper score-records --again"
         if self._needs.chats and not episode.played.opening:
             return "it is a plain completion, and only chats become rows of text"
-        if self._needs.time_order and not episode.played.is_in_time:
+        order = episode.played.turn_order
+        if self._needs.time_order and list(order) != sorted(order):
             return (
                 "its conversations were led side by side: their turns do not stand in the order of time, and the "
                 'objective gives credit along tokens. Use e.g. objective.advantage = "group_mean" or "state_returns"'
