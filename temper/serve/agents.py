@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 from temper.asking.quoting import quote
 from temper.envs.agents.agent import RESULT_PATH, read_result
 from temper.envs.agents.launch import MODEL_SOCKET
-from temper.errors import BackendError, ContextFull, TaskError, install_line
-from temper.listening import listen_at, make_server, own_names
+from temper.errors import BackendError, ContextFull, TaskError, UserError, install_line
+from temper.listening import listen, listen_at, make_server, own_names
 from temper.rollout.agents import DrawnCall, EpisodeCalls, LimitReached, Posted
 from temper.serve.app import App, HttpClient, HttpSettings, Receive, Send
 from temper.serve.asked import ChatRequest
@@ -139,23 +139,21 @@ class AgentEndpoint:
     def __init__(
         self,
         converse: Callable[[Records], Conversations],
-        bound: socket.socket,
+        place: tuple[str, int],
         *,
         model: str,
         max_length: int,
         address: str = "",
         has_socket: bool = False,
     ) -> None:
-        """converse: how the model talks, with what was said before in one episode. bound: where it listens; closed with
-        it. address: the same as agents are told it; empty: as it is bound. has_socket: agents behind a wall ask through
-        a socket in the file system."""
+        """converse: how the model talks, with what was said before in one episode. place: host and port where it
+        listens from the first episode on; port 0: any that is free. address: the same as agents are told it; empty: as
+        it is bound. has_socket: agents behind a wall ask through a socket in the file system."""
         self._converse = converse
-        self._bound = bound
-        host, port = bound.getsockname()[:2]
-        self._address = address or f"http://{_bracketed(host)}:{port}"
-        own = own_names(host)
-        # A tunnel may lead here, and its other end has a name of its own.
-        self._hosts = own and own | {_bracketed(urlsplit(self._address).hostname or host)}
+        self._place = place
+        self._address = address
+        self._hosts: frozenset[str] | None = frozenset()
+        self._bound: list[socket.socket] = []
         self._model = model
         self._max_length = max_length
         self._gateways: dict[str, tuple[Gateway, App]] = {}
@@ -198,7 +196,8 @@ class AgentEndpoint:
             self._server.should_exit = True
             await asyncio.wait((self._serving,), timeout=2 * SHUTDOWN_SECONDS)
             self._serving.cancel()
-        self._bound.close()
+        for bound in self._bound:
+            bound.close()
         if self._folder is not None:
             self._folder.cleanup()
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -233,16 +232,29 @@ class AgentEndpoint:
         assert self._folder is not None, "only agents behind a wall have it"
         return os.path.join(self._folder.name, "socket")
 
+    def _bind(self) -> None:
+        """Not before there is an episode: an endpoint that nobody asks leaves the port to others."""
+        try:
+            bound = listen(*self._place)
+        except UserError as error:  # of the run: another episode would not find it either
+            raise BackendError(f"agents would not find the model: {error}") from error
+        self._bound = [bound, *([listen_at(self._socket_path())] if self._folder is not None else [])]
+        host, port = bound.getsockname()[:2]
+        self._address = self._address or f"http://{_bracketed(host)}:{port}"
+        own = own_names(host)
+        # A tunnel may lead here, and its other end has a name of its own.
+        self._hosts = own and own | {_bracketed(urlsplit(self._address).hostname or host)}
+
     async def _start(self) -> None:
-        """With the first episode: what has come before waits at the socket."""
+        """With the first episode."""
         async with self._lock:
             if self._serving is None:
                 missing = f"the policy's endpoint needs uvicorn. Run: {install_line('serve')}"
                 self._server = make_server(self, shutdown_seconds=SHUTDOWN_SECONDS, missing=missing)
                 # By itself it would take over Ctrl-C and SIGTERM, which are the run's.
                 self._server.capture_signals = contextlib.nullcontext
-                sockets = [self._bound, *([listen_at(self._socket_path())] if self._folder is not None else [])]
-                self._serving = asyncio.create_task(self._server.serve(sockets=sockets), name="agents' endpoint")
+                self._bind()
+                self._serving = asyncio.create_task(self._server.serve(sockets=self._bound), name="agents' endpoint")
                 async with asyncio.timeout(START_SECONDS):
                     while not self._server.started and not self._serving.done():
                         await asyncio.sleep(LOOK_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from temper.build import agents, check_stages
+from temper.commands.checkpoints import evaluate_checkpoint
+from temper.commands.training.train import train_stages
 from temper.config import load_recipe, to_toml
 from temper.errors import UserError
 
@@ -75,12 +78,32 @@ def test_a_critic_whose_decay_is_taken_away_goes_with_an_agent(tmp_path: Path) -
 
 
 def test_a_port_that_is_taken_is_said_before_anything_is_trained(tmp_path: Path) -> None:
+    """The recipe imitates first, and its agents would ask after that."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        *_, config = recipe(tmp_path, f"env.options.listen=127.0.0.1:{port}")
-        data: Any = SimpleNamespace(tokenizer=None, renderer=None, shape=SimpleNamespace(max_context=64))
+        stages = recipe(tmp_path, f"env.options.listen=127.0.0.1:{port}", "heldout.size=2")
+        assert [config.stage for config in stages] == ["sft", "rl"]
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}"):
-            agents.make_player(config, data)
+            train_stages(stages, run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stage_that_plays_nothing_binds_no_port(tmp_path: Path) -> None:
+    """So a recipe is looked at, and its environment, beside a run of it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        stages = recipe(tmp_path, f"env.options.listen=127.0.0.1:{taken.getsockname()[1]}")
+        check_stages(stages)
+        data: Any = SimpleNamespace(tokenizer=None, renderer=None, shape=SimpleNamespace(max_context=64))
+        player = agents.make_player(stages[-1], data)
+        asyncio.run(player.close())
+
+
+def test_a_checkpoint_is_not_read_for_agents_that_could_not_ask(tmp_path: Path) -> None:
+    recipe(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        overrides = [f"env.options.listen=127.0.0.1:{taken.getsockname()[1]}"]
+        with pytest.raises(UserError, match="cannot listen on"):
+            evaluate_checkpoint(tmp_path / "no checkpoint", tmp_path / "recipe.toml", overrides=overrides)
 
 
 def test_what_an_agent_may_draw_is_what_its_episode_may_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,6 +192,14 @@ def test_a_result_whose_body_comes_after_the_end_of_its_episode_is_not_taken(pla
     assert said[0].startswith(b"HTTP/1.1 401"), said
 
 
+def test_a_port_that_is_taken_meanwhile_ends_the_run_and_is_no_error_of_an_episode(play: Any) -> None:
+    """The next episode would not find it free either."""
+    with agent_service(lambda asked, order: asked.say("42")) as server, socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(BackendError, match="agents would not find the model: cannot listen on"):
+            play({"url": server.url, "listen": f"127.0.0.1:{taken.getsockname()[1]}"})
+        assert server.orders == []
+
+
 def test_a_service_is_told_that_the_run_has_ended(tokenizer: Any) -> None:
     def broken(request: Request) -> list[int]:
         raise BackendError("the engine has failed")
