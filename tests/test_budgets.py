@@ -151,6 +151,7 @@ DONE_ALREADY = {
     ("rollout/agents.py", "calls.broken.result()"),
     ("rollout/agents.py", "posted.result()"),
     ("envs/agents/service.py", "asking.result()"),
+    ("envs/agents/service.py", "posted.result()"),
     ("rollout/judged.py", "calls.broken.result()"),
     ("evals/evaluate.py", "member.result()"),
     ("engine/local/engine.py", "future.result()"),

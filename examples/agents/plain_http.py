@@ -13,17 +13,18 @@ from urllib.request import Request, urlopen
 from calculator import calc
 
 
-def ask(messages: list) -> str:
-    body = json.dumps({"model": "policy", "messages": messages}).encode()
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
-    with urlopen(Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers), timeout=60) as response:
-        return json.load(response)["choices"][0]["message"]["content"]
+def post(url: str, key: str, body: dict) -> dict:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=60) as response:
+        return json.load(response)
 
 
-def solve(task: dict) -> str:
+def solve(task: dict, address: str = "", key: str = "") -> str:
+    address, key = address or os.environ["OPENAI_BASE_URL"], key or os.environ["OPENAI_API_KEY"]
     messages, said = list(task["messages"]), ""
     for _ in range(3):
-        said = ask(messages)
+        answer = post(f"{address}/chat/completions", key, {"model": "policy", "messages": messages})
+        said = answer["choices"][0]["message"]["content"]
         call = re.fullmatch(r"calc\((.*)\)", said)
         if call is None:
             break

@@ -10,15 +10,32 @@ import asyncio
 import contextlib
 import re
 import ssl
+import threading
 from collections.abc import Mapping
 from urllib.parse import SplitResult
 
 
-async def connect(url: SplitResult, max_body_bytes: int) -> Connection:
-    """max_body_bytes: of an answer that is read; a longer one is a ValueError."""
-    context = ssl.create_default_context() if url.scheme == "https" else None
-    port = url.port or (443 if context else 80)
-    return Connection(*await asyncio.open_connection(url.hostname, port, ssl=context), max_body_bytes)
+class Dialer:
+    """Opens connections to one server."""
+
+    def __init__(self, url: SplitResult, max_body_bytes: int) -> None:
+        """max_body_bytes: of an answer that is read; a longer one is a ValueError."""
+        self._url = url
+        self._max_body_bytes = max_body_bytes
+        self._trust: ssl.SSLContext | None = None
+        self._lock = threading.Lock()
+
+    async def connect(self) -> Connection:
+        if self._url.scheme == "https" and self._trust is None:
+            # Reading the system's certificates takes as long as a short answer, in which nobody else would be heard.
+            await asyncio.to_thread(self._read_trust)
+        port = self._url.port or (443 if self._trust else 80)
+        streams = await asyncio.open_connection(self._url.hostname, port, ssl=self._trust)
+        return Connection(*streams, self._max_body_bytes)
+
+    def _read_trust(self) -> None:
+        with self._lock:  # episodes begin together
+            self._trust = self._trust or ssl.create_default_context()
 
 
 class Connection:
@@ -31,7 +48,8 @@ class Connection:
         self.is_reusable = True
 
     async def exchange(self, request: bytes) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers by lower-case name, body. ValueError: what came is not HTTP, or too much."""
+        """Status, headers by lower-case name, body. ValueError: what came is not HTTP, or too much; it repeats what
+        came, keys included: quote() it."""
         self.is_reusable = False
         self._writer.write(request)
         await self._writer.drain()
@@ -52,7 +70,7 @@ class Connection:
         first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         match = re.fullmatch(r"HTTP/1\.[01] ([0-9]{3})(?: .*)?", first)
         if match is None:
-            raise ValueError(f"not HTTP: {first[:60]!r}")
+            raise ValueError(f"not HTTP: {first}")
         fields = (line.partition(":") for line in lines if line)
         headers = {name.strip().lower(): value.strip() for name, _, value in fields}
         if first.startswith("HTTP/1.0"):
@@ -82,5 +100,5 @@ class Connection:
 
     def _size(self, text: str, number_base: int) -> int:
         if not re.fullmatch(r"[0-9a-fA-F]{1,16}", text) or (size := int(text, number_base)) > self._max_body_bytes:
-            raise ValueError(f"a body of {text[:20]!r} bytes")
+            raise ValueError(f"a body of {text} bytes")
         return size

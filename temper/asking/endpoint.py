@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import SplitResult, urlsplit
 
-from temper.asking.connection import Connection, connect
+from temper.asking.connection import Connection, Dialer
+from temper.asking.quoting import quote
 from temper.errors import TaskError, UserError
 from temper.types import Message
 
@@ -99,6 +100,7 @@ class Endpoint:
         self.options = options
         self._key = key or read_key(options.key_variable)
         self._url: SplitResult = urlsplit(options.base_url)
+        self._dialer = Dialer(self._url, MAX_BODY_BYTES)
         self._idle: list[Connection] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(options.max_concurrent)
@@ -153,7 +155,7 @@ class Endpoint:
         except (OSError, EOFError) as error:
             raise _Flaky(f"{type(error).__name__}: {error}", is_connection=True) from error
         except (ValueError, asyncio.LimitOverrunError) as error:
-            raise _Flaky(f"broken HTTP: {error}") from error
+            raise _Flaky(quote(f"broken HTTP: {error}", (self._key,), 200)) from error
         if self._key:  # servers repeat it in their complaints, and those are kept
             answer = answer.replace(self._key.encode(), b"[key]")
         if status != 200:
@@ -162,7 +164,7 @@ class Endpoint:
         return answer
 
     async def _exchange(self, request: bytes) -> tuple[int, dict[str, str], bytes]:
-        connection = self._idle.pop() if self._idle else await connect(self._url, MAX_BODY_BYTES)
+        connection = self._idle.pop() if self._idle else await self._dialer.connect()
         try:
             answer = await connection.exchange(request)
         except BaseException:  # also when cancelled: the rest of this answer must not be read as the next one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from temper.build.agents import require_free_ports
 from temper.build.check import check_stage, check_stages
 from temper.build.environments import Environments
 from temper.build.full import explain_out_of_memory
@@ -31,6 +32,7 @@ __all__ = [
     "pick_device",
     "pick_dtype",
     "plan_stage",
+    "require_free_ports",
     "resolve_objective",
     "settle_for_cpu",
     "with_sampler_correction",

@@ -6,7 +6,7 @@ Owns: what they are wired to, and which stages cannot have them. Refuses: runnin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -52,6 +52,14 @@ def check_agent(config: RunConfig) -> None:
             f'env "agent" cannot play in a stage of kind {config.stage}: an agent leads conversations of its own, and '
             "rows of text hold one. Use a stage that trains on what was drawn, e.g. rl"
         )
+
+
+def require_free_ports(stages: Iterable[RunConfig]) -> None:
+    """Raises UserError for a port that agents would find the model at and that is taken: a stage of agents binds it
+    with its first episode, and that may come after hours of other stages."""
+    played = (_agent_settings(config).addresses for config in stages if config.env.name == NAME)
+    for host, port in dict.fromkeys((one.host, one.port) for one in played):
+        listen(host, port).close()
 
 
 def check_judge(config: RunConfig) -> None:
@@ -121,13 +129,13 @@ def _open_endpoint(data: StageData, settings: AgentSettings | None = None) -> Ag
     if settings is None:
         return AgentEndpoint(
             lambda records: Conversations(data.tokenizer, data.renderer, records),
-            listen(*HERE),
+            HERE,
             model="",
             max_length=data.shape.max_context,
         )
     return AgentEndpoint(
         lambda records: Conversations(data.tokenizer, data.renderer, records, settings.untold_format),
-        listen(settings.addresses.host, settings.addresses.port),
+        (settings.addresses.host, settings.addresses.port),
         model=settings.model,
         max_length=data.shape.max_context,
         address=settings.addresses.told,
@@ -147,7 +155,7 @@ def _make_judged(config: RunConfig, data: StageData) -> Player:
     renderer = policy.make_renderer()
     door = AgentEndpoint(
         lambda records: Conversations(policy.tokenizer, renderer, records),
-        listen(*HERE),
+        HERE,
         model=policy.folder.resolve().name,
         max_length=policy.shape.max_context,
     )

@@ -14,11 +14,9 @@ from temper.envs.agents.agent import NAME as AGENT
 from temper.errors import UserError
 from temper.objectives import DirectLoss, Objective, PolicyObjective, check_objective, resolve
 from temper.objectives.advantage.critics import pretraining_steps
-from temper.objectives.combinations import SAMPLER_WEIGHTS, corrects_staleness, notices_moving
+from temper.objectives.combinations import SAMPLER_WEIGHTS, corrects_staleness, notices_moving, wants_time_order
 from temper.objectives.resolve import REGISTRY
 from temper.stages.kinds import kind_of
-
-CREDIT_BY_TURN = {"turn_returns", "state_returns"}
 
 
 def resolve_objective(config: RunConfig) -> Objective:
@@ -185,24 +183,19 @@ def _check_epochs(config: RunConfig, objective: Objective) -> str | None:
     )
 
 
-def _check_agent_discounts(config: RunConfig, objective: Objective) -> str | None:
-    """Discounts by token go along the rows, and an agent's rows do not stand in the order of time."""
-    if config.env.name != AGENT or not isinstance(objective, PolicyObjective):
+def _check_agent_order(config: RunConfig, objective: Objective) -> str | None:
+    """Credit along tokens goes along the rows, and an agent's rows do not stand in the order of time."""
+    if config.env.name != AGENT or not (changes := wants_time_order(objective)):
         return None
-    given = dict(objective.advantage.arguments)
-    places = (("gamma", 1), ("discount", 0)) if objective.advantage.name not in CREDIT_BY_TURN else ()
-    for name, neutral in places:
-        if given.get(name, neutral) != neutral:
-            return (
-                f"objective.advantage {objective.advantage.name} with {name}={given[name]} discounts by tokens in the "
-                "order in which they stand, and the conversations of an agent stand one after the other, whichever "
-                f"came first. Use {name} = {neutral}, or credit by turn, which goes by time, e.g. state_returns"
-            )
-    return None
+    return (
+        f"objective {objective.name} gives credit along tokens in the order in which they stand, and the conversations "
+        f"of an agent stand one after the other, whichever came first. Use {'; '.join(changes)}. Or use credit by "
+        'turn, which goes by time, e.g. objective.advantage = "state_returns"'
+    )
 
 
 _CHECKS = (
-    _check_agent_discounts,
+    _check_agent_order,
     _check_float16,
     _check_critic_steps,
     _check_reference_rule,

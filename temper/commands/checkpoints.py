@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from temper import calls
-from temper.build import build_stage
+from temper.build import build_stage, require_free_ports
 from temper.build.thinking import with_budget
 from temper.commands.find import find_model
 from temper.commands.progress import show_work
@@ -51,6 +51,7 @@ def evaluate_checkpoint(
     if thinking_budget is not None:
         thinking = with_budget(config.rollout.thinking, thinking_budget)
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"thinking": thinking})})
+    require_free_ports([config])
     return calls.run(_evaluate(_referred(config, stages, path), find_model(path)))
 
 

@@ -55,6 +55,24 @@ def notices_moving(objective: PolicyObjective) -> bool:
     return objective.gate.name != "none"
 
 
+def wants_time_order(objective: Objective) -> list[str]:
+    """What to change so that credit does not depend on the order in which the turns of an episode stand. Empty: it
+    does not."""
+    if not isinstance(objective, PolicyObjective):
+        return []
+    changes = [
+        f"{factor.name} with {name} = {neutral}, not {factor.argument(name)}"
+        for factor in objective.credit_factors
+        for name, neutral in factor.along.items()
+        if factor.argument(name) != neutral
+    ]
+    # What is paid at a token is credited to those that stand before it.
+    summing = [factor.name for factor in (objective.advantage, objective.critic) if factor is not None and factor.along]
+    if summing and any(shape.name == "kl_in_reward" and shape.argument("coefficient") for shape in objective.shaping):
+        changes.append(f"shaping without kl_in_reward, which {' and '.join(summing)} would sum (use regularizers kl)")
+    return changes
+
+
 def _check_group_size(objective: Objective, group_size: int) -> str | None:
     """Silently falling back to A = R would train something else."""
     if group_size >= objective.min_group:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -53,6 +53,9 @@ class Factor(Generic[Inputs, Output]):
     experimental: str = field(compare=False)
     """Why its form or a constant is not established by public code; empty when it is."""
     run: Callable[Inputs, Output] = field(compare=False, repr=False)
+    along: Mapping[str, float] = field(compare=False, default_factory=dict, kw_only=True)
+    """Arguments by which it goes along the tokens of a trajectory as they stand, and the value of each with which their
+    order makes no difference. Empty: none does."""
 
     def __call__(self, *inputs: Inputs.args, **named: Inputs.kwargs) -> Output:
         return self.run(*inputs, **named)
@@ -66,7 +69,11 @@ class Factor(Generic[Inputs, Output]):
 
 
 def factor(
-    *, needs: Iterable[str] = (), min_group: int = 1, experimental: str = ""
+    *,
+    needs: Iterable[str] = (),
+    min_group: int = 1,
+    experimental: str = "",
+    along: Mapping[str, float] | None = None,
 ) -> Callable[[Callable[Arguments, Callable[Inputs, Output]]], Callable[Arguments, Factor[Inputs, Output]]]:
     """Decorates a builder: its arguments are the settings, the function it returns is the mathematics."""
     assert set(needs) <= NEEDS.keys(), f"needs {set(needs) - NEEDS.keys()} are not in NEEDS"
@@ -82,7 +89,7 @@ def factor(
             bound.apply_defaults()
             arguments = tuple(bound.arguments.items())
             run = build(*args, **kwargs)
-            return Factor(build.__name__, arguments, frozenset(needs), min_group, experimental, run)
+            return Factor(build.__name__, arguments, frozenset(needs), min_group, experimental, run, along=along or {})
 
         return built
 

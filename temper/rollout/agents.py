@@ -11,11 +11,12 @@ import asyncio
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from temper.asking.quoting import quote
 from temper.calls import waiting_for
 from temper.envs.agents.agent import AgentEnd, task_for_agent
 from temper.errors import BackendError, ContextFull, TaskError
@@ -126,6 +127,13 @@ class EpisodeCalls:
         played.opening, turns, played.turn_order = turns_of(self._calls)
         played.turns += turns
 
+    @property
+    def limit(self) -> Status | None:
+        """The status of an episode that was refused for a limit, or None: none was, or there is nothing to judge."""
+        if not self._calls or (self.cut is None and self.full is None):
+            return None
+        return self.cut or Status.TRUNCATED_LENGTH
+
     def last_cut(self) -> Status | None:
         """The status of an episode whose last answer was cut at its limit, or None."""
         return cut_status(self._calls[-1].completion)
@@ -185,7 +193,7 @@ class AgentDoor(Protocol):
 
     async def open(self, calls: EpisodeCalls, posted: Posted | None = None) -> tuple[str, Mapping[str, str]]:
         """A key that is this episode's alone, and the variables that tell an agent where to ask. posted: takes the
-        first result that comes with the key; None: results are not taken."""
+        first result that comes with the key, or what was wrong with it, as it came; None: results are not taken."""
         ...
 
     async def shut(self, key: str) -> None:
@@ -200,6 +208,16 @@ class AgentRunner(Protocol):
 
     async def run(self, task: Mapping[str, Any], variables: Mapping[str, str], posted: Posted) -> AgentEnd:
         """Plays one episode, to its end or until it is cancelled."""
+        ...
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """What it shows to others and nobody else may see: taken out of what they say."""
+        ...
+
+    async def tell_over(self, key: str) -> None:
+        """Says to whoever may still play the episode of a key that it is over. Called when the key opens nothing more:
+        who hears of the end must not be able to hand in a result."""
         ...
 
     async def close(self) -> None: ...
@@ -223,36 +241,43 @@ class AgentPlayer:
         posted: Posted = asyncio.get_running_loop().create_future()
         key, variables = await self._door.open(calls, posted)
         told = task_for_agent(task, setup.renderer.prompt_messages(task), setup.seed)
+        running = asyncio.ensure_future(self._runner.run(told, variables, posted))
         try:
-            with waiting_for("the agent"):
-                end = await self._until_ended(calls, self._runner.run(told, variables, posted), setup.episode_seconds)
+            async with AsyncExitStack() as ending:  # the last one first
+                ending.push_async_callback(self._runner.tell_over, key)
+                ending.push_async_callback(_stop, running)
+                ending.push_async_callback(self._door.shut, key)
+                with waiting_for("the agent"):
+                    end = await _until_ended(calls, running, setup.episode_seconds)
         finally:
-            await self._door.shut(key)
             calls.fill(played)
-        return _judge(calls, _with_posted(end, posted), played)
+            played.cut = calls.limit
+        return _judge(calls, _with_posted(end, posted, (key, *self._runner.keys)), played)
 
     async def close(self) -> None:
         await self._runner.close()
         await self._door.close()
 
-    async def _until_ended(self, calls: EpisodeCalls, agent: Coroutine[Any, Any, AgentEnd], seconds: float) -> AgentEnd:
-        """Waits for: the agent. Unblocked by: its end, a failure of the sampler, the deadline of the episode."""
-        running = asyncio.ensure_future(agent)
-        try:
-            await asyncio.wait((running, calls.broken), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if calls.broken.done():
-                raise calls.broken.result()
-            return await running
-        finally:
-            running.cancel()
-            await asyncio.wait((running,), timeout=1.0 if running.done() else 20.0)
+
+async def _until_ended(calls: EpisodeCalls, running: asyncio.Future[AgentEnd], seconds: float) -> AgentEnd:
+    """Waits for: the agent. Unblocked by: its end, a failure of the sampler, the deadline of the episode."""
+    await asyncio.wait((running, calls.broken), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    if calls.broken.done():
+        raise calls.broken.result()
+    return await running
 
 
-def _with_posted(end: AgentEnd, posted: Posted) -> AgentEnd:
+async def _stop(running: asyncio.Future[AgentEnd]) -> None:
+    """Waits for: nothing of the agent to be left here. Unblocked by: its end, a deadline."""
+    running.cancel()
+    await asyncio.wait((running,), timeout=1.0 if running.done() else 20.0)
+
+
+def _with_posted(end: AgentEnd, posted: Posted, keys: Sequence[str]) -> AgentEnd:
     """The end of an agent, with the result that it has posted in place of any other."""
     found = posted.result() if posted.done() else end.result
     if isinstance(found, TaskError):
-        return AgentEnd(problem=end.problem or f"the agent posted no result: {found}")
+        return AgentEnd(problem=end.problem or quote(f"the agent posted no result: {found}", keys))
     return AgentEnd(problem=end.problem, result=found)
 
 
@@ -265,10 +290,11 @@ def _judge(calls: EpisodeCalls, end: AgentEnd, played: Played) -> Status:
     problem = end.problem
     if not calls.num_calls:
         raise calls.full or TaskError(problem or "the agent ended without asking the model: is OPENAI_BASE_URL used?")
-    if problem is not None and calls.cut is None and calls.full is None:
+    if problem is not None and calls.limit is None:
         raise TaskError(problem)
     played.result = "" if problem is not None else end.result
-    if calls.cut is not None:
-        return calls.cut
+    if problem is not None or calls.cut is not None:
+        assert calls.limit is not None, "every other problem has been raised"
+        return calls.limit
     # An agent that was told that its context is full may have cut it, and ended well.
-    return Status.TRUNCATED_LENGTH if problem is not None else calls.last_cut() or Status.COMPLETED
+    return calls.last_cut() or Status.COMPLETED

@@ -92,6 +92,8 @@ class Played:
     """Of a reply that is not yet part of a turn: it may be refused."""
     lost: tuple[Event, ...] = ()
     """Of a step that did not come back, as the environment tells at its end."""
+    cut: Status | None = None
+    """The limit that an agent was refused for: also when it then lets its time run out. None: none was."""
     loss: EnvironmentLost | None = None
     """The process of its environment was lost. None: it was not."""
 
@@ -202,6 +204,9 @@ async def _status(
         async with asyncio.timeout_at(ends_at):
             return await setup.player.play(setup, task, played, request_id), None
     except TimeoutError:
+        if played.cut is not None:  # left out, the episodes in which the policy runs on would be the untrained ones
+            played.result = ""
+            return played.cut, None
         return Status.TIMEOUT, f"the episode took longer than {setup.episode_seconds:g} s"
     except BackendError:
         raise

@@ -14,12 +14,15 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from temper.asking.quoting import quote
+from temper.envs.agents.agent import RESULT_PATH, read_result
 from temper.envs.agents.launch import MODEL_SOCKET
-from temper.errors import BackendError, ContextFull, install_line
-from temper.listening import listen_at, make_server, own_names
+from temper.errors import BackendError, ContextFull, TaskError, UserError, install_line
+from temper.listening import listen, listen_at, make_server, own_names
 from temper.rollout.agents import DrawnCall, EpisodeCalls, LimitReached, Posted
 from temper.serve.app import App, HttpClient, HttpSettings, Receive, Send
 from temper.serve.asked import ChatRequest
@@ -122,6 +125,10 @@ class EpisodeRecords:
         """Nothing is held open."""
 
 
+def _no_episode() -> Refused:
+    return Refused("this key belongs to no running episode", status=401, code="invalid_api_key")
+
+
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
@@ -132,23 +139,21 @@ class AgentEndpoint:
     def __init__(
         self,
         converse: Callable[[Records], Conversations],
-        bound: socket.socket,
+        place: tuple[str, int],
         *,
         model: str,
         max_length: int,
         address: str = "",
         has_socket: bool = False,
     ) -> None:
-        """converse: how the model talks, with what was said before in one episode. bound: where it listens; closed with
-        it. address: the same as agents are told it; empty: as it is bound. has_socket: agents behind a wall ask through
-        a socket in the file system."""
+        """converse: how the model talks, with what was said before in one episode. place: host and port where it
+        listens from the first episode on; port 0: any that is free. address: the same as agents are told it; empty: as
+        it is bound. has_socket: agents behind a wall ask through a socket in the file system."""
         self._converse = converse
-        self._bound = bound
-        host, port = bound.getsockname()[:2]
-        self._address = address or f"http://{_bracketed(host)}:{port}"
-        own = own_names(host)
-        # A tunnel may lead here, and its other end has a name of its own.
-        self._hosts = own and own | {_bracketed(urlsplit(self._address).hostname or host)}
+        self._place = place
+        self._address = address
+        self._hosts: frozenset[str] | None = frozenset()
+        self._bound: list[socket.socket] = []
         self._model = model
         self._max_length = max_length
         self._gateways: dict[str, tuple[Gateway, App]] = {}
@@ -174,7 +179,8 @@ class AgentEndpoint:
             worker=self._worker,
         )
         settings = HttpSettings(api_key=key, hosts=self._hosts, session=SESSION)
-        self._gateways[key] = (gateway, App(gateway, settings, posted))
+        routes = {} if posted is None else {f"/v1{RESULT_PATH}": partial(self._take_result, key, posted)}
+        self._gateways[key] = (gateway, App(gateway, settings, routes))
         model = self._model or "policy"
         variables = {"OPENAI_BASE_URL": f"{self._address}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
         if self._folder is not None:
@@ -190,7 +196,8 @@ class AgentEndpoint:
             self._server.should_exit = True
             await asyncio.wait((self._serving,), timeout=2 * SHUTDOWN_SECONDS)
             self._serving.cancel()
-        self._bound.close()
+        for bound in self._bound:
+            bound.close()
         if self._folder is not None:
             self._folder.cleanup()
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -200,23 +207,54 @@ class AgentEndpoint:
         found = self._gateways.get(key.strip().decode("latin-1")) if kind.lower() == b"bearer" else None
         if found is not None:
             return await found[1](scope, receive, send)
-        refusal = Refused("this key belongs to no running episode", status=401, code="invalid_api_key")
-        await HttpClient(scope, receive, send, HttpSettings()).refuse(refusal)
+        await HttpClient(scope, receive, send, HttpSettings()).refuse(_no_episode())
+
+    async def _take_result(self, key: str, posted: Posted, client: HttpClient) -> None:
+        """The first one counts. One that cannot be read is the end of its episode: nobody knows what it would say."""
+        try:
+            found: str | TaskError | Refused = read_result(await client.body())
+        except (Refused, TaskError) as problem:
+            found = problem
+        if key not in self._gateways:  # the episode has ended since the head of the request came
+            raise _no_episode()
+        is_first = not posted.done()
+        if is_first:
+            posted.set_result(TaskError(str(found)) if isinstance(found, Exception) else found)
+        if isinstance(found, Refused):
+            raise found
+        if isinstance(found, TaskError):
+            raise Refused(quote(str(found), (key,), 200))
+        if not is_first:
+            raise Refused("this episode has its result: the first one counts", status=409, code="result_given")
+        await client.send_json(200, {"status": "taken"})
 
     def _socket_path(self) -> str:
         assert self._folder is not None, "only agents behind a wall have it"
         return os.path.join(self._folder.name, "socket")
 
+    def _bind(self) -> None:
+        """Not before there is an episode: an endpoint that nobody asks leaves the port to others."""
+        try:
+            bound = listen(*self._place)
+        except UserError as error:  # of the run: another episode would not find it either
+            raise BackendError(f"agents would not find the model: {error}") from error
+        self._bound = [bound, *([listen_at(self._socket_path())] if self._folder is not None else [])]
+        host, port = bound.getsockname()[:2]
+        self._address = self._address or f"http://{_bracketed(host)}:{port}"
+        own = own_names(host)
+        # A tunnel may lead here, and its other end has a name of its own.
+        self._hosts = own and own | {_bracketed(urlsplit(self._address).hostname or host)}
+
     async def _start(self) -> None:
-        """With the first episode: what has come before waits at the socket."""
+        """With the first episode."""
         async with self._lock:
             if self._serving is None:
                 missing = f"the policy's endpoint needs uvicorn. Run: {install_line('serve')}"
                 self._server = make_server(self, shutdown_seconds=SHUTDOWN_SECONDS, missing=missing)
                 # By itself it would take over Ctrl-C and SIGTERM, which are the run's.
                 self._server.capture_signals = contextlib.nullcontext
-                sockets = [self._bound, *([listen_at(self._socket_path())] if self._folder is not None else [])]
-                self._serving = asyncio.create_task(self._server.serve(sockets=sockets), name="agents' endpoint")
+                self._bind()
+                self._serving = asyncio.create_task(self._server.serve(sockets=self._bound), name="agents' endpoint")
                 async with asyncio.timeout(START_SECONDS):
                     while not self._server.started and not self._serving.done():
                         await asyncio.sleep(LOOK_SECONDS)

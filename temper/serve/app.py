@@ -15,10 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapp
 from dataclasses import dataclass
 from typing import Any
 
-from temper.envs.agents.agent import RESULT_PATH, read_result
-from temper.errors import TaskError
 from temper.listening import is_called_by
-from temper.rollout.agents import Posted
 from temper.serve.answers import Shape, event, to_json
 from temper.serve.asked import ENDPOINTS
 from temper.serve.gateway import Exchange, Gateway
@@ -51,12 +48,17 @@ class ClientGone(Exception):
     """The other side has closed the connection, or stopped reading."""
 
 
+Route = Callable[["HttpClient"], Awaitable[None]]
+"""Answers one request."""
+NO_ROUTES: Mapping[str, Route] = {}
+
+
 class App:
     """Implements the ASGI interface for HTTP."""
 
-    def __init__(self, gateway: Gateway, settings: HttpSettings, posted: Posted | None = None) -> None:
-        """posted: takes the result of the one episode that is served; None: there is no such thing."""
-        self._posted = posted
+    def __init__(self, gateway: Gateway, settings: HttpSettings, routes: Mapping[str, Route] = NO_ROUTES) -> None:
+        """routes: what else is answered to a POST by whoever has the key, by path."""
+        self._routes = routes
         self._gateway = gateway
         self._settings = settings
         self._started = int(time.time())
@@ -91,33 +93,19 @@ class App:
             is_well = self._gateway.failure is None
             return await client.send_json(200 if is_well else 503, {"status": "ok" if is_well else "failed"})
         self._require_key(client)
-        is_result = path == f"/v1{RESULT_PATH}" and self._posted is not None
-        wanted = "POST" if path in ENDPOINTS or is_result else "GET"
+        route = self._complete if path in ENDPOINTS else self._routes.get(path)
+        wanted = "GET" if route is None else "POST"
         is_model = path == "/v1/models" or path.startswith("/v1/models/")
-        if path not in ENDPOINTS and path != "/metrics" and not is_model and not is_result:
+        if route is None and path != "/metrics" and not is_model:
             raise Refused(f"there is nothing at {path}", status=404, code="not_found")
         if method != wanted:
             raise Refused(f"{path} takes {wanted}, not {method}", status=405, code="method_not_allowed")
+        if route is not None:
+            return await route(client)
         if is_model:
             return await client.send_json(200, self._models(path.removeprefix("/v1/models").strip("/")))
-        if path == "/metrics":
-            text = prometheus_text(self._gateway.metrics())
-            return await client.send_whole(200, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
-        return await (self._take_result(client) if is_result else self._complete(client))
-
-    async def _take_result(self, client: HttpClient) -> None:
-        """The first one counts. One that cannot be read is the end of its episode: nobody knows what it would say."""
-        assert self._posted is not None, "_respond() has looked"
-        try:
-            result = read_result(await client.body())
-        except (Refused, TaskError) as problem:
-            if not self._posted.done():
-                self._posted.set_result(TaskError(str(problem)))
-            raise
-        if self._posted.done():
-            raise Refused("this episode has its result: the first one counts", status=409, code="result_given")
-        self._posted.set_result(result)
-        await client.send_json(200, {"status": "taken"})
+        text = prometheus_text(self._gateway.metrics())
+        return await client.send_whole(200, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
 
     async def _complete(self, client: HttpClient) -> None:
         """Draws and answers, unless the client goes first."""

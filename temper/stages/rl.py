@@ -9,6 +9,7 @@ from temper.config import RunConfig
 from temper.envs.agents.agent import NAME as AGENT
 from temper.errors import UserError
 from temper.objectives import Objective, PolicyObjective
+from temper.objectives.combinations import wants_time_order
 from temper.protocols import BatchSource
 from temper.stages.kind import StageKind, require_whole_updates
 from temper.stages.parts import Parts
@@ -44,7 +45,9 @@ KIND = StageKind(
     losses=(None,),
     reading=Reading(
         share_sampled=lambda objective, tasks: 1.0,
-        needs_of_records=lambda objective: RecordNeeds(min_members=objective.min_group, behavior=True),
+        needs_of_records=lambda objective: RecordNeeds(
+            min_members=objective.min_group, behavior=True, time_order=bool(wants_time_order(objective))
+        ),
     ),
     make_source=_source,
     is_rewarded=True,

@@ -120,6 +120,20 @@ def ask(endpoint: Endpoint) -> str:
     return asyncio.run(endpoint.ask(QUESTION, {"temperature": 0.0})).text
 
 
+@pytest.mark.parametrize("place", [0, 50, 150, 190])
+@pytest.mark.parametrize("start", ["", "HTTP/1.1 200 OK\r\nContent-Length: "])
+def test_no_part_of_a_key_is_kept_of_what_is_no_http(
+    server: Server, monkeypatch: pytest.MonkeyPatch, start: str, place: int
+) -> None:
+    """Errors are stored with the run."""
+    monkeypatch.setenv("SOME_KEY", key := "sk-0123456789")
+    server.acts = [send_raw(f"{start}{'.' * place}{key}\r\n\r\n".encode())]
+    with pytest.raises(EndpointFailed, match="broken HTTP") as failed:
+        ask(server.endpoint(key_variable="SOME_KEY", retries=0))
+    assert not [at for at in range(len(key) - 4) if key[at : at + 5] in str(failed.value)], failed.value
+    assert len(str(failed.value)) < 300
+
+
 def test_a_question_is_a_chat_completion(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "secret")
     reply = asyncio.run(server.endpoint(key_variable="SOME_KEY").ask(QUESTION, {"temperature": 0.0, "max_tokens": 7}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from temper.build import agents, check_stages
+from temper.commands.checkpoints import evaluate_checkpoint
+from temper.commands.training.train import train_stages
 from temper.config import load_recipe, to_toml
 from temper.errors import UserError
 
@@ -34,8 +37,11 @@ def test_a_function_beside_the_recipe_is_found(tmp_path: Path) -> None:
     [
         ("rollout.max_turns=1", "rollout.max_turns is the number of calls"),
         ("stage.2.objective.advantage=step_values", "an agent that leads its own cannot be taken back"),
-        ("stage.2.objective.advantage={name='returns_to_go',gamma=0.9}", "with gamma=0.9 discounts by tokens"),
-        ("stage.2.objective={preset='ppo',advantage={name='gae',gamma=0.99}}", "Use gamma = 1, or credit by turn"),
+        ("stage.2.objective.advantage={name='returns_to_go',gamma=0.9}", "Use returns_to_go with gamma = 1, not 0.9"),
+        ("stage.2.objective={preset='ppo',advantage={name='gae',gamma=0.99}}", "Use gae with gamma = 1, not 0.99"),
+        ("stage.2.objective.preset=ppo", "gae with lam = 1, not 0.95; gae_targets with lam = 1, not 0.95; shaping"),
+        ("stage.2.objective.preset=vapo", "gae_by_length with alpha = inf, not 0.05"),
+        ("stage.2.objective.preset=reinforce_pp", "shaping without kl_in_reward, which returns_to_go would sum"),
         ("env.options.url=http://127.0.0.1:9000", "one of them, not function and url"),
         ("stage.2.kind=rejection", "cannot play in a stage of kind rejection"),
         ("env.options.function=other.py:solve", "other.py is not there"),
@@ -58,13 +64,46 @@ def test_credit_that_goes_by_time_or_discounts_nothing_is_not_refused(tmp_path: 
     check_stages(recipe(tmp_path, f"stage.2.objective.advantage={advantage}"))
 
 
+def test_a_discount_is_found_in_every_factor_that_gives_credit(tmp_path: Path) -> None:
+    distilled = "stage.2.objective.normalizers=[{name='add_distillation',discount=0.9}]"
+    with pytest.raises(UserError, match=r"Use add_distillation with discount = 0, not 0\.9"):
+        check_stages(recipe(tmp_path, distilled, "stage.2.model.teacher=teacher"))
+
+
+def test_a_critic_whose_decay_is_taken_away_goes_with_an_agent(tmp_path: Path) -> None:
+    still = "{preset='ppo',shaping=[],advantage={name='gae',lam=1.0},critic={name='gae_targets',lam=1.0}}"
+    check_stages(recipe(tmp_path, f"stage.2.objective={still}"))
+    endless = "{preset='vapo',advantage={name='gae_by_length',alpha=inf}}"
+    check_stages(recipe(tmp_path, f"stage.2.objective={endless}", "stage.2.steps=60"))
+
+
 def test_a_port_that_is_taken_is_said_before_anything_is_trained(tmp_path: Path) -> None:
+    """The recipe imitates first, and its agents would ask after that."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        *_, config = recipe(tmp_path, f"env.options.listen=127.0.0.1:{port}")
-        data: Any = SimpleNamespace(tokenizer=None, renderer=None, shape=SimpleNamespace(max_context=64))
+        stages = recipe(tmp_path, f"env.options.listen=127.0.0.1:{port}", "heldout.size=2")
+        assert [config.stage for config in stages] == ["sft", "rl"]
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}"):
-            agents.make_player(config, data)
+            train_stages(stages, run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stage_that_plays_nothing_binds_no_port(tmp_path: Path) -> None:
+    """So a recipe is looked at, and its environment, beside a run of it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        stages = recipe(tmp_path, f"env.options.listen=127.0.0.1:{taken.getsockname()[1]}")
+        check_stages(stages)
+        data: Any = SimpleNamespace(tokenizer=None, renderer=None, shape=SimpleNamespace(max_context=64))
+        player = agents.make_player(stages[-1], data)
+        asyncio.run(player.close())
+
+
+def test_a_checkpoint_is_not_read_for_agents_that_could_not_ask(tmp_path: Path) -> None:
+    recipe(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        overrides = [f"env.options.listen=127.0.0.1:{taken.getsockname()[1]}"]
+        with pytest.raises(UserError, match="cannot listen on"):
+            evaluate_checkpoint(tmp_path / "no checkpoint", tmp_path / "recipe.toml", overrides=overrides)
 
 
 def test_what_an_agent_may_draw_is_what_its_episode_may_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

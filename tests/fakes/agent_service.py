@@ -27,6 +27,7 @@ class Announced(BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         self.server.over.append(self.path)
+        self.server.when_over()
         self.reply(204, b"")
 
     def reply(self, status: int, body: bytes, **headers: str) -> None:
@@ -54,6 +55,8 @@ class AgentServer(ThreadingHTTPServer):
         """Authorization of each announcement."""
         self.over: list[str] = []
         """Paths of episodes that Temper has said to be over."""
+        self.when_over: Callable[[], object] = lambda: None
+        """Done while Temper waits for the answer to that."""
 
     @property
     def url(self) -> str:

@@ -11,7 +11,6 @@ import pytest
 from temper.envs.agents.agent import AgentEnv
 from temper.envs.agents.launch import Nursery
 from temper.envs.agents.service import AgentService
-from temper.listening import listen
 from temper.rollout.agents import AgentPlayer
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.serve.agents import AgentEndpoint
@@ -51,7 +50,7 @@ def play_agent(
         settings, renderer = AgentEnv(**options).settings, Renderer(tokenizer)
         endpoint = AgentEndpoint(
             lambda records: Conversations(tokenizer, renderer, records, settings.untold_format),
-            listen(settings.addresses.host, settings.addresses.port),
+            (settings.addresses.host, settings.addresses.port),
             model="",
             max_length=CONTEXT,
             address=settings.addresses.told,

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -116,7 +117,8 @@ def test_a_service_that_fails_is_an_error_and_never_a_reward(play: Any, act: Pla
     assert error in str(played.error)
     assert played.score.value is None
     assert not played.is_trainable
-    assert server.over == [], "it has ended the episode itself"
+    has_ended = "without asking" in error  # with a result: of all others nobody knows whether they play on
+    assert server.over == ([] if has_ended else [f"/episodes/{server.orders[0]['episode']}"])
 
 
 def test_a_service_that_is_not_there_is_an_error(play: Any) -> None:
@@ -142,6 +144,60 @@ def test_a_service_that_hangs_is_told_that_its_episode_is_over(play: Any, does_a
         released.set()
     assert (played.status, played.score.value, len(played.turns)) == (Status.TIMEOUT, None, 1)
     assert server.over == [f"/episodes/{server.orders[0]['episode']}"]
+
+
+@pytest.mark.parametrize("is_silent", [True, False], ids=["time is over", "broken announcement"])
+def test_a_service_that_is_told_that_its_episode_is_over_can_hand_in_nothing_more(play: Any, is_silent: bool) -> None:
+    """Else it hears that its result was taken, of an episode that is a failure."""
+    told: list[int] = []
+
+    def begin(asked: Announced, order: Order) -> None:
+        ask(order, order["task"]["messages"])
+        asked.reply(202 if is_silent else 504, b"")
+
+    with agent_service(begin) as server:
+        server.when_over = lambda: told.append(hand_in(server.orders[0], "42")[0])
+        played = play({"url": server.url}, seconds=1.5 if is_silent else 30.0)
+    assert told == [401]
+    assert (played.status, played.score.value) == (Status.TIMEOUT if is_silent else Status.TOOL_ERROR, None)
+
+
+def test_a_result_whose_body_comes_after_the_end_of_its_episode_is_not_taken(play: Any) -> None:
+    """The key was right when the head came."""
+    said: list[bytes] = []
+    has_tried = threading.Event()
+
+    def begin_in_time(order: Order) -> None:
+        ask(order, order["task"]["messages"])
+        url = urllib.parse.urlsplit(order["result_url"])
+        body = b'{"result": "42"}'
+        head = f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer {order['api_key']}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((url.hostname, url.port), timeout=20) as connection:
+            connection.sendall(head.encode() + body[:5])
+            has_ended.wait(20)
+            connection.sendall(body[5:])
+            said.append(connection.recv(100))
+        has_tried.set()
+
+    has_ended = threading.Event()
+
+    def afterwards() -> None:
+        has_ended.set()
+        has_tried.wait(20)
+
+    with agent_service(later(begin_in_time)) as server:
+        played = play({"url": server.url}, seconds=1.5, afterwards=afterwards)
+    assert played.status is Status.TIMEOUT
+    assert said[0].startswith(b"HTTP/1.1 401"), said
+
+
+def test_a_port_that_is_taken_meanwhile_ends_the_run_and_is_no_error_of_an_episode(play: Any) -> None:
+    """The next episode would not find it free either."""
+    with agent_service(lambda asked, order: asked.say("42")) as server, socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(BackendError, match="agents would not find the model: cannot listen on"):
+            play({"url": server.url, "listen": f"127.0.0.1:{taken.getsockname()[1]}"})
+        assert server.orders == []
 
 
 def test_a_service_is_told_that_the_run_has_ended(tokenizer: Any) -> None:
@@ -187,6 +243,45 @@ def test_limits_of_an_episode_hold_for_a_service(play: Any) -> None:
     assert turns.score.value == 0.0, "a policy that uses its limit up learns from it"
 
 
+LONG = [{"role": "user", "content": "x" * 600}]
+"""More than the context takes."""
+
+
+@pytest.mark.parametrize("does_say_so", [True, False], ids=["posts an error", "falls silent"])
+@pytest.mark.parametrize(
+    ("limits", "second", "status", "num_tokens"),
+    [
+        ({"max_turns": 1}, None, Status.TRUNCATED_TURNS, 3),
+        ({"max_episode_tokens": 3}, None, Status.TRUNCATED_LENGTH, 3),
+        ({"affordable_tokens": 3}, None, Status.TRUNCATED_LENGTH, 3),
+        ({}, LONG, Status.TRUNCATED_LENGTH, 3),
+    ],
+    ids=["turns", "tokens", "cost", "context"],
+)
+def test_a_service_that_reached_a_limit_after_its_202_is_judged_whatever_becomes_of_it(
+    play: Any, limits: Any, second: Any, status: Status, num_tokens: int, does_say_so: bool
+) -> None:
+    """As an agent that is started: as timeouts, those episodes would be untrained in which the policy runs on."""
+
+    def run_on(order: Order) -> None:
+        ask(order, order["task"]["messages"])
+        assert ask(order, second or order["task"]["messages"]) == "", "it was refused"
+        if does_say_so:
+            post(order["result_url"], order["api_key"], b'{"error": "the model says no"}')
+
+    with agent_service(later(run_on)) as server:
+        played = play({"url": server.url}, seconds=20.0 if does_say_so else 1.5, **limits)
+    assert (played.status, played.error, played.text, played.score.value) == (status, None, "", 0.0)
+    assert (played.is_trainable, played.num_tokens) == (True, num_tokens)
+
+
+def test_an_episode_that_was_refused_its_first_prompt_and_falls_silent_is_a_timeout(play: Any) -> None:
+    """Nothing was drawn: there is nothing to judge."""
+    with agent_service(later(lambda order: ask(order, LONG))) as server:
+        played = play({"url": server.url}, seconds=1.0)
+    assert (played.status, played.score.value, played.turns) == (Status.TIMEOUT, None, ())
+
+
 @pytest.mark.parametrize(
     ("body", "kind", "status"),
     [
@@ -220,6 +315,7 @@ def test_a_post_that_is_no_result_ends_its_episode_as_failed(
     assert "posted no result" in str(played.error)
     assert ("the world broke" in str(played.error)) == (b"world" in body), "a service says so what went wrong"
     assert told == [status] or (status is None and told == [413])
+    assert len(server.over) == 1, "what it posted is no result"
 
 
 def test_only_the_first_result_counts_and_its_key_opens_nothing_afterwards(play: Any) -> None:
@@ -291,6 +387,52 @@ def test_a_service_is_shown_the_key_it_wants_and_no_key_is_repeated(play: Any, m
         assert str(played.error).endswith("not 200 or 202: [key] Bearer [key]")
         play({"url": server.url})
         assert server.shown[1:] == [""]
+
+
+SECRET = "sk-service-0123456789"
+
+
+def before(text: str, place: int) -> str:
+    """The text with as much before it that it begins at this place."""
+    return "." * place + text
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda asked, order, key: asked.reply(200, json.dumps({"said": key}).encode()),
+        lambda asked, order, key: asked.reply(200, before(key, 70).encode()),
+        lambda asked, order, key: asked.reply(500, before(key, 390).encode()),
+        lambda asked, order, key: asked.wfile.write(f"Bearer {key}\r\n\r\n".encode()),
+        lambda asked, order, key: asked.wfile.write(f"{before(key, 50)}\r\n\r\n".encode()),
+        lambda asked, order, key: asked.wfile.write(f"HTTP/1.1 200 OK\r\nContent-Length: {key}\r\n\r\n".encode()),
+        lambda asked, order, key: later(lambda order: post_junk(order, {"error": key}))(asked, order),
+        lambda asked, order, key: later(lambda order: post_junk(order, {"error": before(key, 380)}))(asked, order),
+    ],
+    ids=["200", "200, cut", "500, cut", "no HTTP", "no HTTP, cut", "no length", "posted", "posted, cut"],
+)
+@pytest.mark.parametrize("whose", ["service", "episode"])
+def test_no_part_of_a_key_is_kept_of_what_a_service_says(
+    play: Any, monkeypatch: pytest.MonkeyPatch, act: Any, whose: str
+) -> None:
+    """Errors are stored with the run, and shown."""
+    monkeypatch.setenv("SERVICE_KEY", SECRET)
+
+    def say(asked: Announced, order: Order) -> None:
+        ask(order, order["task"]["messages"])
+        act(asked, order, SECRET if whose == "service" else order["api_key"])
+
+    with agent_service(say) as server:
+        played = play({"url": server.url, "key_variable": "SERVICE_KEY"}, seconds=30.0)
+    assert played.status is Status.TOOL_ERROR
+    key = SECRET if whose == "service" else server.orders[0]["api_key"]
+    parts = [key[at : at + 8] for at in range(len(key) - 7)]
+    assert not [part for part in parts if part in str(played.error)], played.error
+    assert len(str(played.error)) < 700
+
+
+def post_junk(order: Order, body: Any) -> None:
+    post(order["result_url"], order["api_key"], json.dumps(body).encode())
 
 
 POSTS = """

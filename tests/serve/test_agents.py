@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -13,7 +14,6 @@ import pytest
 
 from temper.batching import rows_of
 from temper.errors import BackendError
-from temper.listening import listen
 from temper.serve.agents import AgentEndpoint
 from temper.serve.conversation import Conversations
 from temper.types import Message, Publication, Request, Status, Task, Trajectory
@@ -311,12 +311,13 @@ def test_a_broken_sampler_ends_the_run_and_not_the_episode(play: Play) -> None:
 
 def test_a_key_opens_its_own_episode_and_no_other(tokenizer: Any) -> None:
     async def main() -> None:
-        bound = listen("127.0.0.1", 0)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        place = ("127.0.0.1", port)
         endpoint = AgentEndpoint(
-            lambda records: Conversations(tokenizer, None, records), bound, model="", max_length=512
+            lambda records: Conversations(tokenizer, None, records), place, model="", max_length=512
         )
         await endpoint._start()
-        port = bound.getsockname()[1]
 
         def ask() -> int:
             request = urllib.request.Request(

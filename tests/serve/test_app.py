@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -316,3 +318,10 @@ def test_a_shutdown_records_every_completion_under_way(
     if shutdown_seconds:
         assert {answer.status_code for answer in answers} == {200}
     assert not [record for record in caplog.records if record.exc_info], "no tracebacks"
+
+
+def test_the_http_face_knows_no_agents_and_no_rollouts() -> None:
+    """What a server in training answers besides is handed to it."""
+    loaded = "import sys, temper.serve.app; print(*(name for name in sys.modules if name.startswith('temper.')))"
+    said = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=120, check=True)
+    assert not [name for name in said.stdout.split() if name.startswith(("temper.envs.agents", "temper.rollout"))]

@@ -26,6 +26,7 @@ from temper.objectives import resolve as resolve_preset
 from temper.rollout.buffer import StepGroups
 from temper.serve.episodes import read_episodes, write_scores
 from temper.serve.records import RecordFile, Speech
+from temper.stages.kinds import KINDS
 from temper.stages.reading.recorded import RecordNeeds, RecordReader
 from temper.stages.recorded import RecordedGroups, RecordedSettings
 from temper.tasks.dataset import Stream, fingerprint
@@ -239,6 +240,25 @@ def test_draws_that_no_policy_gradient_can_correct_are_refused(
     with pytest.raises(UserError, match=said):
         read(tmp_path / "r.db")
     assert read(tmp_path / "r.db", needs=RecordNeeds(min_members=2)).members, "a loss of pairs reads no such thing"
+
+
+def test_conversations_side_by_side_are_refused_where_credit_goes_along_tokens(tmp_path: Path) -> None:
+    """One conversation, a helper that is asked between its two turns, and another that goes straight on."""
+    file = RecordFile(tmp_path / "r.db", SPEECH)
+    first, more = say("x", completion([2, 5], [7, 1]), ask("more")), say("y", completion([2, 5, 7, 1, 9], [8, 1]))
+    write_episode(file, "straight", [first, more], [ask("q")])
+    write_episode(file, "helped", [first, say("z", completion([3, 3], [6, 1])), more], [ask("q")])
+    file.close()
+    write_scores(tmp_path / "r.db", {2: Score.of(1.0), 5: Score.of(0.0)}, "people")
+    assert [episode.played.turn_order for episode in read_episodes(tmp_path / "r.db")] == [(0, 1), (0, 2, 1)]
+    make = KINDS["rl"].reading.needs_of_records
+    assert make is not None
+    wanted = {name: make(resolve_preset(name)) for name in ("ppo", "grpo")}
+    assert len(read(tmp_path / "r.db", needs=replace(wanted["grpo"], min_members=1)).members) == 1
+    with pytest.raises(UserError, match=r"1 of 2 .*first: helped.*do not stand in the order of time"):
+        read(tmp_path / "r.db", needs=wanted["ppo"])
+    kept = read(tmp_path / "r.db", needs=wanted["ppo"], skip_bad=True)
+    assert [len(members) for members in kept.members.values()] == [1], "its turns stand as they came"
 
 
 def test_records_longer_than_the_context_are_refused(tmp_path: Path) -> None:

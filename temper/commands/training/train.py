@@ -24,6 +24,7 @@ from temper.build import (
     explain_out_of_memory,
     first_model,
     make_plan,
+    require_free_ports,
     settle_for_cpu,
     with_sampler_correction,
 )
@@ -59,6 +60,7 @@ def train(recipe: Path, *, overrides: Sequence[str] = (), run: Path | None = Non
 def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume: bool = False) -> Path:
     """Trains resolved stages and returns the run directory."""
     check_stages(stages)
+    require_free_ports(stages)
     stages = [with_sampler_correction(config) for config in stages]  # the run's recipe says what is trained
     folder = run or choose_folder(stages[0].name, resume=resume)
     with full_disk_explained(folder):

@@ -165,17 +165,22 @@ def result_of(stdout: str) -> str:
 
 
 def read_result(body: bytes) -> str:
-    """The result in a JSON object {"result": ...}: a text as it is, anything else as JSON. TaskError: there is none."""
+    """The result in a JSON object {"result": ...}: a text as it is, anything else as JSON. TaskError: there is none; it
+    repeats what was handed in, keys included: quote() it."""
     if len(body) > RESULT_BYTES:
         raise TaskError(f"a result of {len(body)} bytes: at most {RESULT_BYTES} are taken")
     try:
         handed_in = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise TaskError(f'a result is JSON, e.g. {{"result": "42"}}, and this is none: {body[:80]!r}') from error
+        raise TaskError(f'a result is JSON, e.g. {{"result": "42"}}, and this is none: {_text(body)}') from error
     if not isinstance(handed_in, dict) or "result" not in handed_in:
-        raise TaskError(f'a result is a JSON object, e.g. {{"result": "42"}}, and this has none: {body[:80]!r}')
+        raise TaskError(f'a result is a JSON object, e.g. {{"result": "42"}}, and this has none: {_text(body)}')
     result = handed_in["result"]
     return without_halves(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False))
+
+
+def _text(body: bytes) -> str:
+    return body.decode(errors="replace")
 
 
 def _find_python(where: str, python: str) -> str:

@@ -100,6 +100,13 @@ class Nursery:
         wall = enclose(settings.command, python=settings.python, socket=variables[MODEL_SOCKET], port=port)
         return {"words": wall, "filter": agent_filter().hex()}
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return ()
+
+    async def tell_over(self, key: str) -> None:
+        """Nobody is left to be told."""
+
     async def close(self) -> None:
         if self._process is not None and self._process.returncode is None:
             assert self._process.stdin is not None, "its end is how it is told to end"

@@ -1,7 +1,7 @@
 """Agents that run elsewhere: a service of the user's is told of each episode, and hands in its result.
 
-Owns: what it is told, and what its answers mean. Refuses: results that are posted (serve/app.py), retries, and ending
-what it does: it is told that an episode is over, and its key opens nothing more.
+Owns: what it is told, and what its answers mean. Refuses: results that are posted (serve/agents.py), retries, and
+ending what it does: it is told that an episode is over, and its key opens nothing more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import SplitResult
 
-from temper.asking.connection import connect
+from temper.asking.connection import Dialer
+from temper.asking.quoting import quote
 from temper.envs.agents.agent import RESULT_BYTES, RESULT_PATH, AgentEnd, read_result
 from temper.errors import TaskError
 
@@ -29,32 +30,45 @@ class AgentService:
         """key: what it wants to be shown; empty: nothing."""
         self._url = url
         self._key = key
+        self._dialer = Dialer(url, 2 * RESULT_BYTES)
+        self._unended: dict[str, str] = {}
+        """By its key: what an episode is called that has been announced and has no result."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self._key,)
 
     async def run(self, task: Mapping[str, Any], variables: Mapping[str, str], posted: asyncio.Future[Any]) -> AgentEnd:
         """Announces one episode, and waits for its result: in the answer, or posted. Whoever calls this sets the
-        deadline; cancelling it tells the service that the episode is over."""
-        episode = uuid.uuid4().hex
+        deadline."""
+        episode, key = uuid.uuid4().hex, variables["OPENAI_API_KEY"]
         order = {
             "episode": episode,
             "base_url": variables["OPENAI_BASE_URL"],
-            "api_key": variables["OPENAI_API_KEY"],
+            "api_key": key,
             "model": variables["OPENAI_MODEL"],
             "result_url": variables["OPENAI_BASE_URL"] + RESULT_PATH,
             "task": task,
         }
+        self._unended[key] = episode
         asking = asyncio.ensure_future(self._announce(order))
-        is_over = False
         try:
             await asyncio.wait((asking, posted), return_when=asyncio.FIRST_COMPLETED)
             end = None if posted.done() else asking.result()
             if end is None:
                 await asyncio.wait((posted,))
-            is_over = True
-            return end or AgentEnd()
         finally:
             asking.cancel()
-            if not is_over:
-                await self._tell_over(episode)
+        has_result = isinstance(posted.result(), str) if end is None else end.problem is None
+        if has_result:
+            del self._unended[key]
+        return end or AgentEnd()
+
+    async def tell_over(self, key: str) -> None:
+        episode = self._unended.pop(key, None)
+        if episode is not None:
+            with contextlib.suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError, TimeoutError):
+                await asyncio.wait_for(self._exchange("DELETE", f"/{episode}", b""), TELL_SECONDS)
 
     async def close(self) -> None:
         """Nothing is held open."""
@@ -64,27 +78,25 @@ class AgentService:
         try:
             status, body = await self._exchange("POST", "", json.dumps(order).encode())
         except (OSError, EOFError) as error:
-            return AgentEnd(problem=f"the agent's service cannot be reached or hung up: {self._explain(error)}")
+            return self._failed(order, f"cannot be reached or hung up: {self._explain(error)}")
         except (ValueError, asyncio.LimitOverrunError) as error:
-            return AgentEnd(problem=f"the agent's service does not answer in HTTP: {self._explain(error)}")
+            return self._failed(order, f"does not answer in HTTP: {self._explain(error)}")
         if status == 202:
             return None
         if status != 200:
-            said = body[:400].decode(errors="replace").strip()
-            for key in (self._key, order["api_key"]):  # services repeat them in their complaints, and those are kept
-                said = said.replace(key, "[key]") if key else said
-            return AgentEnd(problem=f"the agent's service answered with status {status}, not 200 or 202: {said}")
+            said = body.decode(errors="replace").strip()
+            return self._failed(order, f"answered with status {status}, not 200 or 202: {said}")
         try:
             return AgentEnd(result=read_result(body))
         except TaskError as error:
-            return AgentEnd(problem=f"the agent's service answered with status 200 and no result: {error}")
+            return self._failed(order, f"answered with status 200 and no result: {error}")
 
-    async def _tell_over(self, episode: str) -> None:
-        with contextlib.suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError, TimeoutError):
-            await asyncio.wait_for(self._exchange("DELETE", f"/{episode}", b""), TELL_SECONDS)
+    def _failed(self, order: Mapping[str, Any], how: str) -> AgentEnd:
+        """Services repeat what they are shown in their complaints, and those are kept."""
+        return AgentEnd(problem=quote(f"the agent's service {how}", (self._key, order["api_key"])))
 
     async def _exchange(self, method: str, below: str, body: bytes) -> tuple[int, bytes]:
-        connection = await connect(self._url, 2 * RESULT_BYTES)
+        connection = await self._dialer.connect()
         try:
             status, _, answer = await connection.exchange(self._head(method, below, len(body)) + body)
         finally:

@@ -20,7 +20,7 @@ from temper.objectives.objective import Critic, Objective, PolicyObjective
 CriticFn = Callable[[Credit], Tensor]
 
 
-@factor(needs=("values",))
+@factor(needs=("values",), along={"gamma": 1, "lam": 1, "bootstrap_truncated": 0})
 def gae_targets(
     gamma: float = 1.0,
     lam: float = 0.95,

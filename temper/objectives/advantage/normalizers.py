@@ -128,7 +128,7 @@ def gaussian_noise(sigma: float) -> NormalizerFn:
     return normalized
 
 
-@factor(needs=("teacher",))
+@factor(needs=("teacher",), along={"discount": 0})
 def add_distillation(coefficient: float = 1.0, discount: float = 0.0) -> NormalizerFn:
     """A_t - coefficient * sum_{k>=0} discount^k (log mu - log pi_T) at t+k: a task's advantage and a teacher's.
 

@@ -7,6 +7,7 @@ Shapes: _B scored trajectories of the batch, _N their drawn tokens, trajectory a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from temper.objectives.tokens import bounded
 AdvantageFn = Callable[[Credit], Tensor]
 
 
-@factor()
+@factor(along={"gamma": 1})
 def returns_to_go(gamma: float = 1.0) -> AdvantageFn:
     """A_t = G_t = R_t + gamma G_{t+1}; R_t is the reward inside the trajectory, plus the outcome at the last token.
 
@@ -33,7 +34,7 @@ def returns_to_go(gamma: float = 1.0) -> AdvantageFn:
     return lambda credit: discounted_sums(rewards_at_tokens(credit), gamma, credit.lengths)
 
 
-@factor(needs=("greedy",))
+@factor(needs=("greedy",), along={"gamma": 1})
 def greedy_baseline(gamma: float = 1.0) -> AdvantageFn:
     """A_t = G_t - R of the greedy answer to the same task. Unbiased at gamma = 1, for groups of any size.
 
@@ -49,7 +50,7 @@ def greedy_baseline(gamma: float = 1.0) -> AdvantageFn:
     return advantage
 
 
-@factor(needs=("values",))
+@factor(needs=("values",), along={"gamma": 1, "lam": 1, "bootstrap_truncated": 0})
 def gae(gamma: float = 1.0, lam: float = 0.95, bootstrap_truncated: int = 0) -> AdvantageFn:
     """delta_t = R_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}; V = A = 0 after the last token.
 
@@ -63,7 +64,7 @@ def gae(gamma: float = 1.0, lam: float = 0.95, bootstrap_truncated: int = 0) -> 
     return lambda credit: generalized_advantages(credit, gamma, lam, bool(bootstrap_truncated))
 
 
-@factor(needs=("values",))
+@factor(needs=("values",), along={"gamma": 1, "alpha": math.inf})
 def gae_by_length(gamma: float = 1.0, alpha: float = 0.05) -> AdvantageFn:
     """gae with lam_i = max(0, 1 - 1/(alpha T_i)): 0.8 for 100 tokens, 0.98 for 1000, so long answers decay less.
 
@@ -215,7 +216,7 @@ def centred(values: Tensor, cells: Tensor) -> Tensor:
     return values - group_sum(values, cells) / group_sum(torch.ones_like(values), cells)
 
 
-@factor(needs=("teacher",))
+@factor(needs=("teacher",), along={"discount": 0})
 def distillation(coefficient: float = 1.0, discount: float = 0.0) -> AdvantageFn:
     """A_t = -coefficient * sum_{k>=0} discount^k (log mu - log pi_T) at t+k: reverse KL to a teacher.
 

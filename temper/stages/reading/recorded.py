@@ -35,6 +35,8 @@ class RecordNeeds:
     """Log-probabilities by the policy that drew, which a policy gradient corrects by."""
     chats: bool = False
     """Messages, which can be written as rows of text."""
+    time_order: bool = False
+    """Turns that stand in the order in which they came, which credit along tokens takes for granted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,12 @@ class RecordReader:
             return f"its score is no number ({episode.played.score.reason}): mend that, temper score-records --again"
         if self._needs.chats and not episode.played.opening:
             return "it is a plain completion, and only chats become rows of text"
+        order = episode.played.turn_order
+        if self._needs.time_order and list(order) != sorted(order):
+            return (
+                "its conversations were led side by side: their turns do not stand in the order of time, and the "
+                'objective gives credit along tokens. Use e.g. objective.advantage = "group_mean" or "state_returns"'
+            )
         completions = [turn.completion for turn in episode.played.turns]
         longest = max(len(one.prompt_ids) + len(one.token_ids) for one in completions)
         if longest > self._longest_row:

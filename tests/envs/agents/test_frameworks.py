@@ -11,6 +11,9 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +54,57 @@ def test_an_example_calls_its_tool_and_answers_in_one_row(name: str, how: str) -
     require_played({**what, "python": PYTHON, "tools": "plain"})
 
 
-def test_the_service_of_the_examples_calls_its_tool_and_answers_in_one_row() -> None:
+@contextlib.contextmanager
+def example_service(**variables: str) -> Iterator[str]:
+    """Address of the service, as its reader starts it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    service = subprocess.Popen([sys.executable, str(EXAMPLES / "service.py"), str(port)], stderr=subprocess.DEVNULL)
+    words = [sys.executable, str(EXAMPLES / "service.py"), str(port)]
+    service = subprocess.Popen(words, stderr=subprocess.DEVNULL, env={**os.environ, **variables})
     try:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
                 break
             time.sleep(0.05)
-        require_played({"url": f"http://127.0.0.1:{port}/episodes"})
+        yield f"http://127.0.0.1:{port}/episodes"
     finally:
         service.kill()
         service.wait(timeout=10)
+
+
+def test_the_service_of_the_examples_calls_its_tool_and_answers_in_one_row() -> None:
+    with example_service() as url:
+        require_played({"url": url})
+
+
+def test_the_service_of_the_examples_ends_at_a_limit_as_the_same_agent_does_when_it_is_started() -> None:
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789+-*/=?.,:;!'() ")
+    endless = [*tokenizer.encode("calc(1+1)"), tokenizer.eos_token_id]
+    with example_service() as url:
+        for options in ({"url": url}, {"function": f"{EXAMPLES / 'plain_http.py'}:solve"}):
+            began = time.monotonic()
+            played = play_agent(TASK, FakeSampler(lambda _: endless), tokenizer, options, seconds=120.0, max_turns=2)
+            assert (played.status, played.text, played.score.value) == (Status.TRUNCATED_TURNS, "", 0.0), options
+            assert time.monotonic() - began < 100, "it says so, and the rest of its time is not waited for"
+
+
+def test_the_service_of_the_examples_takes_orders_from_whoever_shows_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPISODES_KEY", "s3cret")
+    with example_service(EPISODES_KEY="s3cret") as url:
+        require_played({"url": url, "key_variable": "EPISODES_KEY"})
+        for shown in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "Bearer s3cret\u00e9"}):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(urllib.request.Request(url, b"{}", shown), timeout=20)
+            assert refused.value.code == 401
+
+
+def test_the_service_of_the_examples_listens_to_no_network_without_a_key() -> None:
+    without = {name: value for name, value in os.environ.items() if name != "EPISODES_KEY"}
+    words = [sys.executable, str(EXAMPLES / "service.py"), "0", "0.0.0.0"]
+    ended = subprocess.run(words, env=without, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "set EPISODES_KEY" in ended.stderr
 
 
 def require_played(options: dict[str, Any]) -> None:
