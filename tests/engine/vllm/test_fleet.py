@@ -211,7 +211,6 @@ def test_a_sampler_whose_vllm_has_two_ranks_shows_what_both_hold_and_is_replaced
             drawn = await fleet.generate(request("both", max_new_tokens=24))
             assert gap(new, drawn) < 1e-4
             assert gap(old, drawn) > 0.1, "the other weights would be noticed"
-            assert (await place.sampler.digests(SECONDS)).keys() == dict(new.named_parameters()).keys()
             assert await fleet.differences() == [], "what both ranks hold, put together, is what was published"
             ranks[1].kill()
             again = await fleet.generate(request("both", max_new_tokens=24))
