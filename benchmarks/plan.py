@@ -114,13 +114,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SETTINGS, nargs="*", default=[])
     parser.add_argument("--seconds", type=float, default=170, help="begin no further setting after so long")
-    parser.add_argument("--keep", type=Path, default=Path("plan-peaks.json"), help="what was measured so far")
+    parser.add_argument("--keep", type=Path, default=Path("runs/plan-peaks.json"), help="what was measured so far")
     parser.add_argument("--inside", choices=SETTINGS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
         print(json.dumps(run_one(options.inside)))
         return
     kept: dict[str, dict[str, Any]] = json.loads(options.keep.read_text()) if options.keep.is_file() else {}
+    options.keep.parent.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
     for name in options.only or [name for name in SETTINGS if "measured" not in kept.get(name, {})]:
         if time.perf_counter() - begun > options.seconds:

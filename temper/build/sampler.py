@@ -44,6 +44,7 @@ from temper.engine.sampler_model import sampler_model
 from temper.engine.sglang.checkpoints import Checkpoints
 from temper.engine.sglang.engine import IDLE_SECONDS, UPDATE_SECONDS, SglangSettings
 from temper.engine.sglang.member import SglangMember
+from temper.engine.sglang.routes import ToldRoutes, told_routes
 from temper.engine.vllm.engine import VllmEngine
 from temper.engine.vllm.layout import EXPERT_FAMILIES
 from temper.engine.vllm.order import VllmOrder
@@ -58,12 +59,6 @@ from temper.protocols import Sampler
 from temper.stages.reading.data import StageData
 from temper.terminal import print_line
 from temper.trainer.ranks.sums import rank_and_world
-
-WITHOUT_ROUTES = {
-    "vllm": "vLLM 0.32 returns them from its model runner V2 alone, which needs Triton; that was not run",
-    "sglang": "an SGLang server is not asked for them",
-}
-"""Why not, by engine.kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +87,15 @@ def make_sampler(
     kind = config.engine.kind
     if kind != "local" and config.engine.numerics == "exact":
         raise UserError(f'engine.numerics="exact" needs engine.kind="local", not "{config.engine.kind}"')
-    if kind != "local" and config.model.replay_routes and data.is_rolling:
+    replays_routes = config.model.replay_routes is not False and data.is_rolling
+    if kind == "vllm" and replays_routes:
         raise UserError(
-            f"model.replay_routes needs an engine that tells its routes: {WITHOUT_ROUTES[kind]}. Use "
-            f'engine.kind = "local", or an objective over sequences, such as gspo, that needs no routes'
+            "model.replay_routes needs an engine that tells its routes: vLLM 0.32 returns them from its model runner "
+            'V2 alone, which needs Triton; that was not run. Use engine.kind = "local" or "sglang", or an objective '
+            "over sequences, such as gspo, that needs no routes"
         )
     if kind == "sglang":
-        return _servers(config, model_folder, hosting), None
+        return _servers(config, told_routes(model) if replays_routes else None, model_folder, hosting), None
     if config.engine.place == "process" and (data.is_rolling or config.cluster.parts):
         return _in_processes(config, objective, data, model, model_folder, hosting), None
     if kind == "vllm":
@@ -140,7 +137,7 @@ def make_opponent(
     )
 
 
-def _servers(config: RunConfig, model_folder: Path, hosting: Hosting) -> Fleet:
+def _servers(config: RunConfig, routes: ToldRoutes | None, model_folder: Path, hosting: Hosting) -> Fleet:
     """SGLang servers, one or several: they are there already, and may come back when they were lost."""
     cluster, addresses, silent_seconds = config.cluster, config.engine.addresses, config.cluster.silent_seconds
     settings = SglangSettings(
@@ -148,6 +145,7 @@ def _servers(config: RunConfig, model_folder: Path, hosting: Hosting) -> Fleet:
         control_seconds=silent_seconds,
         update_seconds=max(UPDATE_SECONDS, silent_seconds),
         idle_seconds=max(IDLE_SECONDS, silent_seconds),
+        routes=routes,
     )
     # What a server is fed late it reads from the disk, whatever the trainer has done since.
     fleet_settings = FleetSettings(max_restarts=cluster.max_restarts, silent_seconds=silent_seconds, feeds_late=True)

@@ -71,7 +71,8 @@ def join(first: Completion, given: Sequence[int], second: Completion) -> Complet
     if not second.token_ids:
         return replace(first, finish=second.finish)
     if not first.token_ids and not given:
-        return replace(second, prompt_ids=first.prompt_ids, routes=_join_routes(first, second))
+        routes = second.routes if first.routes is None else _join_routes(first, second)
+        return replace(second, prompt_ids=first.prompt_ids, routes=routes)
     start, size = len(first.token_ids), len(given)
     lists: dict[str, Any] = {name: _join_lists(first, size, second, name) for name in LISTS}
     has_entropies = first.entropies is not None and second.entropies is not None

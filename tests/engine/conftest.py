@@ -10,6 +10,7 @@ The model behind it is three matrices and a running mean, and its prefix cache c
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 from collections.abc import AsyncIterator
@@ -71,7 +72,8 @@ class SglangServer:
         self.checkpoint, self.faults, self.seconds_per_token = checkpoint, set(faults), seconds_per_token
         self.settings: dict[str, Any] = {
             "incremental_streaming_output": False, "preferred_sampling_params": None, "allow_auto_truncate": False,
-            "dp_size": 1, "page_size": 1, "max_req_input_len": CONTEXT, "sampling_defaults": "model", **settings,
+            "dp_size": 1, "page_size": 1, "max_req_input_len": CONTEXT, "sampling_defaults": "model",
+            "enable_return_routed_experts": False, **settings,
         }  # fmt: skip
         self.tensors = load_file(checkpoint / "model.safetensors")
         self.weight_version = "default"
@@ -275,6 +277,23 @@ class SglangServer:
     def _logits(self, hidden: np.ndarray) -> np.ndarray:
         return hidden @ self.tensors["lm_head.weight"].numpy().T
 
+    def _told_routes(self, tokens: list[int]) -> str:
+        routes = self._routes(tokens)
+        if "routes_of_neighbours" in self.faults:
+            routes = np.roll(routes, 1, axis=0)
+        if "loses_a_route" in self.faults:
+            routes = routes[1:]
+        return base64.b64encode(routes.astype(np.int32).tobytes()).decode()
+
+    def _routes(self, tokens: list[int]) -> np.ndarray:
+        """[tokens, layers, experts of a token]: three layers, two of twelve experts. By weights and place, so that it
+        shows when a token has the record of another time."""
+        sum_of_weights = int(self.tensors["lm_head.weight"].double().sum().abs() * 1e3)
+        firsts = np.array(
+            [[(sum_of_weights + 5 * place + layer) % 11 for layer in range(3)] for place in range(len(tokens))]
+        )
+        return np.stack((firsts, firsts + 1), axis=-1)
+
     def _event(self, job: Job) -> dict[str, Any]:
         since = job.sent if self.settings["incremental_streaming_output"] else 0
         job.sent = len(job.tokens)
@@ -292,6 +311,11 @@ class SglangServer:
             meta["output_top_logprobs"] = job.top[since:]
         if job.reason is not None:
             meta["weight_versions"] = [{"version": self.weight_version, "start": 0, "end": len(job.tokens)}]
+            # managers/scheduler_components/batch_result_processor.py: of all tokens but the last, once it has ended.
+            # One that is aborted while it waits has none.
+            is_lost = job.reason["type"] == "abort" and "aborts_in_queue" in self.faults
+            if job.body["return_routed_experts"] and self.settings["enable_return_routed_experts"] and not is_lost:
+                meta["routed_experts"] = self._told_routes([*job.prompt, *job.tokens][:-1])
         return {"text": "", "output_ids": job.tokens[since:], "meta_info": meta}
 
 
@@ -318,18 +342,40 @@ class TransformerServer(SglangServer):
     before_all = np.zeros(0, np.int64)
 
     def __init__(self, checkpoint: Path, *faults: str, **settings: Any) -> None:
-        from transformers import AutoModelForCausalLM
-
         super().__init__(checkpoint, *faults, **settings)
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        self.model = self._loaded(checkpoint)
 
     def _read(self, hidden: np.ndarray, token: int) -> np.ndarray:
         return np.append(hidden, token)
 
+    def _update(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.model = self._loaded(body["model_path"])
+        return super()._update(body)
+
+    def _loaded(self, checkpoint: Path) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(checkpoint)
+
     def _logits(self, hidden: np.ndarray) -> np.ndarray:
         with torch.no_grad():
-            outputs = torch.func.functional_call(self.model, self.tensors, (torch.from_numpy(hidden)[None],))
-        return outputs.logits[0, -1].numpy()
+            return self.model(torch.from_numpy(hidden)[None]).logits[0, -1].numpy()
+
+    def _routes(self, tokens: list[int]) -> np.ndarray:
+        """As the routers of transformers choose; layers without one have places, too."""
+        chosen: dict[int, np.ndarray] = {}
+        hooks = [
+            layer.mlp.gate.register_forward_hook(
+                lambda _module, _inputs, outputs, place=place: chosen.update({place: outputs[2].numpy()})
+            )
+            for place, layer in enumerate(self.model.model.layers)
+            if hasattr(layer.mlp, "gate")
+        ]
+        self._logits(np.array(tokens))
+        for hook in hooks:
+            hook.remove()
+        missing = np.zeros_like(next(iter(chosen.values())))
+        return np.stack([chosen.get(place, missing) for place in range(len(self.model.model.layers))], axis=1)
 
 
 class SglangWorld:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from temper.engine.pieces import Decode, PiecedAnswer
+from temper.engine.pieces import Decode, PiecedAnswer, join
 from temper.errors import BackendError
 from temper.types import Completion, Finish, Request, SamplingParams
 
@@ -56,6 +56,13 @@ def test_a_piece_without_tokens_adds_nothing() -> None:
         assert whole.keep_ids is not None
         assert [list(kept) for kept in whole.keep_ids] == [[7, 8]]
         assert whole.finish is pieces[1].finish
+
+
+def test_what_was_ended_before_it_began_leaves_the_routes_of_what_follows() -> None:
+    request = Request(id="a", prompt_ids=(5,), params=SamplingParams(max_new_tokens=10))
+    unseen = PiecedAnswer(request, None).ended(Finish.INTERRUPT)
+    assert unseen.routes is None
+    assert join(unseen, (), piece([7, 8], Finish.STOP, routes=[[1], [2], []])).routes == [[1], [2], []]
 
 
 def test_a_stop_text_over_two_pieces_needs_somebody_who_reads() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from temper.engine.manifest import Manifest, manifest_of
 from temper.errors import UserError
+from temper.models.experts.stored import as_stored
 from temper.types import Publication
 
 WEIGHT_ENDINGS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
@@ -91,7 +92,11 @@ def weight_names(checkpoint: Path) -> set[str]:
 def write_checkpoint(publication: Publication, *, like: Path, folder: Path) -> PublishedCheckpoint:
     """A Hugging Face directory with the published weights and everything else as in `like`. Appears at once or not; one
     that is there holds these weights already, and may be being read."""
-    _require_known_names(publication, like)
+    config = json.loads((like / "config.json").read_text())
+    # As files hold them: servers look for experts one by one.
+    stored = dict(as_stored(publication.tensors, str(config.get("model_type"))))
+    publication = Publication(version=publication.version, tensors=stored)
+    _require_known_names(publication, like, is_tied=bool(config.get("tie_word_embeddings")))
     manifest = manifest_of(publication)
     final = folder / f"version-{publication.version}-{manifest.sha256[:12]}"
     if not final.exists():
@@ -115,10 +120,9 @@ def _write(publication: Publication, manifest: Manifest, *, like: Path, aside: P
     (aside / "manifest.json").write_text(manifest.to_json())
 
 
-def _require_known_names(publication: Publication, like: Path) -> None:
+def _require_known_names(publication: Publication, like: Path, *, is_tied: bool) -> None:
     known, ours = weight_names(like), set(publication.tensors)
-    config = json.loads((like / "config.json").read_text())
-    if config.get("tie_word_embeddings"):
+    if is_tied:
         known, ours = known - {"lm_head.weight"}, ours - {"lm_head.weight"}
     if known and (differing := sorted(known ^ ours)):
         raise UserError(

@@ -25,6 +25,7 @@ from temper.engine.sglang.probes import (
     refuse_settings,
     refuse_truncation,
 )
+from temper.engine.sglang.routes import ToldRoutes
 from temper.engine.sglang.streams import Active, RequestStreams
 from temper.engine.sglang.weights import differing_rows, take_over, tells_rows
 from temper.engine.sglang.wire import PartialCompletion, require_supported
@@ -53,6 +54,8 @@ class SglangSettings:
     """Longest wait between two events of a stream. In a full server a request may wait long for its turn."""
     start_seconds: float = 300.0
     """For a server to be there, at first and when it was lost."""
+    routes: ToldRoutes | None = None
+    """Of experts, told of every token. None: nobody asks."""
 
 
 class SglangEngine:
@@ -75,7 +78,9 @@ class SglangEngine:
         self._is_lost = False
         """Whether the trouble is that the server is lost."""
         self._active: dict[str, Active] = {}
-        self._streams = RequestStreams(self._client, seed=settings.seed, control_seconds=settings.control_seconds)
+        self._streams = RequestStreams(
+            self._client, seed=settings.seed, control_seconds=settings.control_seconds, routes=settings.routes
+        )
         self._drawing = InFlight()
         self._starting, self._publishing = asyncio.Lock(), asyncio.Lock()
         self._is_started = False
@@ -92,7 +97,8 @@ class SglangEngine:
                 return
             seconds, address = self._settings.control_seconds, self._client.address
             server = await self._client.get("/server_info", seconds=seconds)
-            refuse_settings(address, server, await self._client.get("/model_info", seconds=seconds))
+            model = await self._client.get("/model_info", seconds=seconds)
+            refuse_settings(address, server, model, tells_routes=self._settings.routes is not None)
             # One that was lost while it took weights over may have stayed paused, and would swallow every request.
             await self._client.post("/continue_generation", {}, seconds=seconds)
             refuse_code(self._checkpoints.like)

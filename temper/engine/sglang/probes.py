@@ -13,6 +13,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from temper.engine.sglang.routes import FLAG
 from temper.engine.sglang.wire import PartialCompletion
 from temper.errors import UserError
 from temper.types import SamplingParams
@@ -27,7 +28,8 @@ MIN_GAP = 0.02
 """Least gap between the likeliest and the last listed token; below it temperatures cannot be told apart."""
 
 
-def refuse_settings(address: str, server: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+def refuse_settings(address: str, server: Mapping[str, Any], model: Mapping[str, Any], *, tells_routes: bool) -> None:
+    """tells_routes: whether routes of experts will be asked for."""
     preferred = model.get("preferred_sampling_params") or server.get("preferred_sampling_params")
     problems = []
     if preferred:
@@ -44,6 +46,8 @@ def refuse_settings(address: str, server: Mapping[str, Any], model: Mapping[str,
         problems.append("--enable-watermark changes what is drawn; start it without")
     if not (server.get("max_req_input_len") or server.get("context_length")):
         problems.append("/server_info does not say how long a prompt may be; use a newer SGLang")
+    if tells_routes and not server.get("enable_return_routed_experts"):
+        problems.append(f"model.replay_routes needs the routes that it takes; start it with {FLAG}")
     if problems:
         raise UserError(f"SGLang at {address} cannot be trained with: {'; '.join(problems)}")
 

@@ -13,6 +13,7 @@ from collections import Counter
 
 from temper.engine.fleet.member import SamplerLost
 from temper.engine.sglang.client import SglangClient
+from temper.engine.sglang.routes import ToldRoutes
 from temper.engine.sglang.wire import PartialCompletion, body_of, check_drawn
 from temper.errors import BackendError
 from temper.types import Finish, Request
@@ -33,15 +34,16 @@ class Active:
 
 
 class RequestStreams:
-    def __init__(self, client: SglangClient, *, seed: int, control_seconds: float) -> None:
-        self._client, self._seed, self._control_seconds = client, seed, control_seconds
+    def __init__(self, client: SglangClient, *, seed: int, control_seconds: float, routes: ToldRoutes | None) -> None:
+        """routes: those that are asked for with every request; None: none."""
+        self._client, self._seed, self._control_seconds, self._routes = client, seed, control_seconds, routes
         self.counts: Counter[str] = Counter()
         """Since the last stats()."""
 
     async def draw(self, request: Request, active: Active) -> PartialCompletion:
         """What is told of it, checked; to its end, or with what was lost. SamplerLost when nothing was told."""
         rid, drawn = active.rid, PartialCompletion()
-        body = body_of(rid, request, seed=self._seed)
+        body = body_of(rid, request, seed=self._seed, tells_routes=self._routes is not None)
         try:
             async with contextlib.aclosing(self._client.stream("/generate", body)) as events:
                 async for event in events:
@@ -61,6 +63,8 @@ class RequestStreams:
             active.rid = ""
         check_drawn(drawn, rid, request)
         self._count(drawn)
+        if self._routes is not None:
+            drawn.read_routes(self._routes, len(request.prompt_ids))
         return drawn
 
     async def abort(self, rid: str) -> None:

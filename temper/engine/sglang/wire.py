@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from temper.engine.fleet.member import SamplerLost
+from temper.engine.sglang.routes import FLAG, ToldRoutes
 from temper.errors import BackendError, UserError
-from temper.types import Completion, Finish, Request, SamplingParams
+from temper.types import Completion, Finish, Ragged, Request, SamplingParams
 
 TOKENS_PER_EVENT = 32
 """Without it every token is an event, and each event of a server with default settings repeats all earlier tokens."""
@@ -38,7 +39,7 @@ def require_supported(params: SamplingParams) -> None:
         raise UserError('entropy: SGLang does not report it. Use engine.kind = "local"')
 
 
-def body_of(rid: str, request: Request, *, seed: int) -> dict[str, Any]:
+def body_of(rid: str, request: Request, *, seed: int, tells_routes: bool) -> dict[str, Any]:
     """rid: its name on the server. Every parameter is written out: what is missing could come from the server's
     --preferred-sampling-params."""
     params = request.params
@@ -50,6 +51,7 @@ def body_of(rid: str, request: Request, *, seed: int) -> dict[str, Any]:
         "logprob_start_len": -1,
         "top_logprobs_num": params.top_logprobs,
         "return_text_in_logprobs": False,
+        "return_routed_experts": tells_routes,
         "sampling_params": {
             "temperature": params.temperature,
             "top_p": 1.0,
@@ -94,6 +96,8 @@ class PartialCompletion:
     logprobs: list[float] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     """(id, log-probability), most likely first; empty when not asked for."""
+    routes: Ragged[Any] | None = None
+    """Of prompt and drawn tokens; None when not asked for."""
     meta: Mapping[str, Any] = field(default_factory=dict)
     """The meta_info of the newest event."""
     lost: SamplerLost | None = None
@@ -114,6 +118,17 @@ class PartialCompletion:
             self.top = _joined(self.top, tops, total)
         self.meta = meta
 
+    def read_routes(self, told: ToldRoutes, num_prompt: int) -> None:
+        """They come with the end. What broke off, or was cut while it waited, has none: its tokens are let go of and
+        drawn anew, for nobody could train them as they were drawn."""
+        if (routes := self.meta.get("routed_experts")) is not None:
+            self.routes = told.read(routes, num_prompt + len(self.token_ids))
+            return
+        if (self.finish_reason or {}).get("type") in ("stop", "length"):
+            raise BackendError(f"SGLang told no routes of an answer. Start the server with {FLAG}")
+        self.token_ids, self.logprobs, self.top = [], [], []
+        self.routes = told.unknown(num_prompt)
+
     @property
     def finish_reason(self) -> Mapping[str, Any] | None:
         """None: still drawing."""
@@ -129,6 +144,7 @@ class PartialCompletion:
             finish=finish,
             top_ids=[[token for token, _ in row] for row in self.top] if asked else None,
             top_logprobs=[[value for _, value in row] for row in self.top] if asked else None,
+            routes=self.routes,
             params=request.params,
         )
 

@@ -12,14 +12,19 @@ import numpy as np
 import pytest
 import torch
 
+from temper.engine.fleet.member import SamplerLost
 from temper.engine.sglang.checkpoints import Checkpoints
 from temper.engine.sglang.engine import SglangEngine, SglangSettings
 from temper.engine.sglang.probes import probe_prompt
+from temper.engine.sglang.routes import ToldRoutes
 from temper.engine.sglang.wire import PartialCompletion
 from temper.errors import BackendError, ContextFull, TaskError, UserError
+from temper.models.experts.routes import RouteShape
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 
 PROMPT = (5, 9, 33, 2)
+ROUTES = ToldRoutes(RouteShape(layers=(0, 2), num_chosen=2, num_experts=12), num_layers=3)
+"""Of the server's three layers the middle one is dense."""
 
 
 def request_of(id: str = "r", prompt: tuple[int, ...] = PROMPT, **params: Any) -> Request:
@@ -38,10 +43,10 @@ async def engine_of(
     world: Any, *faults: str, late: tuple[str, ...] = (), version: int | None = 1, **options: Any
 ) -> Any:
     """An engine with a server. `late` faults begin when version 1 is loaded; version=None: nothing is published."""
-    waits = {name: options.pop(name) for name in list(options) if name.endswith("_seconds")}
+    ours = {name: options.pop(name) for name in list(options) if name.endswith("_seconds") or name == "routes"}
     async with world.Server(world.checkpoint, *faults, **options) as server:
         checkpoints = Checkpoints(like=world.checkpoint, folder=world.weights_folder)
-        engine = SglangEngine(server.address, SglangSettings(**waits), checkpoints)
+        engine = SglangEngine(server.address, SglangSettings(**ours), checkpoints)
         try:
             if version is not None:
                 await engine.load(Publication(version=version, tensors=world.tensors(version)))
@@ -146,6 +151,7 @@ def test_a_prompt_that_leaves_no_room_is_that_tasks_failure(sglang: Any) -> None
         ({"preferred_sampling_params": {"top_k": 20}}, "--preferred-sampling-params .*top_k"),
         ({"allow_auto_truncate": True}, "--allow-auto-truncate"),
         ({"dp_size": 2}, "--dp-size"),
+        ({"routes": ROUTES}, "start it with --enable-return-routed-experts"),
     ],
 )
 def test_a_server_that_cannot_be_trained_with_is_refused_at_the_start(
@@ -419,3 +425,73 @@ def test_the_probe_reads_only_ids_of_the_vocabulary() -> None:
     prompt = probe_prompt(96, 8, seed=0)
     assert len(prompt) == 8
     assert all(0 <= token < 96 for token in prompt)
+
+
+def routes_by_hand(world: Any, version: int, length: int) -> list[list[int]]:
+    """As the server's model takes them by these weights, without its dense layer and the last token."""
+    sum_of_weights = int(world.tensors(version)["lm_head.weight"].double().sum().abs() * 1e3)
+    starts = [[(sum_of_weights + 5 * place + layer) % 11 for layer in (0, 2)] for place in range(length - 1)]
+    return [[expert for start in row for expert in (start, start + 1)] for row in starts] + [[]]
+
+
+TELLING: dict[str, Any] = {"routes": ROUTES, "enable_return_routed_experts": True}
+
+
+def test_routes_are_those_of_layers_with_routers_and_of_all_tokens_but_the_last(sglang: Any) -> None:
+    completion, server = draw(sglang, request_of(), **TELLING)
+    assert completion.routes == routes_by_hand(sglang, 1, 12)
+    assert server.bodies("/generate")[-1]["return_routed_experts"] is True
+
+
+def test_nobody_asks_for_routes_that_are_not_replayed(sglang: Any) -> None:
+    completion, server = draw(sglang, request_of())
+    assert completion.routes is None
+    assert not any(body["return_routed_experts"] for body in server.bodies("/generate"))
+
+
+def cut_by_a_publication(world: Any, *faults: str) -> Completion:
+    async def go() -> Completion:
+        async with engine_of(world, *faults, seconds_per_token=0.005, **TELLING) as (engine, _):
+            task = asyncio.create_task(engine.generate(request_of(max_new_tokens=60)))
+            await asyncio.sleep(0.1)
+            await engine.load(Publication(version=2, tensors=world.tensors(2)))
+            return await task
+
+    return run(go())  # type: ignore[no-any-return]
+
+
+def test_tokens_keep_the_routes_of_the_weights_that_drew_behind_them(sglang: Any) -> None:
+    completion = cut_by_a_publication(sglang)
+    seam = len(PROMPT) + completion.versions.index(2) - 1  # the last token of a piece was computed by the next
+    old, new = (routes_by_hand(sglang, version, len(PROMPT) + 60) for version in (1, 2))
+    assert old[seam] != new[seam]
+    assert completion.routes == old[:seam] + new[seam:]
+
+
+def test_tokens_whose_routes_nobody_told_are_drawn_anew(sglang: Any) -> None:
+    completion = cut_by_a_publication(sglang, "aborts_in_queue")
+    assert completion.versions == [2] * 60
+    assert completion.routes == routes_by_hand(sglang, 2, len(PROMPT) + 60)
+
+
+def test_a_lost_server_leaves_no_tokens_without_routes(sglang: Any) -> None:
+    async def go() -> SamplerLost:
+        async with engine_of(sglang, late=("drops_connection",), **TELLING) as (engine, _):
+            with pytest.raises(SamplerLost) as lost:
+                await engine.generate(request_of(temperature=5.0))
+            return lost.value
+
+    so_far = run(go()).so_far
+    assert so_far is not None
+    assert not so_far.token_ids
+
+
+@pytest.mark.parametrize(
+    ("routes", "fault", "match"),
+    [
+        (ROUTES, "loses_a_route", "not those of 11 tokens, 3 layers and 2 experts"),
+        (ToldRoutes(RouteShape((0, 2), 2, 9), 3), "", r"name experts from \d+ to \d+, and the model has 9"),
+    ],
+)
+def test_routes_that_cannot_be_are_named(sglang: Any, routes: ToldRoutes, fault: str, match: str) -> None:
+    expect(sglang, BackendError, match, late=(fault,), **{**TELLING, "routes": routes})

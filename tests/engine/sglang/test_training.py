@@ -10,8 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from temper.commands.training.train import train
 from temper.config import resolve, to_toml
+from temper.errors import BackendError, UserError
 from temper.models.tiny import make_tiny_model
 from temper.runs.reader import RunReader
 
@@ -34,10 +38,10 @@ def in_another_thread(*servers: Any) -> Iterator[None]:
         loop.close()
 
 
-def small_recipe(recipe: dict[str, Any], folder: Path, address: str | list[str]) -> Path:
+def small_recipe(recipe: dict[str, Any], folder: Path, address: str | list[str], **model: Any) -> Path:
     recipe = copy.deepcopy(recipe)
     del recipe["heldout"]
-    recipe["model"] = {"path": str(folder / "model")}
+    recipe["model"] = {"path": str(folder / "model"), **model}
     recipe["engine"] = {"kind": "sglang", "address": address}
     recipe["stage"] = [{**recipe["stage"][1], "steps": 3, "rollout": {"groups_per_step": 2, "group_size": 4}}]
     path = folder / "recipe.toml"
@@ -65,6 +69,65 @@ def test_a_training_through_sglang_reaches_its_last_step_and_publishes_each(
         run = train(small_recipe(tiny_recipe, tmp_path, server.address), run=tmp_path / "run")
     require_steps(run)
     assert published_to(server) == ["0", "1", "2", "3"]
+
+
+def undecided(server: Any) -> Any:
+    """Takes other experts than its routers would: what rounding does to a few tokens, at all of them."""
+
+    def turned(router: Any, _inputs: Any, outputs: Any) -> Any:
+        logits = outputs[0]
+        chances = logits.softmax(-1, dtype=torch.float)
+        chosen = chances.argsort(-1, descending=True)[:, 1 : 1 + router.top_k]
+        weights = chances.gather(1, chosen)
+        return logits, (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), chosen
+
+    class Undecided(server):  # type: ignore[misc]
+        def _loaded(self, checkpoint: Path) -> Any:
+            model = super()._loaded(checkpoint)
+            for layer in model.model.layers:
+                layer.mlp.gate.register_forward_hook(turned)
+            return model
+
+    return Undecided
+
+
+def train_experts(
+    kind: Any, recipe: dict[str, Any], folder: Path, *faults: str, tells: bool = True, **model: Any
+) -> Path:
+    """Three steps of a model with experts. kind: of server."""
+    recipe["model"]["new"] |= {"experts": 4, "mlp_width": 24}
+    checkpoint = make_tiny_model(folder / "model", **recipe["model"]["new"], seed=0)
+    server = kind(checkpoint, *faults, enable_return_routed_experts=tells)
+    with in_another_thread(server):
+        return train(small_recipe(recipe, folder, server.address, **model), run=folder / "run")
+
+
+def test_routes_that_a_server_tells_are_replayed(sglang: Any, tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    run = train_experts(undecided(sglang.TransformerServer), tiny_recipe, tmp_path, replay_routes=True)
+    require_steps(run)
+    with RunReader(run) as reader:
+        for step in (1, 2, 3):
+            metrics = dict(reader.metrics_at(0, step))
+            assert metrics["mismatch/logp_abs_max"] < 1e-4
+            assert metrics["route/moved_frac"] > 0.1, "the trainer's routers would have chosen others"
+
+
+def test_without_their_replay_a_run_is_refused(sglang: Any, tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    """The mutation: routes that nobody replays."""
+    with pytest.raises(BackendError, match="sampler and trainer disagree"):
+        train_experts(undecided(sglang.TransformerServer), tiny_recipe, tmp_path)
+
+
+def test_routes_of_the_tokens_before_are_named_before_training(
+    sglang: Any, tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(BackendError, match=r"routes that the sampler tells are those of other tokens: .* earlier"):
+        train_experts(sglang.TransformerServer, tiny_recipe, tmp_path, "routes_of_neighbours", replay_routes=True)
+
+
+def test_a_server_that_tells_no_routes_is_refused(sglang: Any, tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="start it with --enable-return-routed-experts"):
+        train_experts(sglang.TransformerServer, tiny_recipe, tmp_path, tells=False, replay_routes=True)
 
 
 def test_a_training_goes_on_when_one_of_two_servers_dies_in_mid_answer(
