@@ -6,7 +6,6 @@ agents that ask for themselves (agents.py).
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
 import time
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 from temper.calls import CLOSE_SECONDS, call, explain_error, is_end_of_task, waiting_for
 from temper.errors import BackendError, ContextFull, EnvironmentLost, TaskError, TemperError
 from temper.protocols import Env, EnvReply, Sampler
-from temper.rollout.lost_plays import LostPlays
+from temper.rollout.plays import LostPlays, TimeLimit
 from temper.rollout.thinking import Thinking, draw
 from temper.storable import as_float, without_halves
 from temper.turnstile import take_turn
@@ -186,22 +185,22 @@ async def _play_until_kept(setup: EpisodeSetup, task: Task, request_id: str) -> 
     A play whose process is lost is begun anew, under the same name, so that the same is drawn: what befell a process is
     none of the episode's luck. All plays share the time of one.
     """
-    ends_at = asyncio.get_running_loop().time() + setup.episode_seconds
+    limit = TimeLimit(setup.episode_seconds)
     lost = LostPlays()
     while True:
         played = Played(lost)
-        status, error = await _status(setup, task, played, request_id, ends_at)
+        status, error = await _status(setup, task, played, request_id, limit)
         if played.loss is None or lost.ends_with(played.loss):
             return played, status, error
         lost = lost.add(played.loss, played.events)
 
 
 async def _status(
-    setup: EpisodeSetup, task: Task, played: Played, request_id: str, ends_at: float
+    setup: EpisodeSetup, task: Task, played: Played, request_id: str, limit: TimeLimit
 ) -> tuple[Status, str | None]:
-    """How the play ended, and what went wrong. ends_at: by the clock of the event loop."""
+    """How the play ended, and what went wrong."""
     try:
-        async with asyncio.timeout_at(ends_at):
+        async with limit.bounds():
             return await setup.player.play(setup, task, played, request_id), None
     except TimeoutError:
         if played.cut is not None:  # left out, the episodes in which the policy runs on would be the untrained ones

@@ -19,7 +19,7 @@ from temper.envs.threads import InThread
 from temper.errors import BackendError, EnvironmentLost
 from temper.protocols import Env, EnvOpening, EnvReply
 from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
-from temper.rollout.lost_plays import MOST_SUSPECTED
+from temper.rollout.plays import MOST_SUSPECTED
 from temper.turnstile import PER_TURN
 from temper.types import Event, EventKind, Message, Request, SamplingParams, Score, ScoreKind, Status, Task, Trajectory
 from tests.fakes.episodes import FakeScorer, Letters

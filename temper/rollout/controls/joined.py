@@ -12,6 +12,7 @@ from temper.engine.pieces import Decode, PiecedAnswer
 from temper.engine.wrapped import WrappedSampler
 from temper.protocols import Sampler
 from temper.rollout.episode import require_as_asked
+from temper.rollout.plays import standing_still
 from temper.types import Completion, Finish, Request
 
 LONGEST_PAUSE_SECONDS = 7 * 24 * 3600.0
@@ -43,8 +44,11 @@ class Pauses:
 
         Waits for: the end of the pause. Unblocked by: the next weights, within a deadline.
         """
-        async with asyncio.timeout(LONGEST_PAUSE_SECONDS):
-            await self._may_draw.wait()
+        if not self._may_draw.is_set():
+            # The trainer's time is not the episode's: else the longest answers, which this is for, would run out of it.
+            with standing_still():
+                async with asyncio.timeout(LONGEST_PAUSE_SECONDS):
+                    await self._may_draw.wait()
         self._under_way[request.id] = sampler
         try:
             completion = await sampler.generate(request)
