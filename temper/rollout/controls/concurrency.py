@@ -73,7 +73,9 @@ def next_running(running: int, pressure: Mapping[str, float], kv_use: float) -> 
     """How many groups may run next, by what the sampler counted. What it does not count changes nothing."""
     if pressure.get("preemptions", 0.0) > 0 or pressure.get("kv_use", 0.0) > kv_use:
         return running - max(1, running // 4)
-    has_room = pressure.get("kv_use", 1.0) < SPARE * kv_use
+    # A server that tells what it threw out and not what it holds: nothing was thrown out, so there may be room.
+    unseen = 0.0 if "preemptions" in pressure else 1.0
+    has_room = pressure.get("kv_use", unseen) < SPARE * kv_use
     is_waited_for = pressure.get("waiting", 0.0) >= 1.0
     return running + max(1, running // 8) if has_room and not is_waited_for else running
 

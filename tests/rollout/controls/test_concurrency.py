@@ -91,6 +91,8 @@ def test_when_the_trainer_is_slow_fewer_run_ahead_and_tokens_are_younger() -> No
         (20, {"kv_use": 0.5, "waiting": 0.0}, 22),
         (3, {"kv_use": 0.5}, 4),
         (1, {"preemptions": 1.0}, 0),
+        (16, {"preemptions": 0.0}, 18),
+        (16, {"preemptions": 2.0}, 12),
     ],
 )
 def test_running_groups_follow_the_worked_numbers(running: int, pressure: dict[str, float], then: int) -> None:
