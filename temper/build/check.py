@@ -12,6 +12,7 @@ from temper.build.agents import check_agent, check_judge
 from temper.build.environments import check_cost, check_place
 from temper.build.objective import resolve_objective
 from temper.config import DATA_KEYS, FIRST, Reference, RunConfig, references
+from temper.config.cluster import ClusterConfig
 from temper.errors import UserError, did_you_mean
 from temper.models.lora.targets import EXPERTS
 from temper.objectives import Objective, PolicyObjective
@@ -35,13 +36,29 @@ def check_stages(stages: Sequence[RunConfig]) -> list[Objective]:
                 raise
             raise UserError(f"stage {number} ({config.stage}): {error}") from error
     _check_references(stages)
-    said_once = ("trainers", "parts", "experts", "context", "tensor")
-    if len({tuple(getattr(config.cluster, name) for name in said_once) for config in stages}) > 1:
+    _check_cluster([config.cluster for config in stages])
+    if stages[0].cluster.is_on_ray and not any(_has_processes(config) for config in stages):
         raise UserError(
-            f"{', '.join(f'cluster.{name}' for name in said_once)} are those of all stages: say them once, outside "
-            f"[[stage]]"
+            "a Ray cluster places sampler processes and trainers, and there are none: set "
+            'engine.place = "process" or cluster.trainers'
         )
     return objectives
+
+
+def _check_cluster(clusters: Sequence[ClusterConfig]) -> None:
+    """Trainers begin once, and stay from the first stage to the last."""
+    said_once = ["place", "address", "trainers", "parts", "experts", "context", "tensor", "rank_seconds"]
+    if clusters[0].trainers > 1:
+        said_once.append("max_restarts")  # of all of them; of samplers each stage may have its own
+    differing = [name for name in said_once if len({getattr(cluster, name) for cluster in clusters}) > 1]
+    if differing:
+        raise UserError(
+            f"{', '.join(f'cluster.{name}' for name in differing)}: those of all stages. Say it once, outside [[stage]]"
+        )
+
+
+def _has_processes(config: RunConfig) -> bool:
+    return config.engine.place == "process" or config.cluster.trainers > 1
 
 
 def check_stage(config: RunConfig) -> Objective:

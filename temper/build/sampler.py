@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from temper.asking.endpoint import read_key
 from temper.build.agents import may_stop_at_text
 from temper.build.memory import enough_kv_tokens
 from temper.build.models import adapter_settings
@@ -146,6 +147,7 @@ def _servers(config: RunConfig, routes: ToldRoutes | None, model_folder: Path, h
         update_seconds=max(UPDATE_SECONDS, silent_seconds),
         idle_seconds=max(IDLE_SECONDS, silent_seconds),
         routes=routes,
+        api_key=read_key(config.engine.key_variable),
     )
     # What a server is fed late it reads from the disk, whatever the trainer has done since.
     fleet_settings = FleetSettings(max_restarts=cluster.max_restarts, silent_seconds=silent_seconds, feeds_late=True)
@@ -174,17 +176,15 @@ def _in_processes(
             'engine.place="process" cannot draw for an objective with opponents, which share the weights of the '
             'trainer\'s process. Use engine.place = "here"'
         )
-    parameter, addresses = next(model.parameters()), config.cluster.sampler_addresses
-    takes_turns, is_vllm = config.rollout.max_staleness == 0, config.engine.kind == "vllm"
+    parameter, is_vllm = next(model.parameters()), config.engine.kind == "vllm"
     threads = _threads(config, parameter.is_cuda)
     make_orders = _vllm_orders if is_vllm else _local_orders
     orders = tuple(order.to_json() for order in make_orders(config, data, model, folder, threads.sampler, hosting))
-    # On a GPU, and over a network, they get the trainer's own tensors, which change while it trains.
-    is_copied = is_vllm or not parameter.is_cuda
+    is_copied = (is_vllm or not parameter.is_cuda) and not (hosting.ray or config.cluster.sampler_addresses)
     settings = FleetSettings(
         max_restarts=config.cluster.max_restarts,
         silent_seconds=config.cluster.silent_seconds,
-        feeds_late=takes_turns or (is_copied and not (hosting.ray or addresses)),
+        feeds_late=feeds_late(config, is_copied=is_copied),
         quantized=float8_names(model) if config.engine.weights == "fp8" and is_dense(model) else frozenset(),
     )
     environment = {"OMP_NUM_THREADS": str(threads.sampler)}
@@ -195,6 +195,13 @@ def _in_processes(
     fleet = hosting.kept.take((orders, config.cluster, settings), start)
     torch.set_num_threads(threads.trainer)
     return fleet
+
+
+def feeds_late(config: RunConfig, *, is_copied: bool) -> bool:
+    """Whether a sampler that comes back between two publications may be fed the last one. Where that is not copied it
+    gets the trainer's own tensors. Whole ones may be on their way to the next version; then they have other sums, by
+    which the fleet knows. Parts are gathered by all trainers, who have something else to do."""
+    return is_copied or config.rollout.max_staleness == 0 or not config.cluster.parts
 
 
 def _threads(config: RunConfig, is_on_gpu: bool) -> Threads:

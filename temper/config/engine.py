@@ -12,6 +12,13 @@ from pydantic import Field, field_validator, model_validator
 
 from temper.config.section import Section, require_auto_or_number
 
+OWN: dict[str, tuple[str, ...]] = {
+    "local": (),
+    "vllm": ("steps_per_sync",),
+    "sglang": ("kv_after_load", "tokens_per_step", "graphs", "steps_per_sync"),
+}
+"""By kind of engine, the keys that it cannot follow."""
+
 
 class EngineConfig(Section):
     """What draws completions."""
@@ -21,6 +28,8 @@ class EngineConfig(Section):
     address: str | list[str] = ""
     """Where the SGLang server listens, e.g. "http://127.0.0.1:30000"; or a list of several, which draw side by side as
     sampler processes do: ["http://gpu7:30000", "http://gpu8:30000"]."""
+    key_variable: str = ""
+    """Environment variable that holds the key with which SGLang servers were started (--api-key); empty: none."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs of each sampler over which vLLM shares out every matrix; on a CPU, processes. Must divide the heads for keys
     and values."""
@@ -106,6 +115,16 @@ class EngineConfig(Section):
                 'an engine of kind "sglang" needs its address, and no other has one: '
                 'engine = {kind = "sglang", address = "http://127.0.0.1:30000"}'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _is_said_to_whom_it_concerns(self) -> EngineConfig:
+        if self.key_variable and self.kind != "sglang":
+            raise ValueError(f'key_variable is for SGLang servers, and kind = "{self.kind}". Leave it out')
+        said = [name for name in OWN[self.kind] if getattr(self, name) != type(self).model_fields[name].default]
+        if said:
+            where = "is what a server is started with" if self.kind == "sglang" else "is not vLLM's"
+            raise ValueError(f'{said[0]} {where}: leave it out, or use kind = "local"')
         return self
 
     @model_validator(mode="after")

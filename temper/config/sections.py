@@ -330,11 +330,6 @@ class RunConfig(Section):
             raise ValueError(
                 'engine.numerics = "exact" is made for float32 and bfloat16, not for model.dtype = "float16"'
             )
-        if self.cluster.is_on_ray and self.engine.place == "here" and self.cluster.trainers == 1:
-            raise ValueError(
-                "a Ray cluster places sampler processes and trainers, and there are none: set "
-                'engine.place = "process" or cluster.trainers'
-            )
         if self.cluster.address and not self.cluster.is_on_ray:
             raise ValueError(
                 f'cluster.address is that of a Ray cluster, and cluster.place = "{self.cluster.place}": '

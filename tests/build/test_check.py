@@ -164,8 +164,31 @@ def test_what_layers_that_several_compute_are_not_made_for_is_refused_by_name(
 
 def test_trainers_are_those_of_all_stages() -> None:
     stages = [*stages_of({"kind": "sft"}, cluster={"trainers": 2}), *stages_of({}, cluster={"trainers": 3})]
-    with pytest.raises(UserError, match=r"cluster.trainers, .*cluster.tensor are those of all stages"):
+    with pytest.raises(UserError, match=r"cluster.trainers: those of all stages"):
         check_stages(stages)
+
+
+@pytest.mark.parametrize(
+    "key", [{"address": "auto"}, {"place": "processes"}, {"rank_seconds": 5.0}, {"max_restarts": 7}]
+)
+def test_where_processes_run_and_how_long_they_may_be_silent_is_said_for_all_stages(key: dict[str, Any]) -> None:
+    """The first stage's count: another's would do nothing."""
+    trainers = {"trainers": 2}
+    stages = [*stages_of({"kind": "sft"}, cluster=trainers), *stages_of({}, cluster=trainers | key)]
+    with pytest.raises(UserError, match=f"cluster.{next(iter(key))}: those of all stages"):
+        check_stages(stages)
+
+
+def test_samplers_may_be_replaced_more_often_in_one_stage_than_in_another() -> None:
+    place = {"engine": {"place": "process"}}
+    check_stages([*stages_of({}, **place), *stages_of({}, **place, cluster={"max_restarts": 7})])
+
+
+def test_a_ray_cluster_needs_something_to_place_in_any_stage() -> None:
+    ray = {"cluster": {"place": "ray"}}
+    with pytest.raises(UserError, match="a Ray cluster places sampler processes and trainers, and there are none"):
+        check_stages([*stages_of({"kind": "sft"}, **ray), *stages_of({}, **ray)])
+    check_stages([*stages_of({"kind": "sft"}, **ray), *stages_of({}, **ray, engine={"place": "process"})])
 
 
 @pytest.mark.parametrize("kind", ["rl", "preference"])

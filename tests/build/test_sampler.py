@@ -37,6 +37,8 @@ from temper.runs.reader import RunReader
 from temper.types import Completion, Publication, Request
 from tests.fakes.served import serve_in_a_thread
 
+SERVER = {"kind": "sglang", "address": "http://127.0.0.1:30000"}
+
 
 def short(recipe: dict[str, Any], place: str, **engine: Any) -> dict[str, Any]:
     """The stage that draws alone, two steps of it."""
@@ -164,14 +166,31 @@ def test_a_table_about_processes_needs_processes(tiny_recipe: dict[str, Any]) ->
     for keys, message in {
         ("samplers", 2): r'cluster.samplers is about sampler processes: set engine.place = "process"',
         ("max_restarts", 1): r'cluster.max_restarts is about sampler processes: set engine.place = "process"',
-        ("place", "ray"): r"a Ray cluster places sampler processes and trainers, and there are none",
-        ("address", "auto"): r"a Ray cluster places sampler processes and trainers, and there are none",
     }.items():
         with pytest.raises(UserError, match=message):
             resolve({**tiny_recipe, "cluster": dict([keys])}, (), where="test")
     resolve({**tiny_recipe, "cluster": {"trainers": 2, "max_restarts": 1}}, (), where="test")
     with pytest.raises(UserError, match=r'of a Ray cluster, and cluster.place = "processes": leave one of them out'):
         resolve({**tiny_recipe, "cluster": {"place": "processes", "address": "auto"}}, (), where="test")
+
+
+@pytest.mark.parametrize(
+    ("parts", "max_staleness", "is_copied", "expected"),
+    [
+        (False, 0, False, True),
+        (False, 2, False, True),
+        (True, 0, False, True),
+        (True, 2, False, False),
+        (True, 2, True, True),
+    ],
+)  # fmt: skip
+def test_only_parts_that_are_not_copied_cannot_be_read_while_the_trainers_work(
+    parts: bool, max_staleness: int, is_copied: bool, expected: bool, tiny_recipe: dict[str, Any]
+) -> None:
+    tiny_recipe["cluster"] = {"trainers": 2, "parts": parts}
+    tiny_recipe["stage"][1]["rollout"]["max_staleness"] = max_staleness
+    config = resolve(tiny_recipe, (), where="test")[1]
+    assert build_sampler.feeds_late(config, is_copied=is_copied) is expected
 
 
 def test_a_recipe_with_a_sampler_process_can_be_planned_and_evaluated_without_one(
@@ -239,6 +258,12 @@ def test_an_objective_with_opponents_is_refused_by_name(tiny_recipe: dict[str, A
         ({"threads": 2}, "threads are those of a sampler process"),
         ({"place": "process", "threads": 0}, "at least 1"),
         ({"tensor_parallel": 2}, 'tensor_parallel is vLLM\'s: set kind = "vllm"'),
+        (SERVER | {"steps_per_sync": 4}, "steps_per_sync is what a server is started with"),
+        (SERVER | {"kv_after_load": "recompute"}, "kv_after_load is what a server is started with"),
+        (SERVER | {"graphs": False}, "graphs is what a server is started with"),
+        (SERVER | {"tokens_per_step": 64}, "tokens_per_step is what a server is started with"),
+        ({"kind": "vllm", "steps_per_sync": 4}, "steps_per_sync is not vLLM's"),
+        ({"key_variable": "KEY"}, "key_variable is for SGLang servers"),
     ],
 )
 def test_what_cannot_act_is_refused(engine: dict[str, Any], complaint: str, tiny_recipe: dict[str, Any]) -> None:
@@ -246,19 +271,24 @@ def test_what_cannot_act_is_refused(engine: dict[str, Any], complaint: str, tiny
         resolve({**tiny_recipe, "engine": engine}, (), where="test")
 
 
-def test_settings_of_the_cluster_hold_for_sglang_servers_too(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_of_the_cluster_hold_for_sglang_servers_too(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     addresses = ["http://127.0.0.1:1", "http://127.0.0.1:2/"]
-    tiny_recipe["engine"] = {"kind": "sglang", "address": addresses}
+    monkeypatch.setenv("SERVERS_KEY", "not-a-real-key")
+    tiny_recipe["engine"] = {"kind": "sglang", "address": addresses, "key_variable": "SERVERS_KEY"}
     tiny_recipe["cluster"] = {"max_restarts": 7, "silent_seconds": 3.0}
     config = resolve(tiny_recipe, (), where="test")[0]
     assert resolve(tiny_recipe, ("engine.address=http://127.0.0.1:1",), where="test")[0].engine.addresses == (
         "http://127.0.0.1:1",
     )
-    fleet = build_sampler._servers(config, tmp_path, build_sampler.Hosting())
+    fleet = build_sampler._servers(config, None, tmp_path, build_sampler.Hosting())
     assert fleet._settings == FleetSettings(max_restarts=7, silent_seconds=3.0, feeds_late=True)
     members: list[Any] = [place.sampler for place in fleet._places]
     assert [member.name for member in members] == ["SGLang at http://127.0.0.1:1", "SGLang at http://127.0.0.1:2"]
     assert {member._engine._settings.control_seconds for member in members} == {3.0}
+    assert {member._engine._client._http.headers["authorization"] for member in members} == {"Bearer not-a-real-key"}
+    assert "not-a-real-key" not in repr(members[0]._engine._settings)
     asyncio.run(fleet.close())
 
 

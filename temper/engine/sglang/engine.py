@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from temper.engine.fleet.member import SamplerLost
 from temper.engine.in_flight import InFlight
@@ -42,10 +42,10 @@ NOT_FED = "no weights were published yet"
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SglangSettings:
     seed: int = 0
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
     control_seconds: float = 60.0
     """Deadline of a call that changes no weights."""
     update_seconds: float = UPDATE_SECONDS

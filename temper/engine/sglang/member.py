@@ -16,6 +16,7 @@ from temper.engine.digests import Digests
 from temper.engine.fleet.member import SamplerLost
 from temper.engine.sglang.checkpoints import Checkpoints
 from temper.engine.sglang.engine import SglangEngine, SglangSettings
+from temper.errors import BackendError
 from temper.types import Completion, Publication, Request
 
 if TYPE_CHECKING:
@@ -71,7 +72,12 @@ class SglangMember:
         """A server has warmed up before it answers."""
 
     async def ping(self, seconds: float) -> None:
-        await self._engine.check(seconds)
+        try:
+            await self._engine.check(seconds)
+        except SamplerLost:
+            raise
+        except BackendError as error:  # it answers, and not as a server does: so does a proxy before one that is dead
+            raise SamplerLost(str(error)) from error
 
     async def rest(self, seconds: float) -> None:
         self._engine.forget()

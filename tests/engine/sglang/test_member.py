@@ -206,6 +206,20 @@ def test_a_server_that_was_started_anew_while_nobody_asked_is_found_and_fed(sgla
     assert "serves 'default' in place of 'version-1-" in note
 
 
+def test_a_server_of_which_a_proxy_answers_404_is_lost_while_nobody_asks_it_for_tokens(sglang: Any) -> None:
+    async def use(servers: Servers) -> None:
+        await servers.publish(1)
+        answer = servers.up[0]._control
+
+        async def refuse(path: str, body: Any) -> tuple[int, Any]:
+            return (404, "no such upstream") if path == "/server_info" else await answer(path, body)
+
+        servers.up[0]._control = refuse
+        await servers.until(lambda: servers.fleet.stats()["samplers"] == 1)
+
+    assert "refused (404)" in play(sglang, 2, use).notes[0]
+
+
 def test_no_token_of_a_server_that_was_started_anew_counts_when_it_is_asked_before_it_is_found(
     sglang: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
