@@ -29,10 +29,11 @@ class Losses:
         return told
 
 
-def together(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def together(counts: Sequence[Mapping[str, float]], num_samplers: int) -> dict[str, float]:
     """Names that nobody counted are left out. A mean is over those who counted, by the tokens that each of them read
-    where that is known: an idle sampler's rate says nothing."""
-    found: dict[str, float] = {}
+    where that is known: an idle sampler's rate says nothing. Seconds with something to draw are a mean over all
+    samplers: who is lost draws nothing, and one that draws the tail alone leaves the others idle."""
+    found = {"drawing_seconds": sum(each.get("drawing_seconds", 0.0) for each in counts) / num_samplers}
     for name in SUMS:
         if values := [each[name] for each in counts if name in each]:
             found[name] = sum(values)

@@ -17,7 +17,6 @@ from temper.engine.fleet.counts import Losses, tell_together, together
 from temper.engine.fleet.health import Health, Standing
 from temper.engine.fleet.member import Member, SamplerLost
 from temper.engine.fleet.routing import Router
-from temper.engine.in_flight import InFlight
 from temper.engine.pieces import Decode, PiecedAnswer
 from temper.errors import BackendError, TemperError
 from temper.types import Completion, Finish, Publication, Request
@@ -78,7 +77,7 @@ class Fleet:
         self._start, self._note, self._closed, self._decode = start, note, closed, decode
         self._settings, self._silent_seconds = settings, settings.silent_seconds
         self._places = [_Place(start(number)) for number in range(num_samplers)]
-        self._router, self._in_flight = Router(), InFlight()
+        self._router = Router()
         self._where: dict[str, _Place | None] = {}
         """Where each request is drawn; None: it waits for a sampler."""
         self._stopped: dict[str, Finish] = {}
@@ -99,8 +98,7 @@ class Fleet:
         """Waits for: a sampler that is ready, and its answer. Unblocked by: the answer, or the end of all samplers."""
         self._where[request.id] = None
         try:
-            with self._in_flight.request():
-                return await self._draw(request)
+            return await self._draw(request)
         finally:
             self._where.pop(request.id, None)
             self._stopped.pop(request.id, None)
@@ -132,8 +130,7 @@ class Fleet:
     def stats(self) -> Mapping[str, float]:
         """Of all together. Since the last call: restarts, requests that went to another, and their tokens that did."""
         counts = [place.sampler.stats() for place in self._places if place.health.standing is Standing.READY]
-        own = {"samplers": float(len(counts)), "drawing_seconds": self._in_flight.seconds()}
-        return together(counts) | own | self._losses.take()
+        return together(counts, len(self._places)) | {"samplers": float(len(counts))} | self._losses.take()
 
     async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
         """Every sampler for all rows: when others end it draws them all."""
@@ -278,6 +275,8 @@ class Fleet:
         its model: it is fed when it has."""
         while place.health.standing is Standing.LOST and not self._is_closed:
             await place.sampler.close()
+            if self._is_closed:
+                return
             self._losses.sampler_restarts += 1
             try:
                 place.sampler = self._start(self._places.index(place))

@@ -666,6 +666,42 @@ def test_a_fleet_is_closed_while_one_is_being_replaced() -> None:
     play(2, use)
 
 
+def test_nobody_is_started_for_a_fleet_that_is_closed_while_a_dead_one_is_cleared_away() -> None:
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        dead, is_cleared = world.started[0], asyncio.Event()
+        close = dead.close
+
+        async def close_slowly() -> None:
+            await is_cleared.wait()
+            await close()
+
+        dead.close = close_slowly  # type: ignore[method-assign]
+        dead.die()
+        asking = asyncio.create_task(world.fleet.generate(asked("a")))
+        await settle()
+        closing = asyncio.create_task(world.fleet.close())
+        await settle()
+        is_cleared.set()
+        await closing
+        asking.cancel()
+        assert len(world.started) == 2
+
+    play(2, use)
+
+
+def test_seconds_with_something_to_draw_are_those_of_a_mean_sampler() -> None:
+    """One that draws the long tail alone leaves the others idle."""
+
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        for sampler, seconds in zip(world.started, (8.0, 1.0, 0.0), strict=True):
+            sampler.stats = lambda seconds=seconds: {"drawing_seconds": seconds}  # type: ignore[method-assign, misc]
+        assert world.fleet.stats()["drawing_seconds"] == 3.0
+
+    play(3, use)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_deaths_answers_and_publications_answers_each_request_once(seed: int) -> None:
     chance = random.Random(seed)
