@@ -91,7 +91,7 @@ def start_ranks(start: StartRank, world: int, seconds: float, host: str = HOST) 
     find this one."""
     store = TCPStore(host, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STARTING_SECONDS))
     children: list[Process] = []
-    os.environ |= _sharing(0, world)
+    os.environ |= _sharing(0, world, host)
     try:
         for rank in range(1, world):
             told = _environment(rank, world, host, store.port)
@@ -116,12 +116,13 @@ def join_ranks(place: Place, seconds: float) -> Ranks:
 def _environment(rank: int, world: int, host: str, port: int) -> dict[str, str]:
     own = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": host, "MASTER_PORT": port}
     own |= {"OMP_NUM_THREADS": torch.get_num_threads()}
-    return {**{name: str(value) for name, value in own.items()}, **_sharing(rank, world)}
+    return {**{name: str(value) for name, value in own.items()}, **_sharing(rank, world, host)}
 
 
-def _sharing(rank: int, world: int) -> dict[str, str]:
-    """NCCL refuses two ranks on one GPU of one host; said to be of two hosts, they may share it, over the loopback."""
-    if not 0 < torch.cuda.device_count() < world:
+def _sharing(rank: int, world: int, host: str) -> dict[str, str]:
+    """NCCL refuses two ranks on one GPU of one host; said to be of two hosts, they may share it, over the loopback.
+    Ranks that meet elsewhere may be on other machines, which have GPUs of their own."""
+    if host != HOST or not 0 < torch.cuda.device_count() < world:
         return {}
     return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
@@ -139,6 +140,9 @@ def _formed(place: Place, store: Store, seconds: float, children: Sequence[Proce
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(place.local % torch.cuda.device_count())
+        # When another rank is lost torch would end this process, too, which has to say who it was and to begin anew. So
+        # it gives up what is under way and no more; what came of that is thrown away with the step.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
         store=PrefixStore("group", store),

@@ -9,9 +9,12 @@ from __future__ import annotations
 import importlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from temper.cluster.remote import Callback, serve_caller
 from temper.engine.process.client import ProcessSampler
@@ -23,6 +26,7 @@ ROOM_SECONDS = 300.0
 ANSWER_SECONDS = 10.0
 OWN_ROOM_SECONDS = 30.0
 """In a cluster that was started for this run: what it lacks does not come."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 OWN_CLUSTER = ""
 """Address of a cluster that is started here and ends with the run."""
 
@@ -70,12 +74,13 @@ class RayPlace:
             _require_answer(address)
             own = {"num_cpus": max(os.cpu_count() or 1, ranks + samplers), "include_dashboard": False}
             try:
-                ray.init(
-                    address=address or "local",
-                    log_to_driver=False,
-                    runtime_env={"env_vars": {"PYTHONPATH": path}},
-                    **(own if self._starts_own else {}),
-                )
+                with _gpus_of_others(gpus * (ranks + samplers) if self._starts_own else 0) as others:
+                    ray.init(
+                        address=address or "local",
+                        log_to_driver=False,
+                        runtime_env={"env_vars": {"PYTHONPATH": path}},
+                        **((own | others) if self._starts_own else {}),
+                    )
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise UserError(f'cluster.address = "{address}": no Ray answers there: {error}') from error
         self._ray = ray
@@ -133,6 +138,24 @@ class Role:
 def _call(main: str) -> None:
     module, _, name = main.partition(":")
     getattr(importlib.import_module(module), name)()
+
+
+@contextmanager
+def _gpus_of_others(needed: int) -> Iterator[dict[str, int]]:
+    """What a cluster is told of the GPUs of this machine, where it begins inside. This process trains on the first of
+    them, which Ray would give away: it sees the others alone, where they are enough."""
+    visible = os.environ.get(VISIBLE)
+    names = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+    if not 0 < needed < len(names):
+        yield {}
+        return
+    os.environ[VISIBLE] = ",".join(names[1:])
+    try:
+        yield {"num_gpus": len(names) - 1}
+    finally:
+        os.environ.pop(VISIBLE)
+        if visible is not None:
+            os.environ[VISIBLE] = visible
 
 
 def _require_answer(address: str) -> None:

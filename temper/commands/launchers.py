@@ -10,12 +10,19 @@ import os
 
 from temper.errors import UserError
 
+NAMES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Under which launchers say how many processes they started: torchrun, and srun for a step of a job."""
 
-def require_one_process(what: str) -> None:
-    """UserError under torchrun, srun and the like: each process would draw or judge alone, knowing no other."""
-    given = os.environ.get("WORLD_SIZE", "1")
-    if given.isdecimal() and int(given) > 1:
-        raise UserError(
-            f"WORLD_SIZE={given}: {given} processes were started (torchrun, srun or the like), and this runs in one. "
-            f"They would be {given} unrelated runs. Start {what} without a launcher"
-        )
+
+def require_one_process(what: str, instead: str = "") -> None:
+    """UserError under torchrun, srun and the like: each process would draw or judge alone, knowing no other.
+
+    instead: how several of them would be one run, where they can be.
+    """
+    for name in NAMES:
+        given = os.environ.get(name, "1")
+        if given.isdecimal() and int(given) > 1:
+            raise UserError(
+                f"{name}={given}: {given} processes were started (torchrun, srun or the like), and this runs in one. "
+                f"They would be {given} unrelated runs. Start {what} without a launcher{instead}"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -67,6 +68,23 @@ def test_two_trainers_and_two_samplers_over_raylets_learn(
     cluster = {"place": "ray", "address": address, "trainers": 2, "samplers": 2}
     training.train_stages(resolve(make_learnable(tiny_recipe, cluster), (), where="test"), run=tmp_path / "run")
     require_learned(tmp_path / "run")
+
+
+def test_a_cluster_of_our_own_does_not_give_away_the_gpu_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(placing.VISIBLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    place = placing.RayPlace(placing.OWN_CLUSTER, ranks=1, samplers=1, gpus=1)
+    try:
+        assert placing.VISIBLE not in os.environ, "this process sees all of them"
+        for bundle in range(2):
+            told = f"echo ${placing.VISIBLE} > {tmp_path / str(bundle)}"
+            process = place._start(bundle, "one", {}, subprocess.call, ["sh", "-c", told])
+            assert process.wait(60) == "it ended, as it was told to"
+    finally:
+        place.close()
+    assert sorted((tmp_path / str(bundle)).read_text().strip() for bundle in range(2)) == ["1", "2"]
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["a trainer", "a sampler"])

@@ -41,7 +41,8 @@ def follow_if_started_so() -> None:
     process. Elsewhere: nothing. UserError for one of several processes that cannot tell which of them it is."""
     place = find_place(os.environ)
     if place.world == 1:
-        require_one_process('"temper train ..."')
+        say_where = ", or say where rank 0 is: srun with MASTER_ADDR and MASTER_PORT makes them the trainers of one run"
+        require_one_process('"temper train ..."', say_where)
     if place.rank > 0:
         _follow(place)
         sys.exit(0)

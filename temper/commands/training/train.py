@@ -6,6 +6,7 @@ Owns: the run directory and what a resume finds in it. Refuses: the steps themse
 from __future__ import annotations
 
 import asyncio
+import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,6 +29,7 @@ from temper.build import (
     settle_for_cpu,
     with_sampler_correction,
 )
+from temper.cluster.ranks import find_place
 from temper.commands.training.ranks import Others, started
 from temper.commands.training.stopping import Stopped, full_disk_explained, run_until_stopped
 from temper.config import FIRST, RunConfig, load_recipe, read_table, refer, to_toml
@@ -105,7 +107,8 @@ def _run_to_the_end(stages: Sequence[RunConfig], folder: Path, records: RunRecor
             try:
                 return _run_with_trainers(stages, folder, records, events, kept)
             except RankFailure as failure:
-                if not failure.is_lost or restarts == 0:
+                # Ranks that a launcher started are not ours to start again: it ends them all.
+                if not failure.is_lost or restarts == 0 or find_place(os.environ).is_launched:
                     raise
                 restarts -= 1
                 again = f"All trainers begin anew from the last checkpoint; {restarts} more times"
