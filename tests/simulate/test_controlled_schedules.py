@@ -34,8 +34,9 @@ def test_every_schedule_with_controls_keeps_its_promises() -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("part", range(4))
-def test_ten_thousand_schedules_with_controls_keep_their_promises(part: int) -> None:
-    assert live_and_check(map(draw_controlled, range(1000 + 2500 * part, 3500 + 2500 * part))) > 1500
+def test_four_thousand_schedules_with_controls_keep_their_promises(part: int) -> None:
+    """Ten thousand without controls are in test_schedules.py; one with them takes three times as long."""
+    assert live_and_check(map(draw_controlled, range(1000 + 1000 * part, 2000 + 1000 * part))) > 600
 
 
 def test_schedules_meet_what_controls_do() -> None:

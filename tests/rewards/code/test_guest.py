@@ -186,8 +186,8 @@ def test_what_the_response_causes_is_zero_with_a_reason(reward: CodeReward, say:
 
 
 def test_tests_that_break_by_themselves_are_errors(reward: CodeReward, say: Say) -> None:
-    for test in ("while True: pass\nassert f(1) == 1", "x = 'a' * 10 ** 10\nassert f(1) == 1"):
-        assert score(reward, test, say("def f(x): return 1")).kind in (ScoreKind.ERROR, ScoreKind.VALUE), test
+    hungry = score(reward, "x = 'a' * 10 ** 10\nassert f(1) == 1", say("def f(x): return 1"))
+    assert hungry.kind in (ScoreKind.ERROR, ScoreKind.VALUE)
     assert score(reward, "while True: pass\nassert f(1) == 1", say("def f(x): return 1")).kind is ScoreKind.ERROR
 
 
