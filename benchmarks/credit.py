@@ -126,8 +126,8 @@ COMPARISONS = {
         recipe=ROOT / "recipes" / "agent_shop.toml",
         env="PayingShop",
         outcome={"kind": f"{FILE}:is_reached"},
-        practice={},
-        num_heldout=128,
+        practice={"steps": 24, "rollout": {"groups_per_step": 16}},
+        num_heldout=256,
     ),
 }
 
