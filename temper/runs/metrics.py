@@ -315,7 +315,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("sys/step_time", "s", STEP, ONCE, "Wall clock from report to report; the phases add up to it"),
         Metric("sys/trainer_idle", "share", STEP, "over wall clock", "The trainer waited for data"),
         Metric("sys/sampler_idle", "share", STEP, "over wall clock",
-               "The sampler had no request in flight, or made way for the trainer"),
+               "The sampler had no request in flight, or made way for the trainer; of several, the mean"),
         Metric("sys/publish_latency", "s", STEP, ONCE, "Until the samplers draw with the new weights"),
         Metric("sys/rollout_tok_s", "tokens/s", STEP, "over the rollout phase",
                "Drawn tokens; with max_staleness above 0, over the whole step"),
