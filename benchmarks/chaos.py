@@ -28,6 +28,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from temper.errors import UserError
 from temper.runs.reader import RunReader
 
 RECIPE = """
@@ -98,6 +99,8 @@ class Asking:
 PATIENCE = 300.0
 """For the run to go on after a fault, in seconds; more is a run that hangs."""
 LEAVING_SECONDS = 15.0
+STOPPED_SECONDS = 20.0
+"""Of a driver, which goes on where it was when it is let: longer than anybody else may be silent."""
 ROLES = {
     "trainer": b"temper.commands.training.ranks",
     "sampler": b"temper.cluster.sampler_main",
@@ -116,6 +119,7 @@ FAULTS = (
     ("driver", signal.SIGTERM),
     ("reward worker", signal.SIGSTOP),
     ("environment worker", signal.SIGSTOP),
+    ("driver", signal.SIGSTOP),
 )
 PHASES = ("opening", "a step", "a checkpoint")
 
@@ -167,8 +171,11 @@ class Driven:
         """Recorded so far, of all stages."""
         if not (self.folder / "run.db").is_file():
             return 0
-        with RunReader(self.folder) as reader:
-            return len(reader.query("SELECT 1 FROM steps"))
+        try:
+            with RunReader(self.folder) as reader:
+                return len(reader.query("SELECT 1 FROM steps"))
+        except UserError:  # hit while it made its tables
+            return 0
 
     def failed(self) -> int:
         """Answers that could not be judged."""
@@ -247,7 +254,10 @@ def hit(run: Driven, role: str, number: signal.Signals, phase: str, draw: random
     seen = Hit(role, number.name, phase, run.steps())
     start = time.monotonic()
     os.kill(pid, number)
-    if role == "driver":
+    if role == "driver" and number is signal.SIGSTOP:
+        time.sleep(STOPPED_SECONDS)
+        os.kill(pid, signal.SIGCONT)
+    elif role == "driver":
         run.process.wait(timeout=PATIENCE)
         seen.outcome = "resumed" if run.is_alone() else f"{len(run.left())} LEFT"
         run.restart()
