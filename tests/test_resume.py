@@ -308,15 +308,16 @@ def test_the_identity_sees_a_single_changed_weight(tiny_recipe: dict[str, Any], 
 
 
 @pytest.mark.heavy
-def test_a_seed_changes_the_run_and_the_same_seed_repeats_it(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_another_seed_is_another_run(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
+    """And the same is the same: that is what everything above compares."""
     identities = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+    for name, seed in (("a", 0), ("b", 1)):
         tiny_recipe["seed"] = seed
         (tmp_path / name).mkdir()
         recipe = write_recipe(tmp_path / name, tiny_recipe)
         finish(start(recipe, tmp_path / name / "run", resume=False))
         identities.append(json.dumps(identity(tmp_path / name / "run"), sort_keys=True))
-    assert identities[0] == identities[1] != identities[2]
+    assert identities[0] != identities[1]
 
 
 @pytest.mark.heavy
