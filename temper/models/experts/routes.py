@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from temper.errors import UserError
-from temper.models.decoder import can_walk
-from temper.models.experts.routing import EXPERT_FAMILIES, expert_layers, has_experts, num_experts_of
+from temper.models.decoder import has_seen_routers
+from temper.models.experts.routing import EXPERT_FAMILIES, expert_layers, num_experts_of
 
 Recorded = NDArray[np.integer]
 """[n, L * K] experts of n tokens, first layer first; one byte each up to 256 experts, else two."""
@@ -45,12 +45,17 @@ class RouteShape:
 def route_shape(model: Any) -> RouteShape:
     """UserError for a model whose routes are not seen."""
     text = model.config.get_text_config()
-    if not can_walk(model) or not has_experts(model):
+    require_routes(model.get_decoder().config.get_text_config())
+    return RouteShape(tuple(expert_layers(model)), text.num_experts_per_tok, num_experts_of(text))
+
+
+def require_routes(config: Any) -> None:
+    """UserError for a model, by its description, whose routes are not seen."""
+    if not has_seen_routers(config):
         raise UserError(
             f"model.replay_routes: routes are seen in the families {', '.join(EXPERT_FAMILIES)}, and this model is a "
-            f"{text.model_type}. Use model.replay_routes = false"
+            f"{config.model_type}. Use model.replay_routes = false"
         )
-    return RouteShape(tuple(expert_layers(model)), text.num_experts_per_tok, num_experts_of(text))
 
 
 class RouteTable:
