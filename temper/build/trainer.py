@@ -61,7 +61,7 @@ def open_here(order: TrainerOrder, tokenizer: Any = None) -> tuple[LocalTrainer,
         if routers.frozen:
             freeze_routers(models.policy)
     if order.is_rolling and config.model.replay_routes and not config.is_recorded:  # servers record no routes
-        set_replaying(models.policy, True)
+        set_replaying(models.policy, True, only_measures=config.model.replay_routes == "measure")
         if models.others.reference is not None:
             set_replaying(models.others.reference, config.model.replay_routes == "reference")
     choice = settled_choice(config)

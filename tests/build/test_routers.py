@@ -71,6 +71,7 @@ def test_what_routers_cannot_follow_is_refused_by_name(
     [
         ([SFT, RL], REPLAY),
         ([RL], {**REPLAY, "lora": {}}),
+        ([RL], {"replay_routes": "measure"}),
         ([{**RL, "engine": {"numerics": "exact"}}], REPLAY),  # route/moved_frac says that no route moved
         ([{**RL, "engine": {"kind": "sglang", "address": "http://127.0.0.1:30000"}}], REPLAY),
         ([SFT, {"kind": "preference"}], REPLAY),  # its data says whether pairs are drawn
