@@ -314,6 +314,9 @@ def late(change: Fault) -> Fault:
 PLANTED: dict[str, Fault] = {
     "mismatch": late(lambda r: {"metrics": {"mismatch/kl_k3": 0.03, "mismatch/logp_abs_max": 2.0}}),
     "expert_collapse": lambda r: {"metrics": {"route/load_max": 3.0 if r.step >= 60 else 1.6}},
+    "router_collapse": lambda r: {"metrics": {"route/entropy": 0.9 if r.step >= 60 else 2.0}},
+    "routes_moved": lambda r: {"metrics": {"route/moved_frac": 0.4 if r.step >= 60 else 0.03}},
+    "router_shift": lambda r: {"metrics": {"route/shift": 0.4 if r.step >= 60 else 0.02}},
     "throughput_drop": late(lambda r: {"seconds": {name: 3 * spent for name, spent in r.seconds.items()}}),
     "memory_growth": lambda r: {"system": {"sys/peak_memory_bytes": 5e8 * 1.003**r.step}},
     "not_finite": late(lambda r: {"metrics": {"policy/grad_norm": math.inf}}),

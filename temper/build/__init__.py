@@ -10,6 +10,7 @@ from temper.build.memory import PlanRequest, StagePlan, describe_peak, explain_m
 from temper.build.models import first_model, pick_device, pick_dtype
 from temper.build.objective import doubts_about, resolve_objective, with_sampler_correction
 from temper.build.plan import make_plan
+from temper.build.routers import check_first_model
 from temper.build.stage import Around, Listeners, Stage, build_stage, check_data
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "StagePlan",
     "build_stage",
     "check_data",
+    "check_first_model",
     "check_stage",
     "check_stages",
     "describe_peak",

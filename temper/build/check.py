@@ -1,4 +1,4 @@
-"""What can be said against a recipe before any data or model is read.
+"""What can be said against a recipe before any data or weights are read.
 
 Owns: rules that need to know the kinds of stages, and the order of the checks. Refuses: keys and values (config/), what
 goes together in an objective (objective.py), and data (stages/reading/).
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from temper.build.agents import check_agent, check_judge
 from temper.build.environments import check_cost, check_place
 from temper.build.objective import resolve_objective
+from temper.build.routers import check_routers
 from temper.config import DATA_KEYS, FIRST, Reference, RunConfig, references
 from temper.config.cluster import ClusterConfig
 from temper.errors import UserError, did_you_mean
@@ -36,6 +37,7 @@ def check_stages(stages: Sequence[RunConfig]) -> list[Objective]:
                 raise
             raise UserError(f"stage {number} ({config.stage}): {error}") from error
     _check_references(stages)
+    check_routers(stages, objectives)
     _check_cluster([config.cluster for config in stages])
     if stages[0].cluster.is_on_ray and not any(_has_processes(config) for config in stages):
         raise UserError(

@@ -101,7 +101,7 @@ def _sides(stage: Stage) -> Sides:
         find_stale=None if stage.sampler_model is None else _stale_finder(stage.trainer, stage.sampler_model),
         ask_stale=stage.sampler.differences if isinstance(stage.sampler, HoldsCopies) else None,
         bos_id=stage.data.tokenizer.bos_token_id,
-        replays_routes=stage.config.model.replay_routes is not False,
+        replays_routes=stage.config.model.replay_routes not in (False, "measure"),
         seconds=stage.config.rollout.step_seconds,
     )
 

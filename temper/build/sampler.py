@@ -22,6 +22,7 @@ from temper.build.agents import may_stop_at_text
 from temper.build.memory import enough_kv_tokens
 from temper.build.models import adapter_settings
 from temper.build.policy import size_engine
+from temper.build.routers import require_telling
 from temper.cluster.addresses import Visitor, reach_sampler
 from temper.cluster.devices import sampler_devices, sampler_gpus
 from temper.cluster.handshake import KEY_VARIABLE
@@ -89,12 +90,8 @@ def make_sampler(
     if kind != "local" and config.engine.numerics == "exact":
         raise UserError(f'engine.numerics="exact" needs engine.kind="local", not "{config.engine.kind}"')
     replays_routes = config.model.replay_routes is not False and data.is_rolling
-    if kind == "vllm" and replays_routes:
-        raise UserError(
-            "model.replay_routes needs an engine that tells its routes: vLLM 0.32 returns them from its model runner "
-            'V2 alone, which needs Triton; that was not run. Use engine.kind = "local" or "sglang", or an objective '
-            "over sequences, such as gspo, that needs no routes"
-        )
+    if replays_routes:
+        require_telling(config)
     if kind == "sglang":
         return _servers(config, told_routes(model) if replays_routes else None, model_folder, hosting), None
     if config.engine.place == "process" and (data.is_rolling or config.cluster.parts):

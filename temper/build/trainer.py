@@ -16,10 +16,8 @@ from temper.build.models import Models, load_models, optimizer_settings
 from temper.build.objective import resolve_objective
 from temper.config import RunConfig
 from temper.config.memory import settled_choice
-from temper.errors import UserError
 from temper.models.experts.balance import BalanceSettings, freeze_routers, set_balance, set_bias_rate
 from temper.models.experts.routes import set_replaying
-from temper.objectives import PolicyObjective
 from temper.protocols import Trainer
 from temper.stages.kinds import kind_of
 from temper.trainer.local import LocalTrainer, TrainerSettings
@@ -58,16 +56,12 @@ def open_here(order: TrainerOrder, tokenizer: Any = None) -> tuple[LocalTrainer,
         go_together(config.cluster.together, config.cluster.rank_seconds)
     models = load_models(config, objective, order.folder)
     if (routers := config.model.routers) is not None:
-        if config.model.lora is not None:
-            raise UserError("model.routers: with model.lora routers are frozen already. Leave one of both out")
-        if routers.bias and isinstance(objective, PolicyObjective) and objective.step is not None:
-            raise UserError(f'model.routers.bias: objective "{objective.name}" takes steps of its own. Leave bias out')
         set_balance(models.policy, BalanceSettings(balance=routers.balance, z=routers.z))
         set_bias_rate(models.policy, routers.bias)
         if routers.frozen:
             freeze_routers(models.policy)
     if order.is_rolling and config.model.replay_routes and not config.is_recorded:  # servers record no routes
-        set_replaying(models.policy, True)
+        set_replaying(models.policy, True, only_measures=config.model.replay_routes == "measure")
         if models.others.reference is not None:
             set_replaying(models.others.reference, config.model.replay_routes == "reference")
     choice = settled_choice(config)

@@ -116,15 +116,16 @@ class ModelConfig(Section):
 
     routers: RoutersConfig | None = None
     """Keep the routers of a mixture of experts even, or as they are, e.g. {balance = 0.001}."""
-    replay_routes: bool | Literal["reference"] = False
+    replay_routes: bool | Literal["reference", "measure"] = False
     """For mixtures of experts: the trainer sends every token to the experts that it met in the sampler (R3), whatever
-    its own routers choose now; routers still learn. "reference": so does the reference."""
+    its own routers choose now; routers still learn. "reference": so does the reference. "measure": none does, and
+    route/moved_frac tells what replay would change."""
 
     @field_validator("replay_routes", mode="before")
     @classmethod
     def _flag_or_reference(cls, value: object) -> object:
-        if value not in (True, False, "reference"):
-            raise ValueError('use true, false or "reference"')
+        if value not in (True, False, "reference", "measure"):
+            raise ValueError('use true, false, "reference" or "measure"')
         return value
 
     @field_validator("gradient_checkpointing", mode="before")

@@ -50,10 +50,19 @@ WALKED_FAMILIES = (*FAMILIES, *EXPERT_FAMILIES)
 
 
 def can_walk(model: Any) -> bool:
-    config = model.get_decoder().config.get_text_config()
+    return is_walked(model.get_decoder().config.get_text_config())
+
+
+def is_walked(config: Any) -> bool:
+    """The same of a model that is only described."""
     if config.model_type not in WALKED_FAMILIES or config.hidden_act != "silu":
         return False
     return getattr(config, "clip_qkv", None) is None  # OLMoE
+
+
+def has_seen_routers(config: Any) -> bool:
+    """Whether a model of this description has experts, and routers that are told of."""
+    return is_walked(config) and config.model_type in EXPERT_FAMILIES
 
 
 def is_dense(model: Any) -> bool:

@@ -57,7 +57,7 @@ def expert_seconds(work: Workload, gpu: Gpu) -> float:
     if not work.sends_to_experts:
         return 0.0
     ways = 6 if work.choice.gradient_checkpointing else 4
-    return ways * work.shape.num_layers * tokens_seconds(exchanged_bytes(work), work.trainers, gpu)
+    return ways * work.shape.expert_layers * tokens_seconds(exchanged_bytes(work), work.trainers, gpu)
 
 
 def context_seconds(work: Workload, gpu: Gpu) -> float:

@@ -127,6 +127,9 @@ def _gathered(work: Workload) -> dict[str, float]:
         return {}
     shape, size = work.shape, work.itemsize
     layer, outside = (shape.layers - work.staying_parameters) / shape.num_layers, shape.parameters - shape.layers
+    if shape.num_dense_layers:  # layers differ, and the largest decides
+        mlp = shape.mlp - (shape.experts if work.staying_parameters else 0)
+        layer = shape.attention + max(mlp, shape.dense_mlp)
     each = size + (size + GRADIENT_BYTES if work.adapter is None else 0)
     return {
         "exchanged tokens": 2.0 * exchanged_bytes(work),
@@ -162,12 +165,12 @@ def _engine_pass(work: Workload) -> float:
 
 def _made_weight(work: Workload) -> float:
     """The largest weight that is made of 4 bits for one product."""
-    return float(2 * work.shape.mlp_width * work.shape.width * work.itemsize) if work.has_four_bit_base else 0.0
+    return float(2 * work.shape.widest_matrix * work.shape.width * work.itemsize) if work.has_four_bit_base else 0.0
 
 
 def _pass_width(work: Workload) -> int:
     """Numbers of a token that are alive at once where nothing is kept."""
-    return 4 * work.shape.width + 3 * work.shape.active_mlp_width
+    return 4 * work.shape.width + 3 * work.shape.widest_mlp
 
 
 def _frozen(work: Workload) -> dict[str, float]:
@@ -222,13 +225,14 @@ def _backward(work: Workload) -> dict[str, float]:
     Once for each layer: everything, or the two states that it starts from where it is computed again.
     """
     shape, size, computed = work.shape, work.itemsize, work.computed_tokens
-    layer = _layer(work)
-    kept = _kept_inputs(work) if work.choice.gradient_checkpointing else layer
-    again = layer if work.choice.gradient_checkpointing else 0.0
-    # On the host, but for a layer that leaves, one in work and one that arrives.
-    num_kept = min(3, shape.num_layers) if work.choice.gradient_checkpointing == "offload" else shape.num_layers
+    if work.choice.gradient_checkpointing:
+        # On the host, but for a layer that leaves, one in work and one that arrives.
+        num_kept = min(3, shape.num_layers) if work.choice.gradient_checkpointing == "offload" else shape.num_layers
+        kept, again = num_kept * _kept_inputs(work), max(_layer(work, *kind) for _, *kind in _kinds(shape))
+    else:
+        kept, again = sum(count * _layer(work, *kind) for count, *kind in _kinds(shape)), 0.0
     ends = float((2 * computed + work.packed_tokens + 2 * work.scored_tokens) * shape.width * size)
-    activations = ROUNDING * (num_kept * kept + ends)
+    activations = ROUNDING * (kept + ends)
     is_head_trained = work.adapter is None and not work.has_own_head
     # Summed in float32; the product that is added to it exists as well, unless it is added in place.
     head = shape.embedding * (8.0 if size == 2 else 4.0) if is_head_trained else 0.0
@@ -252,8 +256,14 @@ def _fed_tokens(work: Workload) -> int:
     return min(work.computed_tokens, FED_TOKENS) if is_cut else work.computed_tokens
 
 
-def _layer(work: Workload) -> float:
-    """Bytes that one layer keeps for its backward pass."""
+def _kinds(shape: DecoderShape) -> list[tuple[int, int, int]]:
+    """Of each kind of layer: how many there are, a token's numbers inside the feed-forward part, and its experts."""
+    kinds = [(shape.num_layers - shape.num_dense_layers, shape.active_mlp_width, shape.experts_per_token)]
+    return [*kinds, (shape.num_dense_layers, shape.dense_mlp_width, 0)] if shape.num_dense_layers else kinds
+
+
+def _layer(work: Workload, mlp_width: int, experts_per_token: int) -> float:
+    """Bytes that one layer of this kind keeps for its backward pass."""
     shape = work.shape
     # Two sums and two normed states, gate and up, their product, what attention says. Modules that are not walked norm
     # in float32 and keep gate, its SiLU and up apart.
@@ -261,10 +271,8 @@ def _layer(work: Workload) -> float:
     norms, wide = (4, 3) if is_walked else (8, 4)
     if shape.family.startswith(("gemma", "olmo2")):
         norms *= 2
-    by_computed = norms * shape.width + shape.query_width
-    if shape.num_experts:
-        by_computed += 2 * shape.experts_per_token * shape.width
-    fed = _fed_tokens(work) * wide * shape.active_mlp_width
+    by_computed = norms * shape.width + shape.query_width + 2 * experts_per_token * shape.width
+    fed = _fed_tokens(work) * wide * mlp_width
     return float((work.computed_tokens * by_computed + fed) * work.itemsize + work.packed_tokens * _attention(work))
 
 
@@ -279,18 +287,18 @@ def _attention(work: Workload) -> float:
 def _slopes(work: Workload) -> float:
     """Temporary tensors while the gradient of one layer is made, beyond what its own nodes free."""
     shape, size = work.shape, work.itemsize
-    matrix = 2 * shape.mlp_width * shape.width
+    matrix = 2 * shape.widest_matrix * shape.width
     if work.adapter is not None and "experts" in work.adapter.targets:
-        matrix *= max(1, shape.num_experts)
+        matrix = max(matrix, 2 * shape.mlp_width * shape.width * shape.num_experts)
     merged = matrix * size
     if (
         work.adapter is not None and not work.has_four_bit_base
     ):  # weights with their adapter are made again, in float32 first
         merged += matrix // 2 * (8 + size)
-    mlp = (_fed_tokens(work) * 2 * shape.active_mlp_width + work.computed_tokens * 2 * shape.width) * size + merged
+    mlp = (_fed_tokens(work) * 2 * shape.widest_mlp + work.computed_tokens * 2 * shape.width) * size + merged
     parts = -(-MULTIPROCESSORS // (work.num_rows * shape.num_heads))
     attention = work.packed_tokens * shape.query_width * (4 * parts + 2 * size)
-    freed = _fed_tokens(work) * 3 * shape.active_mlp_width * size
+    freed = _fed_tokens(work) * 3 * shape.widest_mlp * size
     return float(max(mlp, attention - freed))
 
 

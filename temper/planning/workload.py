@@ -105,7 +105,7 @@ class Workload:
             return 0
         if self.tensor > 1:  # ranks with the same slice gather it
             return self.shape.layers - (self.shape.layers // self.tensor if self.trainers > self.tensor else 0)
-        return self.shape.num_layers * self.shape.experts if self.experts else 0
+        return self.shape.expert_layers * self.shape.experts if self.experts else 0
 
     @property
     def sends_to_experts(self) -> bool:

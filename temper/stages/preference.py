@@ -249,7 +249,7 @@ PREFERENCE_COLUMNS = ("rejected", "label")
 
 def _share_sampled(objective: Objective, tasks: Sequence[Task]) -> float:
     """Pairs are sampled when the data says of no answer which is better, or whether it is good."""
-    return 0.0 if any(name in tasks[0].extra for name in PREFERENCE_COLUMNS) else 1.0
+    return 0.0 if any(name in task.extra for task in tasks[:1] for name in PREFERENCE_COLUMNS) else 1.0
 
 
 def _has_pairs(tasks: Sequence[Task]) -> bool:

@@ -119,7 +119,11 @@ def test_what_cannot_be_done_with_experts_that_stay_is_refused_by_name(shared: d
         ({"kind": "reward_model"}, {}, 'a reward model reads whole rows (objective "reward_model")'),
         ({}, {"objective": {"preset": "ppo"}}, 'a critic reads whole rows (objective "ppo")'),
         ({}, {"objective": {"preset": "trpo"}}, "takes steps of its own, over whole rows"),
-        ({}, {"objective": {"preset": "rspo"}}, "routers are read from states of all tokens"),
+        (
+            {},
+            {"model": {"new": {"experts": 4}}, "objective": {"preset": "rspo"}},
+            "routers are read from states of all tokens",
+        ),
         ({}, {"model": {"new": {"experts": 4}, "routers": {"balance": 0.1}}}, "routers are read from whole rows"),
         ({}, {"sampling": {"top_k": 5}}, "Leave out sampling.top_k, top_p and min_p"),
         ({}, {"sampling": {"top_p": 0.9}}, "Leave out sampling.top_k, top_p and min_p"),

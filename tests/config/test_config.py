@@ -197,7 +197,7 @@ READ_ELSEWHERE = {
     # Where there is an adapter.
     "LoraConfig.rank", "LoraConfig.alpha", "LoraConfig.targets", "LoraConfig.rslora", "LoraConfig.base",
     "RoutersConfig.balance", "RoutersConfig.z", "RoutersConfig.bias", "RoutersConfig.frozen",  # where there are experts
-    "EngineConfig.address", "EngineConfig.tensor_parallel",  # by SGLang, by vLLM
+    "EngineConfig.address", "EngineConfig.key_variable", "EngineConfig.tensor_parallel",  # by SGLang, by vLLM
     # Before the first stage: commands/training/ranks.py.
     "ClusterConfig.place", "ClusterConfig.address", "ClusterConfig.trainers", "ClusterConfig.rank_seconds",
     "EnvConfig.workers", "EnvConfig.call_seconds",  # by worker processes

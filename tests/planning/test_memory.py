@@ -239,6 +239,27 @@ def test_all_experts_are_held_and_few_of_them_keep_activations(make_workload: Ma
     assert plan_memory(busier).phases["forward and backward"]["activations"] > 1.4 * parts["activations"]
 
 
+def test_layers_without_experts_keep_what_they_compute_and_are_not_counted_as_experts(make_workload: Make) -> None:
+    """Of 48 layers three are dense, 6,144 wide: no copies of states for 8 experts, and 8 x 768 wide becomes 6,144."""
+    work = replace(make_workload("1.5b"), shape=decoder_shape(EXPERTS), engine="elsewhere")
+    some = replace(work, shape=decoder_shape({**EXPERTS, "first_k_dense_replace": 3}))
+    before, after = (plan_memory(own).phases["forward and backward"]["activations"] for own in (work, some))
+    assert before - after == pytest.approx(ROUNDING * 3 * work.computed_tokens * 2 * 8 * 2048 * 2, rel=1e-9)
+    stays = replace(some, trainers=8, parts=True, experts=True)
+    assert stays.staying_parameters == 45 * 128 * 3 * 2048 * 768
+
+
+def test_shared_experts_are_held_and_keep_activations_of_every_token(make_workload: Make) -> None:
+    work = replace(make_workload("1.5b"), shape=decoder_shape(EXPERTS), engine="elsewhere")
+    more = replace(work, shape=decoder_shape({**EXPERTS, "n_shared_experts": 2}))
+    before, after = (plan_memory(own).phases["forward and backward"] for own in (work, more))
+    assert after["weights"] - before["weights"] == 2 * 48 * 2 * 3 * 2048 * 768
+    each = 3 * 2 * 768  # gate, up and their product, of both
+    assert after["activations"] - before["activations"] == pytest.approx(
+        ROUNDING * 48 * work.computed_tokens * each * 2, rel=1e-9
+    )
+
+
 def test_experts_that_stay_are_not_gathered(make_workload: Make) -> None:
     """Of two layers that are whole at once, and of what arrives, all but their experts; tokens come in their place."""
     gathers = replace(make_workload("7b", trainers=8, parts=True), shape=decoder_shape(EXPERTS))

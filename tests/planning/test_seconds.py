@@ -126,7 +126,7 @@ def test_experts_that_a_token_does_not_use_cost_no_products(make_workload: Make)
     more = replace(work, shape=replace(work.shape, num_experts=256))
     one, two = (plan_seconds(own, GPUS["h200"]) for own in (work, more))
     for part in ("prompts", "forward and backward"):
-        assert one.seconds[part] == two.seconds[part]
+        assert one.seconds[part] < two.seconds[part] < 1.01 * one.seconds[part], "the router alone"
     assert two.seconds["decoding"] > 1.4 * one.seconds["decoding"], "but weights that 256 sequences need are read"
     # Worked: 6 FLOPs for an active parameter and token; head and attention on top; at the reach that experts have.
     active, tokens = work.shape.active_layers, 32 * (50 + 8 * 512)
@@ -152,7 +152,7 @@ def test_an_engine_over_four_gpus_reads_a_quarter_on_each_and_adds_up_what_they_
 def test_few_sequences_read_few_experts(make_workload: Make) -> None:
     work = replace(make_workload("1.5b"), shape=decoder_shape(EXPERTS), max_running=1)
     shape = work.shape
-    read = 48 * (shape.attention + shape.mlp * 8 / 128) + shape.embedding
+    read = 48 * (shape.attention + 128 * 2048 + shape.experts * 8 / 128) + shape.embedding
     assert decode_cost(work, GPUS["h200"]).weights == pytest.approx(2 * read / (4.8e12 * 0.85))
 
 

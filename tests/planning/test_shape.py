@@ -13,12 +13,24 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper.errors import UserError
-from temper.planning.shape import decoder_shape, read_decoder_shape
+from temper.models.load import shape_of
+from temper.models.lora.targets import weights_to_adapt
+from temper.planning.shape import DecoderShape, decoder_shape, read_decoder_shape
+from temper.trainer.passes.work import size_of
 from tests.planning.conftest import EXPERTS
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
+}  # fmt: skip
+CHOSEN: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GROUPED: dict[str, Any] = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
+    "v_head_dim": 14,
 }  # fmt: skip
 MORE: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
@@ -26,20 +38,52 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": False},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 32},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
+    "qwen3_moe": {**CHOSEN, "head_dim": 16},
+    "qwen3_moe, one layer dense": {**CHOSEN, "head_dim": 16, "mlp_only_layers": [1]},
+    "qwen3_moe, every second layer": {**CHOSEN, "head_dim": 16, "decoder_sparse_step": 2},
+    "qwen2_moe": {**CHOSEN, "shared_expert_intermediate_size": 40},
+    "qwen2_moe, one layer dense": {**CHOSEN, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {**GROUPED, "head_dim": 16, "use_qk_norm": True},
+    "deepseek_v3": {**GROUPED, **LATENT},
+    "deepseek_v3, two dense and two shared": {**GROUPED, **LATENT, "first_k_dense_replace": 2, "n_shared_experts": 2},
+    "deepseek_v3, shared as wide as dense": {**GROUPED, **LATENT, "n_shared_experts": 4, "q_lora_rank": None},
 }
 
 
-@pytest.mark.parametrize("family", MORE)
-def test_parameters_are_those_of_the_model(family: str, tmp_path: Path) -> None:
-    config = AutoConfig.for_model(family, **SIZES, **MORE[family])
-    config.save_pretrained(tmp_path)
+def made(name: str, folder: Path) -> tuple[Any, DecoderShape]:
+    """The family's own model, without numbers, and what is read of its config.json."""
+    config = AutoConfig.for_model(name.split(",")[0], **{**SIZES, **MORE[name]})
+    config.save_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    shape = read_decoder_shape(tmp_path)
+    return model, read_decoder_shape(folder)
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_parameters_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    model, shape = made(name, tmp_path)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert shape.num_kv_heads * shape.head_dim == shape.kv_width == model.model.layers[0].self_attn.k_proj.out_features
-    assert shape.is_tied == bool(config.tie_word_embeddings)
+    engine = shape_of(model.config)
+    assert (shape.num_kv_heads, shape.head_dim) == (engine.num_kv_heads, engine.head_dim), "what the cache is made of"
+    assert shape.is_tied == bool(model.config.tie_word_embeddings)
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_flops_of_a_token_are_those_that_the_trainer_counts(name: str, tmp_path: Path) -> None:
+    """Of experts those that work on it, and all that every token meets: routers, shared experts, dense layers."""
+    model, shape = made(name, tmp_path)
+    counted = size_of(model)
+    assert shape.active_layers == counted.trained
+    assert shape.query_width == counted.attention_width
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_adapters_are_as_large_as_those_that_are_put_on(name: str, tmp_path: Path) -> None:
+    """Without names of targets: on attention, dense and shared feed-forward parts, and on no expert that is chosen."""
+    model, shape = made(name, tmp_path)
+    sizes = dict(model.named_parameters())
+    assert shape.adapter_parameters(8) == 8 * sum(sum(sizes[weight].shape) for weight in weights_to_adapt(model, ()))
 
 
 def test_seven_billion_by_hand() -> None:
@@ -56,7 +100,7 @@ def test_seven_billion_by_hand() -> None:
 
 def test_experts_work_by_turns() -> None:
     shape = decoder_shape({**SIZES, "model_type": "mixtral", **MORE["mixtral"]})
-    assert shape.active_mlp == 2 * 3 * 64 * 96
+    assert shape.active_mlp == 2 * 3 * 64 * 96 + 4 * 64, "the router works on every token"
     assert shape.mlp == 4 * 3 * 64 * 96 + 4 * 64
     query, attention = 64 + shape.query_width, 4 * 64 + 2 * shape.query_width + 2 * shape.kv_width
     assert shape.adapter_parameters(8) == shape.num_layers * 8 * attention, "experts are named or left alone"
@@ -68,7 +112,7 @@ def test_thirty_billion_with_three_active_by_hand() -> None:
     """48 layers of attention 2 x 2048 x (4096 + 512) and 128 experts of 3 x 2048 x 768 with a router, 8 for a token."""
     shape = decoder_shape(EXPERTS)
     assert shape.layers == 48 * (2 * 2048 * 4608 + 128 * 3 * 2048 * 768 + 2048 * 128)
-    assert shape.active_layers == 48 * (2 * 2048 * 4608 + 8 * 3 * 2048 * 768)
+    assert shape.active_layers == 48 * (2 * 2048 * 4608 + 8 * 3 * 2048 * 768 + 2048 * 128)
     assert 30.5e9 < shape.parameters < 30.6e9
     assert 2.7e9 < shape.active_layers < 2.8e9
 
@@ -76,7 +120,8 @@ def test_thirty_billion_with_three_active_by_hand() -> None:
 def test_many_tokens_need_nearly_all_experts_between_them() -> None:
     """One token needs 8 of 128, two needs twice that but for those they share."""
     shape = decoder_shape(EXPERTS)
-    of_experts = [(shape.read_layers(n) - 48 * shape.attention) / (48 * shape.mlp) for n in (1, 2, 256)]
+    always = 48 * (shape.attention + shape.common_mlp)
+    of_experts = [(shape.read_layers(n) - always) / (48 * shape.experts) for n in (1, 2, 256)]
     assert of_experts[:2] == pytest.approx([8 / 128, 1 - (120 / 128) ** 2])
     assert of_experts[2] == pytest.approx(1.0, abs=1e-6)
     dense = decoder_shape({**SIZES, "model_type": "llama"})

@@ -15,6 +15,7 @@ from temper import calls
 from temper.build import (
     StagePlan,
     check_data,
+    check_first_model,
     check_stage,
     check_stages,
     describe_peak,
@@ -50,7 +51,9 @@ def dry_run(recipe: Path, *, overrides: Sequence[str] = ()) -> str:
     stages = load_recipe(recipe, overrides)
     check_stages(stages)
     with tempfile.TemporaryDirectory() as folder:
-        later = Later(stages, first_model(stages[0], Path(folder)))
+        first = first_model(stages[0], Path(folder))
+        check_first_model(stages, first)
+        later = Later(stages, first)
         return "\n\n".join(_describe_or_say_where(later.open(config), len(stages)) for config in stages)
 
 

@@ -21,6 +21,7 @@ from temper.build import (
     Listeners,
     Stage,
     build_stage,
+    check_first_model,
     check_stages,
     explain_out_of_memory,
     first_model,
@@ -185,6 +186,7 @@ async def run_stages(stages: Sequence[RunConfig], folder: Path, records: RunReco
     store, display = records.store, records.display
     stages = list(stages)
     outputs = {FIRST: first_model(stages[0], folder)}
+    check_first_model(stages, outputs[FIRST])
     policy = outputs[FIRST]
     for index, recipe in enumerate(stages):
         config = refer(recipe, outputs)

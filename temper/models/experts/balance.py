@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from temper.errors import UserError
-from temper.models.decoder import can_walk
+from temper.models.decoder import has_seen_routers
 from temper.models.experts.routes import Replay
-from temper.models.experts.routing import EXPERT_FAMILIES, expert_layers, has_bias, has_experts
+from temper.models.experts.routing import EXPERT_FAMILIES, expert_layers, has_bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,27 +33,37 @@ class BalanceSettings:
 
 def set_balance(model: Any, settings: BalanceSettings) -> None:
     """For every gradient of this model from now on. UserError for a model whose routers are not seen."""
-    _require_routers(model)
-    if has_bias(model) and settings != BalanceSettings():
+    require_routers(_described(model))
+    require_balance(_described(model), settings)
+    model.temper_balance = settings
+
+
+def require_balance(config: Any, settings: BalanceSettings) -> None:
+    """UserError for a model, by its description, whose routers have no softmax for these losses."""
+    if EXPERT_FAMILIES[config.model_type].has_bias and settings != BalanceSettings():
         raise UserError(
             f"model.routers: balance and z are losses over a softmax of all experts, and a "
-            f"{model.config.get_text_config().model_type} scores them one by one. Use routers = {{bias = 0.001}}"
+            f"{config.model_type} scores them one by one. Use routers = {{bias = 0.001}}"
         )
-    model.temper_balance = settings
 
 
 def set_bias_rate(model: Any, rate: float) -> None:
     """How far every update of this model moves the biases of its routers; 0: not at all. UserError for a model whose
     routers have none."""
     if rate:
-        _require_routers(model)
-        if not has_bias(model):
-            known = ", ".join(name for name, family in EXPERT_FAMILIES.items() if family.has_bias)
-            raise UserError(
-                f"model.routers.bias: routers of a {model.config.get_text_config().model_type} have no bias, and its "
-                f"checkpoints no place for one; those of {known} have. Use routers = {{balance = 0.001}}"
-            )
+        require_routers(_described(model))
+        require_biases(_described(model), rate)
     model.temper_bias_rate = rate
+
+
+def require_biases(config: Any, rate: float) -> None:
+    """UserError for a model, by its description, whose routers have no bias that could be moved at this rate."""
+    if rate and not EXPERT_FAMILIES[config.model_type].has_bias:
+        known = ", ".join(name for name, family in EXPERT_FAMILIES.items() if family.has_bias)
+        raise UserError(
+            f"model.routers.bias: routers of a {config.model_type} have no bias, and its "
+            f"checkpoints no place for one; those of {known} have. Use routers = {{balance = 0.001}}"
+        )
 
 
 @torch.no_grad()
@@ -68,7 +78,7 @@ def move_biases(model: Any, loads: Mapping[str, Tensor]) -> None:
 
 
 def freeze_routers(model: Any) -> None:
-    _require_routers(model)
+    require_routers(_described(model))
     for layer in expert_layers(model):
         model.get_decoder().layers[layer].mlp.gate.requires_grad_(False)
 
@@ -82,12 +92,17 @@ def is_balanced(model: Any) -> bool:
     return balance_of(model) != BalanceSettings()
 
 
-def _require_routers(model: Any) -> None:
-    if not can_walk(model) or not has_experts(model):
+def require_routers(config: Any) -> None:
+    """UserError for a model, by its description, whose routers are not seen."""
+    if not has_seen_routers(config):
         raise UserError(
             f"model.routers is made for the families {', '.join(EXPERT_FAMILIES)}, and this model is a "
-            f"{model.config.get_text_config().model_type}. Leave model.routers out"
+            f"{config.model_type}. Leave model.routers out"
         )
+
+
+def _described(model: Any) -> Any:
+    return model.get_decoder().config.get_text_config()
 
 
 class RouterWatch:

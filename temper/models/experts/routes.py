@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from temper.errors import UserError
-from temper.models.decoder import can_walk
-from temper.models.experts.routing import EXPERT_FAMILIES, expert_layers, has_experts, num_experts_of
+from temper.models.decoder import has_seen_routers
+from temper.models.experts.routing import EXPERT_FAMILIES, expert_layers, num_experts_of
 
 Recorded = NDArray[np.integer]
 """[n, L * K] experts of n tokens, first layer first; one byte each up to 256 experts, else two."""
@@ -45,12 +45,17 @@ class RouteShape:
 def route_shape(model: Any) -> RouteShape:
     """UserError for a model whose routes are not seen."""
     text = model.config.get_text_config()
-    if not can_walk(model) or not has_experts(model):
+    require_routes(model.get_decoder().config.get_text_config())
+    return RouteShape(tuple(expert_layers(model)), text.num_experts_per_tok, num_experts_of(text))
+
+
+def require_routes(config: Any) -> None:
+    """UserError for a model, by its description, whose routes are not seen."""
+    if not has_seen_routers(config):
         raise UserError(
             f"model.replay_routes: routes are seen in the families {', '.join(EXPERT_FAMILIES)}, and this model is a "
-            f"{text.model_type}. Use model.replay_routes = false"
+            f"{config.model_type}. Use model.replay_routes = false"
         )
-    return RouteShape(tuple(expert_layers(model)), text.num_experts_per_tok, num_experts_of(text))
 
 
 class RouteTable:
@@ -90,8 +95,14 @@ class _Recorder:
 class Replay:
     """Recorded routes of one pass. By layer, not by a cursor: a layer that is computed again finds its own."""
 
-    def __init__(self, shape: RouteShape, routes_TW: Tensor, is_routed_T: Tensor) -> None:
-        """is_routed: tokens that have a record; the others take their router's choice."""
+    def __init__(
+        self, shape: RouteShape, routes_TW: Tensor, is_routed_T: Tensor, *, only_measures: bool = False
+    ) -> None:
+        """is_routed: tokens that have a record; the others take their router's choice.
+
+        only_measures: all tokens take their router's choice, and the records are compared with it.
+        """
+        self._only_measures = only_measures
         assert routes_TW.shape[1] == shape.width, (
             f"routes of {routes_TW.shape[1]} experts a token, and the model has {shape.width}"
         )
@@ -108,7 +119,7 @@ class Replay:
         self._asked[layer] += 1
         is_other_TK = (recorded_TK.unsqueeze(2) != chosen_TK.unsqueeze(1)).all(2)
         self.moved[layer] = (is_other_TK & self._is_routed_T1).sum(1)
-        return logits_TE, torch.where(self._is_routed_T1, recorded_TK, chosen_TK)
+        return logits_TE, chosen_TK if self._only_measures else torch.where(self._is_routed_T1, recorded_TK, chosen_TK)
 
     def require_taken_once(self) -> None:
         """Call it when the pass is done: every layer has asked for its routes, once."""
@@ -116,11 +127,16 @@ class Replay:
         assert not wrong, f"routes of layers were asked for so often: {wrong}"
 
 
-def set_replaying(model: Any, replays: bool) -> None:
-    """Whether passes of this model replay the routes that a batch brings along, from now on."""
+def set_replaying(model: Any, replays: bool, *, only_measures: bool = False) -> None:
+    """Whether passes of this model replay the routes that a batch brings along, or compare them with its own choice,
+    from now on."""
     if replays:
         route_shape(model)
-    model.temper_replays = replays
+    model.temper_replays, model.temper_only_measures = replays, only_measures
+
+
+def only_measures(model: Any) -> bool:
+    return getattr(model, "temper_only_measures", False)
 
 
 def replays(model: Any) -> bool:

@@ -96,6 +96,13 @@ def experts_are_crowded(rows: Rows, given: Given) -> Sight:
     return Sight((now > given["factor"] * before) & (now > given["floor"]), {"value": now, "before": before})
 
 
+def routers_are_certain(rows: Rows, given: Given) -> Sight:
+    """The entropy of routers fell against the oldest checks of the window."""
+    entropy = rows["route/entropy"]
+    before, now = _median(entropy[..., : int(given["oldest"])]), _median(_recent(entropy, given))
+    return Sight(now < given["factor"] * before, {"value": now, "before": before})
+
+
 def kl_rose(rows: Rows, given: Given) -> Sight:
     """The distance from the reference, or from the policy that drew, rose; whichever is further is reported."""
     found = []
@@ -174,7 +181,7 @@ def weights_stand_still(rows: Rows, given: Given) -> Sight:
 
 
 def rate_is_high(*names: str) -> Condition:
-    """The sum of some shares is above a limit."""
+    """The sum of some shares, or one distance, is above a limit."""
 
     def condition(rows: Rows, given: Given) -> Sight:
         total = rows[names[0]]

@@ -116,6 +116,27 @@ RULES: tuple[AlarmRule, ...] = (
         advice="Use model.routers = {balance = 0.001}, or {frozen = true}; lower the learning rate.",
     ),
     AlarmRule(
+        name="router_collapse", level="warn", window=200, least=20, condition=conditions.routers_are_certain,
+        needs=("route/entropy",), thresholds={"recent": 5, "oldest": 10, "factor": 0.5},
+        saw="the routers' entropy fell from {before:.3g} to {value:.2g} nats",
+        meaning="Routers are ever surer of the same few experts; tokens try no others, and load crowds next.",
+        advice="Use model.routers = {z = 0.001} or {frozen = true}; lower the learning rate; look at route/load_max.",
+    ),
+    AlarmRule(
+        name="routes_moved", level="warn", window=5, least=5, condition=conditions.rate_is_high("route/moved_frac"),
+        needs=("route/moved_frac",), thresholds={"recent": 5, "limit": 0.2},
+        saw="the trainer's routers would not choose {value:.0%} of the experts that the sampler took",
+        meaning="Answers come from other weights or numerics: many updates of a batch, old samples, or other routes.",
+        advice="Lower the learning rate, updates_per_batch or max_staleness; freeze routers; read docs/experts.md.",
+    ),
+    AlarmRule(
+        name="router_shift", level="warn", window=5, least=5, condition=conditions.rate_is_high("route/shift"),
+        needs=("route/shift",), thresholds={"recent": 5, "limit": 0.22},
+        saw="during the updates of a batch routers moved by {value:.2g} nats from the experts that they had chosen",
+        meaning="exp(-0.22) is 0.8, the floor of rspo: the mean token is cut to it, and tokens no longer differ.",
+        advice="Use fewer updates per batch or a lower learning rate; model.routers = {frozen = true}; replay routes.",
+    ),
+    AlarmRule(
         name="no_learning_signal", level="warn", window=10, least=10, condition=conditions.signal_is_gone,
         needs=("data/degenerate", "adv/frac_zero"),
         otherwise={**_ALL_PASS, "data/all_fail": 0.0, "data/dup_response_rate": 0.0},

@@ -38,7 +38,7 @@ class Reading:
 
     share_sampled: Callable[[Objective, Sequence[Task]], float]
     """Probability that a step trains on what the policy draws, given the first training task; the other steps read
-    given rows."""
+    given rows. Given none, before data is read: the most that it may be."""
     compares: Callable[[Sequence[Task]], bool] | None = None
     """Whether these held-out tasks bring answers that are compared, in place of being answered. None: never."""
     needs_of_records: Callable[[Objective], RecordNeeds] | None = None

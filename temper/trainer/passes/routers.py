@@ -32,11 +32,8 @@ def hidden_and_router_logits(
     inner: who else is told of the routers' choice, and may replace it.
     """
     text = model.config.get_text_config()
-    if hasattr(text, "num_experts_per_tok") and text.model_type not in SOFTMAX_ROUTERS:
-        raise UserError(
-            f"objective rspo: how {text.model_type} chooses its experts is not known to Temper, which can compare the "
-            f"routers of {', '.join(SOFTMAX_ROUTERS)}. Choose one of them, or an objective without router factor"
-        )
+    if hasattr(text, "num_experts_per_tok"):
+        require_softmax_routers(text, "rspo")
     if can_walk(model) and has_experts(model):
         seen = _SeenLogits(inner)
         return hidden_states(model, token_ids_T, positions_T, attend, seen), tuple(seen.by_layer.values())
@@ -55,6 +52,21 @@ def hidden_and_router_logits(
             f"objective without router factor, such as gmpo, or a model such as Qwen3-MoE, Mixtral or OLMoE"
         )
     return output.last_hidden_state[0], tuple(logits.flatten(0, -2) for logits in recorded)
+
+
+def require_softmax_routers(config: Any, objective: str) -> None:
+    """UserError for a model, by its description, whose routers this objective cannot compare."""
+    if not hasattr(config, "num_experts_per_tok"):
+        raise UserError(
+            f"objective {objective} needs a mixture-of-experts model, and a {config.model_type} has no router. Choose "
+            f"an objective without router factor, such as gmpo, or a model such as Qwen3-MoE, Mixtral or OLMoE"
+        )
+    if config.model_type not in SOFTMAX_ROUTERS:
+        raise UserError(
+            f"objective {objective}: how {config.model_type} chooses its experts is not known to Temper, which can "
+            f"compare the routers of {', '.join(SOFTMAX_ROUTERS)}. Choose one of them, or an objective without router "
+            f"factor"
+        )
 
 
 class _SeenLogits:

@@ -20,7 +20,7 @@ from temper.errors import UserError
 from temper.models.attention_interface import Attend
 from temper.models.decoder import numerics_of
 from temper.models.experts.balance import RouterWatch
-from temper.models.experts.routes import Replay, replays, route_shape
+from temper.models.experts.routes import Replay, only_measures, replays, route_shape
 from temper.models.families import steady_context
 from temper.models.states import hidden_states
 from temper.trainer.passes.gathering import take_rows
@@ -77,7 +77,7 @@ def _replay(model: nn.Module, microbatch: Microbatch, computed_U: Tensor | None)
     routes_TW, is_routed_T = microbatch.routes.to(device), microbatch.is_routed.to(device)
     if computed_U is not None:
         routes_TW, is_routed_T = routes_TW[computed_U], is_routed_T[computed_U]
-    return Replay(route_shape(model), routes_TW, is_routed_T)
+    return Replay(route_shape(model), routes_TW, is_routed_T, only_measures=only_measures(model))
 
 
 def _stretch(context: Context, model: Any, asked: tuple[Tensor, Tensor, Attend], drawn_A: Tensor) -> DrawnStates:

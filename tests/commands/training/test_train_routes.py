@@ -51,6 +51,24 @@ def test_a_run_replays_every_route_that_its_sampler_took(
     assert all(metrics["mismatch/logp_abs_max"] < 1e-4 for metrics in steps)
 
 
+def test_a_run_that_only_measures_its_routes_learns_as_one_without_and_tells_how_many_moved(
+    tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    ways = {}
+    for setting in (False, "measure", True):
+        recipe = with_experts(tiny_recipe, replay_routes=setting)
+        recipe["stage"][1]["trainer"] = {"updates_per_batch": 2}
+        recipe["stage"][1]["optim"] = {"learning_rate": 0.05}
+        ways[setting] = run(recipe, tmp_path / str(setting))
+    for plain, measured in zip(ways[False], ways["measure"], strict=True):
+        assert "route/moved_frac" not in plain
+        assert measured.pop("route/moved_frac") > 0
+        assert measured["policy/grad_norm"] == plain["policy/grad_norm"]
+        assert measured["reward/mean"] == plain["reward/mean"]
+        assert measured["policy/kl_old_k3"] == plain["policy/kl_old_k3"]
+    assert ways[True][-1]["policy/kl_old_k3"] != ways[False][-1]["policy/kl_old_k3"], "replay would show"
+
+
 def test_a_run_in_exact_mode_needs_no_replay(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe = with_experts(tiny_recipe)
     recipe["engine"] = {"numerics": "exact"}

@@ -267,6 +267,16 @@ def test_a_replay_counts_what_the_router_would_change_and_that_every_layer_took_
         Replay(shape, routes[:, :3], torch.tensor([True, True, False]))
 
 
+def test_a_replay_that_only_measures_counts_the_same_and_changes_nothing() -> None:
+    shape = RouteShape(layers=(0,), num_chosen=2, num_experts=4)
+    routes, chosen, logits = torch.tensor([[0, 3], [2, 3]]), torch.tensor([[0, 1], [0, 1]]), torch.zeros(2, 4)
+    has_record = torch.tensor([True, True])
+    replay, measure = (Replay(shape, routes, has_record, only_measures=only) for only in (False, True))
+    assert torch.equal(replay.route(0, logits, chosen)[1], routes)
+    assert torch.equal(measure.route(0, logits, chosen)[1], chosen)
+    assert measure.moved[0].tolist() == replay.moved[0].tolist() == [1, 2]
+
+
 def test_over_turns_a_token_keeps_the_route_by_which_the_next_was_drawn() -> None:
     first = completed((1, 2), [3, 4], [[10], [11], [12], []])
     second = completed((1, 2, 3, 4, 5), [6], [[90], [91], [92], [13], [14], []])

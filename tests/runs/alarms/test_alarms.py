@@ -302,7 +302,8 @@ LEVELS: dict[str, tuple[float, float]] = {
     "preference/chosen_reward": (-0.3, 0.3),
     "heldout/score": (0.5, 0.06), "heldout/half_width": (0.06, 0.1), "heldout/step": (1.0, 0.0),
     "heldout/reward": (0.4, 0.05), "heldout/reward_error": (0.02, 0.2), "judge/kappa_fall": (-0.1, 0.3),
-    "route/load_max": (2.5, 0.1),
+    "route/load_max": (2.5, 0.1), "route/entropy": (2.0, 0.1), "route/moved_frac": (0.03, 0.4),
+    "route/shift": (0.05, 0.3),
 }  # fmt: skip
 STEADY = [rule for rule in RULES if rule.level != "off" and rule.name != "readiness"]
 """Rules that look at every step; readiness looks once, before the first."""
