@@ -100,6 +100,11 @@ def test_a_stage_that_plays_nothing_binds_no_port(tmp_path: Path) -> None:
         asyncio.run(player.close())
 
 
+def test_a_command_that_cannot_be_taken_apart_is_said_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"options.command = \"python 'a.py\" .*No closing quotation"):
+        check_stages(recipe(tmp_path, "env.options.function=", "env.options.command=python 'a.py"))
+
+
 def test_an_agent_behind_a_wall_does_not_look_into_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither into its own, nor into those beside it, nor into those that name no folder."""
     for name in ("mine", "earlier", "data"):
