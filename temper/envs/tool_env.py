@@ -269,9 +269,9 @@ class ToolEnv:
 
     async def _run(self, tool: Tool, arguments: dict[str, Any]) -> _Result:
         described = f"{tool.name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-        # Charged when it runs, and not when its message is read: a call that is only described leaves what it would
-        # have cost to those behind it. Nobody is asked to approve what cannot be paid.
+        # Charged when it runs: one that is only described leaves its cost to those behind it in the message.
         if tool.name not in self.dry_tools and self._is_beyond_means(tool):
+            self._is_spent = True
             left = f"{max(self._max_cost - self._cost, 0):g} is left of {self._max_cost:g}"
             return self._refused(EventKind.DENIED, tool.name, f"a call costs {tool.cost:g}, and {left}")
         if tool.effect == "irreversible" and not (
@@ -296,9 +296,7 @@ class ToolEnv:
         return _Result(name=tool.name, text=text, events=events, is_output=True, is_lost=is_lost)
 
     def _is_beyond_means(self, tool: Tool) -> bool:
-        is_beyond = bool(self._max_cost) and self._cost + tool.cost > self._max_cost * (1 + 1e-9)  # 10 x 0.1 is over 1
-        self._is_spent = self._is_spent or is_beyond
-        return is_beyond
+        return bool(self._max_cost) and self._cost + tool.cost > self._max_cost * (1 + 1e-9)  # 10 x 0.1 is over 1
 
     async def _outcome(self, tool: Tool, arguments: dict[str, Any]) -> tuple[str, EventKind | None]:
         """(what the tool said, how it failed)."""
