@@ -8,6 +8,7 @@ turns.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import hashlib
 from collections import Counter
@@ -42,6 +43,8 @@ class EpisodeCalls:
         """affordable_tokens: most that may be drawn for what the episode may cost; 0: no limit."""
         self._setup = setup
         self._request_id = request_id
+        # The server of all calls was started by some episode, and would stop that one's clock while the trainer pauses.
+        self._context = contextvars.copy_context()
         self._asked: Counter[str] = Counter()
         max_tokens, told = _token_limit(setup.max_episode_tokens, affordable_tokens)
         self._allowance = Allowance(
@@ -93,7 +96,8 @@ class EpisodeCalls:
 
     async def draw(self, request: Request) -> Completion:
         try:
-            completion = await draw_as_asked(self._setup, request)
+            drawing = draw_as_asked(self._setup, request)
+            completion = await asyncio.create_task(drawing, context=self._context)
         except BackendError as error:
             if not self.broken.done():
                 self.broken.set_result(error)
