@@ -31,7 +31,7 @@ MORE_PARAMETERS = {
     "cli/judging/score_records.py:score_records": 10,
     "envs/adapters/gymnasium.py:__init__": 8,  # one per option of a recipe, as the next two
     "envs/adapters/mcp.py:__init__": 8,
-    "envs/agents/agent.py:__init__": 13,
+    "envs/agents/agent.py:__init__": 14,
     # What a kernel reads and writes, tensor by tensor: a bundle of them would only be taken apart again.
     "models/kernels/tiled_attention.py:paged_attention": 9,
     "models/kernels/tiled_attention.py:packed_attention": 8,

@@ -25,6 +25,7 @@ from temper.protocols import Env
 from temper.rollout.agents import AgentPlayer, AgentRunner
 from temper.rollout.episode import TURN_LOOP, Player
 from temper.rollout.judged import JudgedPlayer, JudgeModel
+from temper.runs.store.run_store import DATABASE, RUNS
 from temper.serve.agents import AgentEndpoint
 from temper.serve.conversation import Conversations
 from temper.serve.text import Words
@@ -84,8 +85,8 @@ def may_stop_at_text(config: RunConfig) -> bool:
     return bool(config.sampling.stop) or config.env.name == NAME or answers_env(config)
 
 
-def make_player(config: RunConfig, data: StageData) -> Player:
-    """Who leads the episodes of a stage."""
+def make_player(config: RunConfig, data: StageData, run: Path | None = None) -> Player:
+    """Who leads the episodes of a stage. run: where its run is written down, and no agent behind a wall may look."""
     if answers_env(config):
         return _make_judged(config, data)
     if config.env.name != NAME:
@@ -93,15 +94,22 @@ def make_player(config: RunConfig, data: StageData) -> Player:
     settings = _agent_settings(config)
     return AgentPlayer(
         _open_endpoint(data, settings),
-        _make_runner(settings),
+        _make_runner(settings, run),
         max_running=settings.max_running,
         affordable_tokens=affordable_tokens(config, settings),
     )
 
 
-def _make_runner(settings: AgentSettings) -> AgentRunner:
+def _make_runner(settings: AgentSettings, run: Path | None) -> AgentRunner:
     service = settings.addresses.service
-    return Nursery(settings) if service is None else AgentService(service, settings.service_key)
+    return Nursery(settings, run_folders(run)) if service is None else AgentService(service, settings.service_key)
+
+
+def run_folders(run: Path | None) -> tuple[str, ...]:
+    """Folders with gold answers, rewards and weights: those of all runs here, of this run and of those beside it."""
+    beside = [] if run is None else [path.parent for path in run.absolute().parent.glob(f"*/{DATABASE}")]
+    own = [] if run is None else [run.absolute()]
+    return tuple(map(str, (RUNS.absolute(), *own, *sorted(beside))))
 
 
 def _agent_settings(config: RunConfig) -> AgentSettings:

@@ -29,7 +29,7 @@ from temper.models.nf4.holding import require_family
 from temper.objectives import Objective
 from temper.protocols import BatchSource, Sampler, Trainer
 from temper.rollout.controls.pressure import Pressure
-from temper.rollout.episode import EpisodeSetup, Scorer
+from temper.rollout.episode import EpisodeSetup, Player, Scorer
 from temper.stages.distill import NoReward
 from temper.stages.kind import StageKind
 from temper.stages.kinds import kind_of
@@ -66,6 +66,8 @@ class Around:
 
     caches: Path | None = None
     """A folder for what is worth keeping between two processes."""
+    run: Path | None = None
+    """Where the run is written down."""
     earlier: Collection[str] = ()
     """Kinds of the stages before this one."""
     together: Together | None = None
@@ -147,7 +149,8 @@ def build_stage(
         sampler, sampler_model = make_sampler(config, objective, data, models.policy, model_folder, hosting)
         opponent = make_opponent(config, objective, data, models.others.reference, sampler_model)
     environments = Environments(config.env, max_cost=config.rollout.max_episode_cost)
-    setup = _episode_setup(config, objective, data, sampler, environments)
+    player = make_player(config, data, around.run)
+    setup = _episode_setup(config, objective, data, sampler, environments, player)
     everybody = sampler if opponent is None else WithOpponent(sampler, opponent)
     pressure = Pressure(everybody.stats)
     parts = Parts(
@@ -208,7 +211,12 @@ def check_data(config: RunConfig, kind: StageKind, objective: Objective, data: S
 
 
 def _episode_setup(
-    config: RunConfig, objective: Objective, data: StageData, sampler: Sampler, environments: Environments
+    config: RunConfig,
+    objective: Objective,
+    data: StageData,
+    sampler: Sampler,
+    environments: Environments,
+    player: Player,
 ) -> EpisodeSetup:
     scorer: Scorer = data.rubric if config.reward else NoReward()
     return EpisodeSetup(
@@ -231,5 +239,5 @@ def _episode_setup(
         max_episode_tokens=config.rollout.max_episode_tokens,
         thinking=make_thinking(config, objective, data.renderer),
         seed=config.seed,
-        player=make_player(config, data),
+        player=player,
     )

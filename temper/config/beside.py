@@ -53,6 +53,8 @@ def _env(env: EnvConfig, folder: Path) -> EnvConfig:
         options["function"] = find_function(function, folder)
     if isinstance(judge := options.get("judge"), str) and judge != "policy" and "://" not in judge:
         options["judge"] = find_file(judge, folder)
+    if isinstance(hidden := options.get("hide"), list):
+        options["hide"] = [find_file(str(path), folder) for path in hidden]
     return env.model_copy(update={"name": find_function(env.name, folder), "options": options})
 
 

@@ -260,11 +260,6 @@ class ToolEnv:
             return self._refused(EventKind.BAD_CALL, name, str(problem))
         if (reason := self._permissions.refusal(tool)) is not None:
             return self._refused(EventKind.DENIED, name, reason)
-        if self._max_cost and self._cost + tool.cost > self._max_cost * (1 + 1e-9):  # ten times 0.1 is not over 1
-            self._is_spent = True
-            left = f"{max(self._max_cost - self._cost, 0):g} is left of {self._max_cost:g}"
-            return self._refused(EventKind.DENIED, name, f"a call costs {tool.cost:g}, and {left}")
-        self._cost += tool.cost
         return tool, arguments
 
     def _refused(self, kind: EventKind, name: str, reason: str) -> _Result:
@@ -274,13 +269,18 @@ class ToolEnv:
 
     async def _run(self, tool: Tool, arguments: dict[str, Any]) -> _Result:
         described = f"{tool.name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+        # Charged when it runs: one that is only described leaves its cost to those behind it in the message.
+        if tool.name not in self.dry_tools and self._is_beyond_means(tool):
+            self._is_spent = True
+            left = f"{max(self._max_cost - self._cost, 0):g} is left of {self._max_cost:g}"
+            return self._refused(EventKind.DENIED, tool.name, f"a call costs {tool.cost:g}, and {left}")
         if tool.effect == "irreversible" and not (
             self._is_allowed(tool) or await _is_approved(self._permissions, tool, arguments)
         ):
-            self._cost -= tool.cost
             text = f"dry run: {described} was not carried out, it needs approval"
             dry = self._note(self._event(EventKind.DESCRIBED, tool.name, text))
             return _Result(name=tool.name, text=text, events=[dry])
+        self._cost += tool.cost
         if tool.effect != "read":  # before it runs: the step may be cut off, or end in an error of the world
             self._note(self._event(EventKind.SIDE_EFFECT, tool.name, f"begun, its end is unknown: {described}"))
         started = time.monotonic()
@@ -294,6 +294,9 @@ class ToolEnv:
             self._untold[-1] = events[-1]  # calls that change things run one after the other
         is_lost = failure is EventKind.TOOL_TIMEOUT and tool.effect != "read"
         return _Result(name=tool.name, text=text, events=events, is_output=True, is_lost=is_lost)
+
+    def _is_beyond_means(self, tool: Tool) -> bool:
+        return bool(self._max_cost) and self._cost + tool.cost > self._max_cost * (1 + 1e-9)  # 10 x 0.1 is over 1
 
     async def _outcome(self, tool: Tool, arguments: dict[str, Any]) -> tuple[str, EventKind | None]:
         """(what the tool said, how it failed)."""

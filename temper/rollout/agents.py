@@ -8,6 +8,7 @@ turns.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import hashlib
 from collections import Counter
@@ -19,13 +20,10 @@ from typing import Any, Protocol
 from temper.asking.quoting import quote
 from temper.calls import waiting_for
 from temper.envs.agents.agent import AgentEnd, task_for_agent
+from temper.envs.agents.allowance import Allowance, LimitReached
 from temper.errors import BackendError, ContextFull, TaskError
-from temper.rollout.episode import EpisodeSetup, Played, cut_status, draw_as_asked, within_budget
+from temper.rollout.episode import EpisodeSetup, Played, cut_status, draw_as_asked
 from temper.types import Completion, Finish, Message, Request, SamplingParams, Status, Task, Turn
-
-
-class LimitReached(TaskError):
-    """The episode may draw nothing more. The agent is told, and may still hand in a result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +42,16 @@ class EpisodeCalls:
     def __init__(self, setup: EpisodeSetup, request_id: str, *, affordable_tokens: int = 0) -> None:
         """affordable_tokens: most that may be drawn for what the episode may cost; 0: no limit."""
         self._setup = setup
-        self._affordable_tokens = affordable_tokens
         self._request_id = request_id
+        # The server of all calls was started by some episode, and would stop that one's clock while the trainer pauses.
+        self._context = contextvars.copy_context()
         self._asked: Counter[str] = Counter()
-        self._num_begun = self._num_drawn = 0
-        self._being_drawn: dict[str, int] = {}
-        """Tokens that calls under way may still draw, by request."""
+        max_tokens, told = _token_limit(setup.max_episode_tokens, affordable_tokens)
+        self._allowance = Allowance(
+            max_calls=setup.max_turns, max_tokens=max_tokens, told=told, seconds=setup.episode_seconds
+        )
+        self._held: dict[str, int] = {}
+        """Tokens that calls under way may draw, by request."""
         self._calls: list[DrawnCall] = []
         self.cut: Status | None = None
         """The limit that a call was refused for; None: none was."""
@@ -66,38 +68,36 @@ class EpisodeCalls:
     def stop_ids(self) -> tuple[int, ...]:
         return self._setup.params.stop_ids
 
-    def order(self, prompt_ids: tuple[int, ...], max_new_tokens: int, stop: Sequence[str]) -> Request:
-        """What is asked of the sampler for one call. Raises LimitReached when the episode has had all it may.
+    async def order(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: Sequence[int], stop: Sequence[str]
+    ) -> list[Request]:
+        """What is asked of the sampler for one call with these prompts, each answer at most so long as the agent wants
+        it. Waits where other calls hold what is left. Raises LimitReached when the episode has had all it may; then
+        nothing is used up. Each request comes back to draw() and give_back(), or to give_back() alone.
 
         Drawn as the recipe says, whatever the agent would like: tokens of another temperature are another policy's. Its
-        random numbers are keyed by the prompt, so that calls which race each other draw the same in any order.
+        random numbers are keyed by the prompt and by what was asked, not by what was left, so that calls which race
+        each other draw the same in any order.
         """
-        if self._num_begun == self._setup.max_turns:
-            self.cut = Status.TRUNCATED_TURNS
-            raise LimitReached(f"the episode has made its {self._setup.max_turns} calls (rollout.max_turns)")
-        num_taken = self._num_drawn + sum(self._being_drawn.values())
-        params = within_budget(self._setup, num_taken)
-        if params is None:
-            self.cut = Status.TRUNCATED_LENGTH
-            most = self._setup.max_episode_tokens
-            raise LimitReached(f"the episode has drawn its {most} tokens (rollout.max_episode_tokens)")
-        if self._affordable_tokens:
-            left = self._affordable_tokens - num_taken
-            if left <= 0:
-                self.cut = Status.TRUNCATED_LENGTH
-                raise LimitReached("the episode has cost what it may (rollout.max_episode_cost)")
-            max_new_tokens = min(max_new_tokens or left, left)
-        self._num_begun += 1
-        params = _shortened(params, max_new_tokens, stop)
+        wanted = [_shortened(self._setup.params, most, stop) for most in max_new_tokens]
+        try:
+            granted = await self._allowance.take([params.max_new_tokens for params in wanted])
+        except LimitReached as problem:
+            self.cut = problem.status
+            raise
+        return [self._request(*one) for one in zip(prompts, wanted, granted, strict=True)]
+
+    def _request(self, prompt_ids: tuple[int, ...], params: SamplingParams, granted: int) -> Request:
         key = hashlib.blake2b(repr((prompt_ids, params)).encode(), digest_size=12).hexdigest()
         self._asked[key] += 1
         name = f"{self._request_id}/{key}/{self._asked[key]}"
-        self._being_drawn[name] = params.max_new_tokens
-        return Request(id=name, prompt_ids=prompt_ids, params=params)
+        self._held[name] = granted
+        return Request(id=name, prompt_ids=prompt_ids, params=dataclasses.replace(params, max_new_tokens=granted))
 
     async def draw(self, request: Request) -> Completion:
         try:
-            completion = await draw_as_asked(self._setup, request)
+            drawing = draw_as_asked(self._setup, request)
+            completion = await asyncio.create_task(drawing, context=self._context)
         except BackendError as error:
             if not self.broken.done():
                 self.broken.set_result(error)
@@ -105,10 +105,17 @@ class EpisodeCalls:
         except ContextFull as error:
             self.full = error
             raise
-        finally:
-            del self._being_drawn[request.id]
-        self._num_drawn += completion.num_drawn
+        self._allowance.end_call(self._held.pop(request.id), completion.num_drawn)
         return completion
+
+    def give_back(self, request: Request) -> None:
+        """What a request that was never drawn, or that the sampler refused, would have used up; else nothing."""
+        if (held := self._held.pop(request.id, None)) is not None:
+            self._allowance.give_back(held)
+
+    def end(self) -> None:
+        """From now on no call waits for others."""
+        self._allowance.end()
 
     async def abort(self, request_id: str) -> None:
         await self._setup.sampler.abort(request_id)
@@ -139,9 +146,18 @@ class EpisodeCalls:
         return cut_status(self._calls[-1].completion)
 
 
+def _token_limit(max_episode_tokens: int, affordable_tokens: int) -> tuple[int, str]:
+    """The smaller of both (0: there is none), and what is said when it is reached."""
+    limits = {
+        f"the episode has drawn its {max_episode_tokens} tokens (rollout.max_episode_tokens)": max_episode_tokens,
+        "the episode has cost what it may (rollout.max_episode_cost)": affordable_tokens,
+    }
+    return min(((most, told) for told, most in limits.items() if most), default=(0, ""))
+
+
 def _shortened(params: SamplingParams, max_new_tokens: int, stop: Sequence[str]) -> SamplingParams:
-    """As the recipe has them, at most as long as the agent wants (0: it does not say), ended by its texts as well."""
-    longest = min(max_new_tokens or params.max_new_tokens, params.max_new_tokens)
+    """As the recipe has them, at most as long as the agent wants, ended by its texts as well."""
+    longest = min(max_new_tokens, params.max_new_tokens)
     return dataclasses.replace(params, max_new_tokens=longest, stop=tuple(dict.fromkeys((*params.stop, *stop))))
 
 

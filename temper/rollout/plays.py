@@ -68,6 +68,7 @@ class TimeLimit:
             async with asyncio.timeout_at(self._ends_at) as self._timeout:
                 yield
         finally:
+            self._timeout = None  # it has ended, and cannot be moved by what is still being drawn
             _OF_THIS_EPISODE.reset(token)
 
     @contextmanager

@@ -1,6 +1,7 @@
 """A wall around a program of the user's own: it sees its own files, writes nowhere, and reaches one socket.
 
-Owns: the bubblewrap command line for agents. Refuses: a folder of work that would show everything.
+Owns: the bubblewrap command line for agents, and what it shows of the host. Refuses: a folder of work that would show
+everything, and hiding what the agent needs.
 An agent needs more of the host than model-written code: its interpreter with all packages, and threads of any library.
 """
 
@@ -10,6 +11,7 @@ import os
 import platform
 import shlex
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,18 +33,22 @@ def agent_filter() -> bytes:
     return filter_program(platform.machine(), (AF_UNIX, AF_INET, AF_INET6))
 
 
-def enclose(command: str, *, python: str, socket: str, port: int) -> list[str]:
-    """The command behind a wall in which 127.0.0.1:port is the socket of the host, and nothing else can be reached."""
+def enclose(
+    command: str, *, python: str, socket: str, port: int, closed: Sequence[str] = (), hide: Sequence[str] = ()
+) -> list[str]:
+    """The command behind a wall in which 127.0.0.1:port is the socket of the host, and nothing else can be reached.
+
+    closed: folders that are empty there, but for what the command names in them. hide: files and folders that are not
+    to be read, whatever is in them."""
     words = shlex.split(command)
-    shown = _outermost(_folders(words, python))
     return [
         find_boundary().bwrap,
         *("--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--hostname", "agent"),
         *("--cap-drop", "ALL", "--new-session", "--die-with-parent", "--seccomp", SECCOMP),
         *show_folders(SYSTEM),
         *(part for file in FILES for part in ("--ro-bind-try", file, file)),
-        *("--proc", "/proc", "--dev", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"),
-        *(part for path in shown for part in ("--ro-bind", path, path)),
+        *("--proc", "/proc", "--dev", "/dev"),
+        *show_files(words, python, closed, hide),
         *("--ro-bind", socket, SOCKET, "--remount-ro", "/", "--chdir", os.getcwd()),
         *("--setenv", "HOME", "/tmp", "--setenv", "TMPDIR", "/tmp"),
         *("--", python, "-I", "-S", "-c", Path(forwarder.__file__).read_text(encoding="utf-8"), str(port), SOCKET),
@@ -50,29 +56,76 @@ def enclose(command: str, *, python: str, socket: str, port: int) -> list[str]:
     ]
 
 
-def _folders(words: Sequence[str], python: str) -> list[str]:
-    """What the agent sees besides the system: the working folder, its interpreter's, and those its command names."""
-    here, home = os.getcwd(), os.path.realpath(os.path.expanduser("~"))
-    if os.path.realpath(here) in ("/", home):
+def show_files(words: Sequence[str], python: str, closed: Sequence[str] = (), hide: Sequence[str] = ()) -> list[str]:
+    """Arguments that show what the agent needs besides the system, and an empty /tmp of its own. Raises UserError for a
+    working folder that would show everything, and for hiding what is needed."""
+    # The sockets of this run lie among temporary files: who reaches those of the nursery starts programs outside.
+    closed = [os.path.realpath(folder) for folder in ("/tmp", tempfile.gettempdir(), *closed)]
+    programs = [found for word in words[:1] if (found := shutil.which(word)) is not None]
+    files = [python, *programs, *filter(os.path.isfile, words)]
+    needed = _needed(files, closed)
+    hidden = [os.path.realpath(path) for path in hide]
+    for path in hidden:
+        if lost := [place for place in (*needed, *files) if Path(os.path.realpath(place)).is_relative_to(path)]:
+            raise UserError(
+                f'env "agent": hide has {path}, and the agent needs {lost[0]}, which lies there. Leave it out'
+            )
+    covers = [place for path in (*closed, *hidden) for place in _places(path, (*SYSTEM, *needed))]
+    mounts = {place: _cover(place) for place in covers}
+    mounts["/tmp"] = ["--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
+    mounts |= {path: ["--ro-bind", path, path] for path in _outermost(needed, covers)}
+    ordered = sorted(mounts, key=lambda place: len(Path(place).parts))  # what lies in another comes after it
+    empty = [place for place in covers if os.path.isdir(place)]  # closed when what is shown in them has its place
+    return [part for place in ordered for part in mounts[place]] + [
+        part for place in empty for part in ("--remount-ro", place)
+    ]
+
+
+def _needed(files: Sequence[str], closed: Sequence[str]) -> list[str]:
+    """The working folder, and those of these files."""
+    here = os.getcwd()
+    if _is_too_wide(here, closed):
         raise UserError(
             f'env "agent": with sandbox = true the agent sees the folder that Temper runs in, and that is {here}. '
             "Start it in the agent's own folder"
         )
-    programs = [found for word in words[:1] if (found := shutil.which(word)) is not None]
     folders = [here]
-    for path in (python, *programs, *filter(os.path.isfile, words)):
+    for path in files:
         for place in (os.path.abspath(path), os.path.realpath(path)):
             folder = os.path.dirname(place)
             if os.path.basename(folder) == "bin":  # of an installation: its packages are beside it
                 folder = os.path.dirname(folder)
-            folders.append(place if folder in ("/", home) else folder)
-    return [place for folder in folders for place in (folder, os.path.realpath(folder))]
+            folders.append(place if _is_too_wide(folder, closed) else folder)
+    return sorted({place for folder in folders for place in (folder, os.path.realpath(folder))}, key=len)
 
 
-def _outermost(folders: Sequence[str]) -> list[str]:
-    """Without those that another, or the system, shows already."""
+def _is_too_wide(folder: str, closed: Sequence[str]) -> bool:
+    """Whether it holds what is nobody's business: the home folder, or what is closed as a whole."""
+    real = os.path.realpath(folder)
+    return Path(os.path.realpath(os.path.expanduser("~"))).is_relative_to(real) or real in closed
+
+
+def _places(path: str, shown: Sequence[str]) -> list[str]:
+    """Where a real path is seen below the folders that are shown. Not as one of them: that is shown for itself."""
+    found = []
+    for folder in shown:
+        real = os.path.realpath(folder)
+        if not os.path.islink(folder) and path != real and Path(path).is_relative_to(real) and os.path.exists(path):
+            found.append(os.path.join(folder, os.path.relpath(path, real)))
+    return list(dict.fromkeys(found))
+
+
+def _cover(place: str) -> list[str]:
+    """A device that cannot be opened there stands in for a file."""
+    return ["--tmpfs", place] if os.path.isdir(place) else ["--ro-bind", "/dev/null", place]
+
+
+def _outermost(folders: Sequence[str], covers: Sequence[str]) -> list[str]:
+    """Without those that another, or the system, shows already: with no cover between."""
     chosen: list[str] = []
-    for folder in sorted(set(folders), key=len):
-        if not any(Path(folder).is_relative_to(outer) for outer in (*chosen, "/usr", "/bin", "/lib")):
-            chosen.append(folder)
+    for folder in map(Path, folders):
+        inner = [Path(cover) for cover in covers if folder.is_relative_to(cover)]
+        around = [outer for outer in (*chosen, "/usr", "/bin", "/lib") if folder.is_relative_to(outer)]
+        if not any(all(not cover.is_relative_to(outer) for cover in inner) for outer in around):
+            chosen.append(str(folder))
     return chosen

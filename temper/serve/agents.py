@@ -20,10 +20,11 @@ from urllib.parse import urlsplit
 
 from temper.asking.quoting import quote
 from temper.envs.agents.agent import RESULT_PATH, read_result
+from temper.envs.agents.allowance import LimitReached
 from temper.envs.agents.launch import MODEL_SOCKET
 from temper.errors import BackendError, ContextFull, TaskError, UserError, install_line
 from temper.listening import listen, listen_at, make_server, own_names
-from temper.rollout.agents import DrawnCall, EpisodeCalls, LimitReached, Posted
+from temper.rollout.agents import DrawnCall, EpisodeCalls, Posted
 from temper.serve.app import App, HttpClient, HttpSettings, Receive, Send
 from temper.serve.asked import ChatRequest
 from temper.serve.conversation import Conversations
@@ -73,19 +74,24 @@ class AsTrained:
     def __init__(self, calls: EpisodeCalls, max_length: int) -> None:
         self._calls, self._max_length = calls, max_length
 
-    def order(self, name: str, index: int, prompt_ids: tuple[int, ...], asked: ChatRequest) -> Request:
+    async def order(self, name: str, prompts: Sequence[tuple[int, ...]], asked: ChatRequest) -> list[Request]:
         if asked.params.top_logprobs:
             raise Refused("top_logprobs is not available in training", param="top_logprobs", code="unsupported_value")
-        room = self._max_length - len(prompt_ids)
-        if room < 1:
-            problem = f"the prompt has {len(prompt_ids)} tokens, and the context has {self._max_length}"
+        rooms = [self._max_length - len(prompt_ids) for prompt_ids in prompts]
+        if min(rooms) < 1:
+            longest_prompt = max(map(len, prompts))
+            problem = f"the prompt has {longest_prompt} tokens, and the context has {self._max_length}"
             self._calls.full = ContextFull(problem)
             raise Refused(problem, param=asked.prompt_name, code=CONTEXT_FULL)
+        longest = [min(asked.params.max_new_tokens or room, room) for room in rooms]
         try:
-            return self._calls.order(prompt_ids, min(asked.params.max_new_tokens or room, room), asked.params.stop)
+            return await self._calls.order(prompts, longest, asked.params.stop)
         except LimitReached as problem:
             # Not 429, after which clients wait and ask again.
             raise Refused(str(problem), status=403, code="episode_limit") from problem
+
+    def give_back(self, request: Request) -> None:
+        self._calls.give_back(request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +162,7 @@ class AgentEndpoint:
         self._bound: list[socket.socket] = []
         self._model = model
         self._max_length = max_length
-        self._gateways: dict[str, tuple[Gateway, App]] = {}
+        self._gateways: dict[str, tuple[Gateway, App, EpisodeCalls]] = {}
         self._worker = text_thread()
         self._lock = asyncio.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="temper-model-") if has_socket else None
@@ -180,7 +186,7 @@ class AgentEndpoint:
         )
         settings = HttpSettings(api_key=key, hosts=self._hosts, session=SESSION)
         routes = {} if posted is None else {f"/v1{RESULT_PATH}": partial(self._take_result, key, posted)}
-        self._gateways[key] = (gateway, App(gateway, settings, routes))
+        self._gateways[key] = (gateway, App(gateway, settings, routes), calls)
         model = self._model or "policy"
         variables = {"OPENAI_BASE_URL": f"{self._address}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
         if self._folder is not None:
@@ -188,7 +194,8 @@ class AgentEndpoint:
         return key, variables
 
     async def shut(self, key: str) -> None:
-        gateway, _ = self._gateways.pop(key)
+        gateway, _, calls = self._gateways.pop(key)
+        calls.end()
         await gateway.end()
 
     async def close(self) -> None:

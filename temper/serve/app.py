@@ -110,11 +110,7 @@ class App:
     async def _complete(self, client: HttpClient) -> None:
         """Draws and answers, unless the client goes first."""
         body = await client.body()
-        exchange = await self._gateway.open(client.path, body, self._settings.session or client.session)
-        try:
-            await self._unless_gone(client, self._respond_to(client, exchange))
-        finally:
-            self._gateway.close(exchange)
+        await self._unless_gone(client, self._respond_to(client, body))
 
     async def _unless_gone(self, client: HttpClient, response: Coroutine[Any, Any, None]) -> None:
         work, gone = asyncio.create_task(response), asyncio.create_task(client.gone())
@@ -133,10 +129,14 @@ class App:
             raise ClientGone
         await work
 
-    async def _respond_to(self, client: HttpClient, exchange: Exchange) -> None:
-        if exchange.asked.is_streamed:
-            return await self._stream(client, exchange)
-        return await client.send_json(200, await self._gateway.answer(exchange))
+    async def _respond_to(self, client: HttpClient, body: bytes) -> None:
+        exchange = await self._gateway.open(client.path, body, self._settings.session or client.session)
+        try:
+            if exchange.asked.is_streamed:
+                return await self._stream(client, exchange)
+            return await client.send_json(200, await self._gateway.answer(exchange))
+        finally:
+            self._gateway.close(exchange)
 
     async def _stream(self, client: HttpClient, exchange: Exchange) -> None:
         await client.start(200, b"text/event-stream; charset=utf-8", {b"cache-control": b"no-cache"})

@@ -168,16 +168,15 @@ class Gateway:
         try:
             self._require_room(1)  # before any work is done for a client that is sent away anyhow
             asked, prompts = await self._in_thread(lambda: self._understand(path, body, session))
-            exchange = self._exchange(asked, prompts)
-            self._require_room(len(exchange.jobs))
+            return await self._exchange(asked, prompts)
         except Refused:
             self._totals["refused_total"] += 1
             raise
-        self._in_flight += len(exchange.jobs)
-        return exchange
 
     def close(self, exchange: Exchange) -> None:
         self._in_flight -= len(exchange.jobs)
+        for job in exchange.jobs:
+            self._ordering.give_back(job.request)
 
     async def end(self) -> None:
         """Ends everything under way, and returns when what was drawn so far is recorded."""
@@ -264,28 +263,29 @@ class Gateway:
             )
         return asked, self._conversations.prompts(asked)
 
-    def _exchange(self, asked: ChatRequest, prompts: tuple[ChatPrompt, ...]) -> Exchange:
-        num_jobs = len(prompts) * asked.num_choices
-        if num_jobs > self.limits.max_in_flight:
-            raise Refused(
-                f"{num_jobs} completions at once are more than the {self.limits.max_in_flight} of this server",
-                param="n",
-            )
+    async def _exchange(self, asked: ChatRequest, prompts: tuple[ChatPrompt, ...]) -> Exchange:
+        """Ordered last: what is refused before uses nothing up."""
+        wanted = [prompt for prompt in prompts for _ in range(asked.num_choices)]
+        if len(wanted) > self.limits.max_in_flight:
+            most = self.limits.max_in_flight
+            raise Refused(f"{len(wanted)} completions at once are more than the {most} of this server", param="n")
+        self._require_room(len(wanted))
+        if not all(prompt.ids for prompt in prompts):
+            raise Refused("the prompt has no tokens", param=asked.prompt_name)
         name = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._in_flight += len(wanted)  # also while it waits for others
+        try:
+            requests = await self._ordering.order(name, [prompt.ids for prompt in wanted], asked)
+        except BaseException:
+            self._in_flight -= len(wanted)
+            raise
+        words = self._conversations.words
         jobs = [
-            self._job(name, number * asked.num_choices + choice, prompt, asked)
-            for number, prompt in enumerate(prompts)
-            for choice in range(asked.num_choices)
+            Job(index=index, prompt=prompt, request=request, text=TextStream(words, request.params.stop))
+            for index, (prompt, request) in enumerate(zip(wanted, requests, strict=True))
         ]
         head = ResponseHead(id=name, created=int(time.time()), model=asked.model, version=self._engine.version)
         return Exchange(head=head, asked=asked, prompts=prompts, jobs=tuple(jobs))
-
-    def _job(self, name: str, index: int, prompt: ChatPrompt, asked: ChatRequest) -> Job:
-        if not prompt.ids:
-            raise Refused("the prompt has no tokens", param=asked.prompt_name)
-        request = self._ordering.order(f"{name}/{index}", index, prompt.ids, asked)
-        text = TextStream(self._conversations.words, request.params.stop)
-        return Job(index=index, prompt=prompt, request=request, text=text)
 
     async def _draw(self, exchange: Exchange, job: Job, news: News | None) -> Answer:
         """One completion, drawn and recorded. `news` hears whenever there is something to send."""

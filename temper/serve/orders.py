@@ -6,6 +6,7 @@ Owns: limits, parameters and names of requests. Refuses: answers that the contex
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -26,8 +27,13 @@ class ServerLimits:
 
 
 class Ordering(Protocol):
-    def order(self, name: str, index: int, prompt_ids: tuple[int, ...], asked: ChatRequest) -> Request:
-        """The request for one choice, or Refused. `name`: unique in the life of the server."""
+    async def order(self, name: str, prompts: Sequence[tuple[int, ...]], asked: ChatRequest) -> list[Request]:
+        """The request for each choice, or Refused, and then nothing is used up. `name`: unique in the life of the
+        server. prompts: one for each choice."""
+        ...
+
+    def give_back(self, request: Request) -> None:
+        """Says that a request has ended, whether it was drawn or not."""
         ...
 
 
@@ -37,7 +43,13 @@ class AsAsked:
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
 
-    def order(self, name: str, index: int, prompt_ids: tuple[int, ...], asked: ChatRequest) -> Request:
+    async def order(self, name: str, prompts: Sequence[tuple[int, ...]], asked: ChatRequest) -> list[Request]:
+        return [self._order(f"{name}/{index}", index, ids, asked) for index, ids in enumerate(prompts)]
+
+    def give_back(self, request: Request) -> None:
+        """A server that answers everybody counts nothing."""
+
+    def _order(self, name: str, index: int, prompt_ids: tuple[int, ...], asked: ChatRequest) -> Request:
         room, wanted = self._limits.max_length - len(prompt_ids), asked.params.max_new_tokens
         if room < max(wanted, 1):
             raise Refused(

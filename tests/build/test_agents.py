@@ -48,6 +48,7 @@ def test_a_function_beside_the_recipe_is_found(tmp_path: Path) -> None:
         ("rollout.max_episode_cost=1", "max_episode_cost does nothing without env.options.price_per_token"),
         ("env.options.price_per_token=0.1", "price_per_token does nothing without rollout.max_episode_cost"),
         ("env.options.price_per_token=-1", "price_per_token=-1 must be 0"),
+        ("env.options.hide=[x]", "Set options.sandbox = true, or leave it out"),
         ("env.options.comand=x", 'option "comand" is unknown'),
     ],
 )
@@ -96,6 +97,26 @@ def test_a_stage_that_plays_nothing_binds_no_port(tmp_path: Path) -> None:
         data: Any = SimpleNamespace(tokenizer=None, renderer=None, shape=SimpleNamespace(max_context=64))
         player = agents.make_player(stages[-1], data)
         asyncio.run(player.close())
+
+
+def test_a_command_that_cannot_be_taken_apart_is_said_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"options.command = \"python 'a.py\" .*No closing quotation"):
+        check_stages(recipe(tmp_path, "env.options.function=", "env.options.command=python 'a.py"))
+
+
+def test_an_agent_behind_a_wall_does_not_look_into_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither into its own, nor into those beside it, nor into those that name no folder."""
+    for name in ("mine", "earlier", "data"):
+        (tmp_path / "out" / name).mkdir(parents=True)
+    (tmp_path / "out" / "earlier" / "run.db").touch()
+    monkeypatch.chdir(tmp_path)
+    given: list[Any] = []
+    monkeypatch.setattr(agents, "Nursery", lambda settings, closed: given.append(closed))
+    data: Any = SimpleNamespace(tokenizer=None, renderer=None, shape=SimpleNamespace(max_context=64))
+    agents.make_player(recipe(tmp_path)[-1], data, Path("out/mine"))
+    agents.make_player(recipe(tmp_path)[-1], data)
+    names = ("runs", "out/mine", "out/earlier")
+    assert given == [tuple(str(tmp_path / name) for name in names), (str(tmp_path / "runs"),)]
 
 
 def test_a_checkpoint_is_not_read_for_agents_that_could_not_ask(tmp_path: Path) -> None:

@@ -258,6 +258,7 @@ def test_files_beside_the_recipe_are_found_first_and_others_where_one_works(
         'train = [{ path = "rows.jsonl" }, { path = "elsewhere.jsonl" }, { generator = "words:make" }]\n'
         'reward = [{ kind = "judge_it.py:score" }, { kind = "math" }]\n'
         'evaluation = { reward = [{ kind = "absent:score" }] }\nheldout = { path = "rows.jsonl" }\n'
+        'env = { name = "agent", options = { hide = ["rows.jsonl", "elsewhere.jsonl"] } }\n'
     )
     for name in ("rows.jsonl", "words.py", "judge_it.py", "model"):
         (folder / name).write_text("")
@@ -271,6 +272,7 @@ def test_files_beside_the_recipe_are_found_first_and_others_where_one_works(
     assert [source.path for source in config.heldout] == ["project/rows.jsonl"]
     assert [part.kind for part in config.reward] == ["project/judge_it.py:score", "math"]
     assert [part.kind for part in config.evaluation.reward] == ["absent:score"]
+    assert config.env.options["hide"] == ["project/rows.jsonl", "elsewhere.jsonl"]
 
 
 MIXED: dict[str, Any] = {

@@ -471,6 +471,36 @@ def test_what_a_dry_run_would_have_cost_is_not_spent() -> None:
     assert [reply.is_done for reply in replies] == [False] * 3
 
 
+def test_calls_that_are_only_described_leave_their_cost_to_others_of_the_same_message() -> None:
+    asked: list[str] = []
+
+    @tool(effect="irreversible", cost=1.0)
+    def send(text: str) -> str:
+        return f"sent {text}"
+
+    @tool(cost=1.0)
+    def look() -> str:
+        return "seen"
+
+    def approve(tool: Tool, arguments: Mapping[str, Any]) -> bool:
+        asked.append(arguments["text"])
+        return arguments["text"] == "good"
+
+    granted = Permissions(effects=frozenset({"read", "irreversible"}))
+    unasked = {"permissions": granted, "presentation": Presentation(call_format="plain", mark_untrusted=False)}
+    (reply,) = bought("send(a)\nsend(b)\nlook()\nsend(c)", most=1.0, tools=[send, look], **unasked)
+    dry = [f"dry run: send(text='{text}') was not carried out, it needs approval" for text in "abc"]
+    assert [message.content for message in reply.messages] == [*dry[:2], "seen", dry[2]]
+    assert (reply.is_done, sum(event.cost for event in reply.events)) == (False, 1.0)
+    (dear,) = bought("send(a)", most=0.5, tools=[send, look], **unasked)
+    assert not dear.is_done, "also where nobody could pay for it"
+    asking = {**unasked, "permissions": replace(granted, approve=approve)}
+    (reply,) = bought("send(bad)\nsend(good)\nsend(late)", most=1.0, tools=[send, look], **asking)
+    assert kinds(reply) == [EventKind.DESCRIBED, EventKind.TOOL_CALL, EventKind.SIDE_EFFECT, EventKind.DENIED]
+    assert reply.status is Status.TRUNCATED_TURNS
+    assert asked == ["bad", "good"], "nobody is asked to approve what cannot be paid"
+
+
 def test_an_episode_that_has_spent_all_is_judged_as_one_without_an_answer() -> None:
     class Costly(Counter):
         def open(self, task: Task, seed: int) -> list[Tool]:

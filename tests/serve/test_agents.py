@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from temper.batching import rows_of
-from temper.errors import BackendError
+from temper.errors import BackendError, ContextFull
 from temper.serve.agents import AgentEndpoint
 from temper.serve.conversation import Conversations
 from temper.types import Message, Publication, Request, Status, Task, Trajectory
@@ -242,6 +242,96 @@ def solve(task):
         return refusal.read().decode()
 """
     assert "rollout.max_episode_cost" in play(asked_again, affordable_tokens=7).text
+
+
+REFUSED = """
+def refused(*arguments, **more):
+    try:
+        ask(*arguments, **more)
+    except OSError as refusal:
+        return refusal.read().decode()
+
+def solve(task):
+    for _ in range(3):
+        assert "top_logprobs" in refused(task["messages"], top_logprobs=2, logprobs=True)
+        assert "temperature" in refused(task["messages"], temperature=-1)
+        assert "the context has" in refused([user("x" * 600)])
+        assert "at once" in refused(task["messages"], n=3)
+        assert "of this server" in refused(task["messages"], n=65)
+    return [ask(task["messages"])["content"] for _ in range(2)][1]
+"""
+
+
+def test_a_call_that_is_refused_uses_nothing_up(play: Play) -> None:
+    played = play(REFUSED, max_turns=2, max_episode_tokens=6)
+    assert (played.error, played.text, len(played.turns), played.num_tokens) == (None, "42", 2, 6)
+
+
+def test_a_prompt_that_the_sampler_refuses_uses_nothing_up(play: Play, tokenizer: Any) -> None:
+    def script(request: Request) -> list[int]:
+        if "too long" in tokenizer.decode(request.prompt_ids):
+            raise ContextFull("no room")
+        return [*tokenizer.encode("42"), tokenizer.eos_token_id]
+
+    text = (
+        REFUSED.partition("def solve")[0]
+        + """
+def solve(task):
+    for _ in range(3):
+        assert "no room" in refused([user("too long")])
+    return [ask(task["messages"])["content"] for _ in range(2)][1]
+"""
+    )
+    played = play(text, sampler=FakeSampler(script), max_turns=2, max_episode_tokens=100)
+    assert (played.error, played.text, len(played.turns)) == (None, "42", 2)
+
+
+def test_calls_at_once_wait_for_tokens_that_the_others_hold(play: Play) -> None:
+    """Each may draw 80, and draws 3: what five of them hold is not what they use."""
+    text = """
+from concurrent.futures import ThreadPoolExecutor
+
+def solve(task):
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda number: ask([user(str(number))]), range(5)))[4]["content"]
+"""
+    for limits in ({"max_episode_tokens": 100}, {"affordable_tokens": 100}):
+        played = play(text, **limits)
+        assert (played.status, played.error, played.text) == (Status.COMPLETED, None, "42")
+        assert [turn.completion.params.max_new_tokens for turn in played.turns] == [80] * 5, "none is shortened"
+    cut = play(text, max_episode_tokens=14)
+    assert (cut.status, len(cut.turns), cut.num_tokens) == (Status.TRUNCATED_LENGTH, 5, 14)
+    refused = play(text, max_episode_tokens=12)
+    assert (refused.status, len(refused.turns), refused.num_tokens) == (Status.TRUNCATED_LENGTH, 4, 12)
+
+
+def test_a_client_that_goes_while_it_waits_leaves_its_place(play: Play, tokenizer: Any) -> None:
+    text = """
+import socket, threading, time
+def solve(task):
+    slow = threading.Thread(target=ask, args=([user("slow")],), daemon=True)
+    slow.start()
+    time.sleep(0.3)
+    try:
+        body = json.dumps({"model": "m", "messages": [user("impatient")]}).encode()
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+        address = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+        urllib.request.urlopen(urllib.request.Request(address, body, headers), timeout=0.5)
+    except TimeoutError:
+        pass
+    said = ask(task["messages"])["content"]
+    slow.join(20)
+    return said
+"""
+
+    async def delay(request: Request) -> None:
+        if "slow" in tokenizer.decode(request.prompt_ids):
+            await asyncio.sleep(2.0)
+
+    sampler = FakeSampler(lambda request: [*tokenizer.encode("42"), tokenizer.eos_token_id], delay=delay)
+    played = play(text, sampler=sampler, max_episode_tokens=100, max_turns=2)
+    assert (played.status, played.error, played.text) == (Status.COMPLETED, None, "42")
+    assert not any("impatient" in tokenizer.decode(request.prompt_ids) for request in sampler.requests)
 
 
 def test_a_context_that_is_full_cuts_the_episode(play: Play) -> None:

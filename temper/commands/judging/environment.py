@@ -14,6 +14,7 @@ from rich.table import Table
 
 from temper import calls
 from temper.build import Environments, build_stage, first_model
+from temper.build.agents import answers_env
 from temper.build.objective import resolve_objective
 from temper.commands.find import find_model
 from temper.config import RunConfig, load_recipe
@@ -44,6 +45,13 @@ def check_recipe(
         )
     if config.env.name == "agent":
         raise UserError("an agent is no environment: it is started by the episode. Try it with temper train --dry-run")
+    if answers_env(config):  # every verdict would be that nobody answers
+        judge = config.env.options["judge"]
+        raise UserError(
+            f'env.options.judge = "{judge}" is answered by temper train, with the models of its run, and these checks '
+            "have none to ask. Name an address for them: --set env.options.judge=http://127.0.0.1:8000/v1 "
+            "--set env.options.judge_model=NAME"
+        )
     with tempfile.TemporaryDirectory() as folder:
         if checkpoint is not None:
             config = with_model(config, find_model(checkpoint))

@@ -46,13 +46,11 @@ from temper.runs.display import Display
 from temper.runs.mirrors import Mirror, open_mirrors
 from temper.runs.reader import RunReader
 from temper.runs.records import AlarmRecord
-from temper.runs.store.run_store import CONFIG, RunStore, open_run
+from temper.runs.store.run_store import CONFIG, RUNS, RunStore, open_run
 from temper.runs.store.verdicts import Verdicts
 from temper.stages.kinds import kind_of
 from temper.trainer.checkpoint import latest_checkpoint, prune, remove_unfinished, write_checkpoint
 from temper.trainer.ranks.channel import RankFailure
-
-RUNS = Path("runs")
 
 
 def train(recipe: Path, *, overrides: Sequence[str] = (), run: Path | None = None, resume: bool = False) -> Path:
@@ -209,7 +207,12 @@ async def run_stages(stages: Sequence[RunConfig], folder: Path, records: RunReco
             )
             caches = folder / "caches" / checkpoints.name
             around = Around(
-                caches=caches, earlier=outputs.keys(), together=others.together, ray=others.ray, kept=others.kept
+                caches=caches,
+                run=folder,
+                earlier=outputs.keys(),
+                together=others.together,
+                ray=others.ray,
+                kept=others.kept,
             )
             stage = build_stage(config, index, model, resumed, around=around, listeners=listeners)
             await others.kept.close()  # those that this stage has no use for

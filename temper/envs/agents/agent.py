@@ -22,6 +22,7 @@ from temper.envs.tool_calls import find_parser
 from temper.errors import TaskError, UserError, nearest_file
 from temper.protocols import EnvOpening, EnvReply
 from temper.sandbox import require_sandbox
+from temper.sandbox.enclosure import show_files
 from temper.storable import without_halves
 from temper.types import Message, Scalar, Task
 
@@ -56,6 +57,8 @@ class AgentSettings:
     passed: tuple[str, ...]
     is_sandboxed: bool
     """Whether agents run behind a wall, from where only the model can be reached."""
+    hidden: tuple[str, ...]
+    """Files and folders that they cannot read there, besides what is never shown."""
 
     def variables(self) -> dict[str, str]:
         """The environment of the nursery. `python` of a command is the same as the nursery's."""
@@ -91,6 +94,7 @@ class AgentEnv:
         price_per_token: float = 0.0,
         variables: list[Scalar] | None = None,
         sandbox: bool = False,
+        hide: list[Scalar] | None = None,
         listen: str = OWN,
         address: str = "",
     ) -> None:
@@ -107,7 +111,7 @@ class AgentEnv:
                 f'{where}: give options.command, e.g. "python my_agent.py", or options.function, or options.url of a '
                 f"service that runs elsewhere: one of them, not {' and '.join(given) or 'none'}"
             )
-        for_starting = {"python": python, "variables": variables, "sandbox": sandbox}
+        for_starting = {"python": python, "variables": variables, "sandbox": sandbox, "hide": hide}
         if url and (idle := [name for name, value in for_starting.items() if value]):
             raise UserError(
                 f"{where}: {idle[0]} is for agents that Temper starts, and the service at options.url runs already. "
@@ -129,6 +133,7 @@ class AgentEnv:
             price_per_token=price_per_token,
             passed=tuple(str(name) for name in variables or ()),
             is_sandboxed=sandbox,
+            hidden=_find_hidden(where, [str(path) for path in hide or ()], has_wall=sandbox),
         )
         if not url:
             _require_startable(where, self.settings)
@@ -190,6 +195,18 @@ def _find_python(where: str, python: str) -> str:
     return found
 
 
+def _find_hidden(where: str, hide: list[str], *, has_wall: bool) -> tuple[str, ...]:
+    if hide and not has_wall:
+        raise UserError(
+            f"{where}: hide says what is not seen from behind a wall, and without one an agent reads whatever you may. "
+            "Set options.sandbox = true, or leave it out"
+        )
+    for path in hide:
+        if not path or not Path(path).expanduser().exists():
+            raise UserError(f"{where}: hide has {path!r}, and that is not there.{nearest_file(Path(path))}")
+    return tuple(str(Path(path).expanduser().absolute()) for path in hide)
+
+
 def _require_startable(where: str, settings: AgentSettings) -> None:
     """Raises UserError for an agent that cannot be started here."""
     function = settings.function
@@ -205,6 +222,23 @@ def _require_startable(where: str, settings: AgentSettings) -> None:
     file = function.rpartition(":")[0]
     if file.endswith(".py") and not Path(file).is_file():
         raise UserError(f"{where}: {file} is not there.{nearest_file(Path(file))}")
-    program = shlex.split(settings.command)[0] if settings.command else settings.python
+    words = _read_command(where, settings.command) if settings.command else [settings.python]
+    program = words[0]
     if shutil.which(program, path=settings.variables()["PATH"]) is None:
         raise UserError(f"{where}: there is no program {program!r}. Give its path in options.command")
+    if settings.is_sandboxed:
+        show_files(words, settings.python, hide=settings.hidden)
+
+
+def _read_command(where: str, command: str) -> list[str]:
+    """Its words, as a shell would take them apart."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UserError(
+            f"{where}: options.command = {command!r} cannot be taken apart into words: {error}. Close each quote, and "
+            "write a backslash twice where it is meant itself"
+        ) from error
+    if not words:
+        raise UserError(f'{where}: options.command = {command!r} names no program. Write e.g. "python my_agent.py"')
+    return words

@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,10 @@ class _ProcessEnd:
 class Nursery:
     """Implements rollout.agents.AgentRunner. Starts with the first agent; close() ends it and everything it started."""
 
-    def __init__(self, settings: AgentSettings) -> None:
+    def __init__(self, settings: AgentSettings, closed: Sequence[str] = ()) -> None:
+        """closed: folders of which an agent behind a wall sees only what its command names."""
         self._settings = settings
+        self._closed = closed
         self._homes = find_homes() if settings.is_sandboxed else None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -97,7 +99,14 @@ class Nursery:
             return {"words": shlex.split(settings.command), "filter": ""}
         port = urlsplit(variables["OPENAI_BASE_URL"]).port
         assert port, "the endpoint says where it listens"
-        wall = enclose(settings.command, python=settings.python, socket=variables[MODEL_SOCKET], port=port)
+        wall = enclose(
+            settings.command,
+            python=settings.python,
+            socket=variables[MODEL_SOCKET],
+            port=port,
+            closed=self._closed,
+            hide=settings.hidden,
+        )
         return {"words": wall, "filter": agent_filter().hex()}
 
     @property

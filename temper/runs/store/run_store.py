@@ -27,6 +27,8 @@ from temper.storable import storable
 from temper.types import Batch, EvaluationResult, Group, StepReport
 
 DATABASE = "run.db"
+RUNS = Path("runs")
+"""Where runs are written down that name no folder."""
 LOCK = "run.lock"
 CONFIG = "config.toml"
 OWN_NAMES = {

@@ -59,6 +59,21 @@ def test_a_policy_says_which_tasks_it_could_learn(recipe: dict[str, Any], tmp_pa
     assert "of 4 tasks" in found[-1].said
 
 
+@pytest.mark.parametrize("has_policy", [False, True])
+@pytest.mark.parametrize("judge", ["policy", "folder"])
+def test_a_judge_that_only_a_run_answers_is_refused_before_anything_is_made(
+    recipe: dict[str, Any], tmp_path: Path, judge: str, has_policy: bool
+) -> None:
+    (tmp_path / "folder").mkdir()
+    judge = judge if judge == "policy" else str(tmp_path / judge)
+    path = write({**recipe, "env": {"name": "verifiers", "options": {"judge": judge}}}, tmp_path)
+    with pytest.raises(UserError, match=r"temper train.*none to ask.*judge=http"):
+        check_recipe(path, checkpoint=tmp_path / "nothing" if has_policy else None)
+    address = ["env.options.judge=http://127.0.0.1:9/v1", "env.options.judge_model=m"]
+    with pytest.raises(UserError, match="nothing"):
+        check_recipe(path, checkpoint=tmp_path / "nothing", overrides=address)
+
+
 def test_a_recipe_that_plays_nothing_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no stage plays in an environment"):
         check_recipe(write({**recipe, "stage": [{"kind": "sft"}]}, tmp_path))

@@ -9,8 +9,11 @@ import re
 import secrets
 import socket
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,15 +53,23 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     writer.close()
 
 
-def run_agent(folder: Path, text: str, seconds: float = 40.0) -> AgentEnd:
+def run_agent(
+    folder: Path,
+    text: str,
+    seconds: float = 40.0,
+    *,
+    name: str = "agent.py",
+    closed: Sequence[str] = (),
+    hide: Any = (),
+) -> AgentEnd:
     """The agent's end; TimeoutError when it takes longer, and is ended."""
-    (folder / "agent.py").write_text(text)
-    settings = AgentEnv(command=f"{sys.executable} {folder / 'agent.py'}", sandbox=True).settings
+    (folder / name).write_text(text)
+    settings = AgentEnv(command=f"{sys.executable} {folder / name}", sandbox=True, hide=hide).settings
 
     async def play() -> AgentEnd:
         place = str(folder / "socket")
         server = await asyncio.start_unix_server(answer, place)
-        nursery = Nursery(settings)
+        nursery = Nursery(settings, closed)
         try:
             variables = {"OPENAI_BASE_URL": f"http://127.0.0.1:{PORT}/v1", MODEL_SOCKET: place}
             return await asyncio.wait_for(nursery.run(TASK, variables), seconds)
@@ -121,6 +132,92 @@ tell("scratch", lambda: open("/tmp/mine", "w").write("x"))
     assert done == {"model", "scratch"}, said
 
 
+LOOK = """
+import os, pathlib, sys
+def seen(*paths):
+    for path in map(pathlib.Path, paths):
+        try:
+            print(path, sorted(os.listdir(path)) if path.is_dir() else path.read_text())
+        except OSError as error:
+            print(path, type(error).__name__)
+"""
+
+
+def test_an_agent_sees_nothing_of_the_temporary_files_beside_its_own(tmp_path: Path) -> None:
+    """Among them lie the sockets of this run: whoever reaches that of the nursery starts programs outside."""
+    folder = Path(tempfile.gettempdir())
+    name = f"agent-{secrets.token_hex(8)}.py"
+    try:
+        end = run_agent(folder, f"{LOOK}\nseen('{folder}')\nopen('/tmp/mine', 'w').write('x')", name=name)
+    finally:
+        (folder / name).unlink()
+        (folder / "socket").unlink(missing_ok=True)
+    assert (end.problem, end.result) == (None, f"{folder} ['{name}']")
+
+
+def test_temporary_files_in_the_working_folder_are_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scratch" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    end = run_agent(tmp_path, f"{LOOK}\nseen('scratch')")
+    assert (end.problem, end.result) == (None, "scratch []")
+
+
+def test_folders_of_runs_are_empty_but_for_what_the_command_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("demo", "agents"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.db").write_text("gold")
+    monkeypatch.chdir(tmp_path)
+    look = f"{LOOK}\nseen('runs', 'runs/demo/run.db', 'runs/agents/agent.py', '.')\nopen('runs/mine', 'w')"
+    closed = [str(tmp_path / "runs")]
+    end = run_agent(tmp_path, look, closed=closed)
+    assert "exit code 1" in str(end.problem)
+    assert "Read-only file system: 'runs/mine'" in str(end.problem)
+    look = look.partition("\nopen(")[0]
+    assert run_agent(tmp_path, look, closed=closed).result.splitlines() == [
+        "runs []",
+        "runs/demo/run.db FileNotFoundError",
+        "runs/agents/agent.py FileNotFoundError",
+        ". ['agent.py', 'runs', 'socket']",
+    ]
+    within = run_agent(tmp_path / "runs" / "agents", "import os\nprint(os.listdir('runs'))", closed=closed)
+    assert within.result == "['agents']"
+    beside = run_agent(tmp_path / "runs", "import os\nprint(os.listdir('runs'))", closed=closed)
+    assert beside.result == "['agent.py']"
+
+
+def test_what_a_recipe_hides_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("data/train.jsonl", "answers.txt", "notes.txt"):
+        (tmp_path / name).write_text("gold")
+    (tmp_path / "link").symlink_to("data")
+    monkeypatch.chdir(tmp_path)
+    look = f"{LOOK}\nseen('data', 'link', 'answers.txt', 'notes.txt')"
+    assert run_agent(tmp_path, look).result.count("gold") == 2
+    for hide in (["data", "answers.txt"], [str(tmp_path / "link"), "answers.txt"]):
+        end = run_agent(tmp_path, look, hide=hide)
+        assert end.problem is None
+        assert end.result.splitlines() == ["data []", "link []", "answers.txt PermissionError", "notes.txt gold"]
+
+
+def test_hiding_is_refused_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "agent.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for options, problem in (
+        ({"hide": ["agent.py"]}, "sandbox = true, or leave it out"),
+        ({"hide": ["agents.py"], "sandbox": True}, r"'agents.py', and that is not there. Did you mean"),
+        ({"hide": ["."], "sandbox": True}, "the agent needs"),
+        ({"hide": [sys.prefix], "sandbox": True}, "the agent needs"),
+        ({"hide": ["agent.py"], "sandbox": True}, "the agent needs"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            AgentEnv(command=f"{sys.executable} agent.py", **options)
+    with pytest.raises(UserError, match="hide is for agents that Temper starts"):
+        AgentEnv(url="http://127.0.0.1:9/x", hide=["agent.py"])
+
+
 def test_a_crash_is_told_with_its_words_and_code(tmp_path: Path) -> None:
     assert re.search("exit code 1.*no luck", str(run_agent(tmp_path, "raise ValueError('no luck')").problem), re.DOTALL)
     killed = run_agent(tmp_path, "import os\nos.kill(os.getpid(), 9)")
@@ -158,7 +255,8 @@ def test_a_fork_bomb_is_the_end_of_its_episode_alone(tmp_path: Path) -> None:
     assert run_agent(tmp_path, f"{ASK}\nprint(ask())").result == "HELLO", "the next is not harmed"
 
 
-def test_a_folder_that_would_show_everything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir("/")
+@pytest.mark.parametrize("folder", ["/", str(Path.home()), str(Path.home().parent), "/tmp"])
+def test_a_folder_that_would_show_everything_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
     with pytest.raises(UserError, match="the agent's own folder"):
         enclose("python agent.py", python=sys.executable, socket="/s", port=1)
