@@ -14,15 +14,16 @@ from typing import Literal
 
 import torch
 
+from temper.build.check import problem_with_parts
 from temper.build.models import pick_device, pick_dtype
 from temper.config import RunConfig
 from temper.config.memory import CPU_CHOICE, KEYS, MemoryChoice, given_choice, settled_choice, with_choice
 from temper.errors import UserError
 from temper.objectives import DirectLoss, Objective, PolicyObjective
-from temper.planning.choice import Remedy, find_remedy
 from temper.planning.gpus import GIB, Gpu, this_gpu
 from temper.planning.layout import Layout, best_layout, enough_gpus, explain_choice, layouts, plan_layout
 from temper.planning.memory import MemoryPlan, plan_memory
+from temper.planning.remedy import Remedy, find_remedy
 from temper.planning.seconds import TimePlan
 from temper.planning.shape import DecoderShape, read_decoder_shape
 from temper.planning.workload import AdapterShape, AnswerLengths, Workload, by_gpu
@@ -225,6 +226,9 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         trains=kind_of(config).trains,
         trainers=config.cluster.trainers,
         parts=config.cluster.parts,
+        may_be_cut=_may_be_cut(config, objective),
+        may_have_adapter=_may_have_adapter(config, is_scorer=is_scorer),
+        draws_here=_draws_here(config),
         experts=config.cluster.experts,
         context=config.cluster.together,
         tensor=config.cluster.tensor,
@@ -250,6 +254,23 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
 def _has_processes(config: RunConfig, objective: Objective) -> bool:
     """A layout that is proposed has one GPU for each sampler; engines over several stay as the recipe has them."""
     return config.engine.kind != "sglang" and config.engine.tensor_parallel == 1 and not _has_opponents(objective)
+
+
+def _draws_here(config: RunConfig) -> bool:
+    return config.engine.kind == "local" and config.engine.place == "here"
+
+
+def _may_be_cut(config: RunConfig, objective: Objective) -> bool:
+    """An engine in this process may move to one of its own, but for objectives with opponents, who share weights."""
+    apart = config.model_copy(update={"engine": config.engine.model_copy(update={"place": "process"})})
+    can_move = not (_draws_here(config) and _has_opponents(objective))
+    return can_move and problem_with_parts(apart, objective) is None
+
+
+def _may_have_adapter(config: RunConfig, *, is_scorer: bool) -> bool:
+    """As checks of recipes and models say (check.py, trainer.py)."""
+    cluster = config.cluster
+    return not (is_scorer or cluster.experts or cluster.tensor > 1 or config.model.routers is not None)
 
 
 def _engine_weights(config: RunConfig, data: StageData) -> Literal["shared", "copied", "apart", "elsewhere"]:

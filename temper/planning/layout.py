@@ -54,16 +54,18 @@ class LayoutPlan:
 
 
 def layouts(work: Workload, gpus: int, *, trainers: int = 0, parts: bool | None = None) -> Iterator[Layout]:
-    """Those worth trying on so many GPUs. `trainers` and `parts` are kept where they are given (0 and None: free).
+    """Those worth trying on so many GPUs. `trainers` and `parts` are kept where they are given (0 and None: free), but
+    that nothing is cut which may not be.
 
     Stages that draw nothing, and engines without processes of their own, train on all. Synchronous steps may be drawn
     and trained on all in turn; otherwise some train while others draw.
     """
+    ways = (False, True) if parts is None and work.may_be_cut else (bool(parts) and work.may_be_cut,)
     for layout in _splits(work, gpus, trainers):
         if layout.trainers % work.context or (work.experts and work.shape.num_experts % layout.trainers):
             continue  # groups that go together, and experts that stay where they are, divide over trainers
-        for in_parts in (False, True) if parts is None else (parts,):
-            if layout.trainers > 1 or in_parts == bool(parts):
+        for in_parts in ways:
+            if layout.trainers > 1 or in_parts == ways[0]:
                 yield replace(layout, parts=in_parts)
 
 

@@ -50,6 +50,12 @@ class Workload:
     """GPUs that share out each batch."""
     parts: bool = False
     """Whether each of them holds a part of weights, gradients and states, in place of all."""
+    may_be_cut: bool = True
+    """Whether the rest of the recipe lets trainers hold parts."""
+    may_have_adapter: bool = True
+    """Whether the rest of the recipe lets an adapter be trained."""
+    draws_here: bool = False
+    """Whether the engine is in the trainer's process, where with parts there is no whole model to draw with."""
     experts: bool = False
     """Whether, with parts, each of them computes its own experts for all, in place of gathering them."""
     context: int = 1

@@ -120,6 +120,46 @@ def test_a_stage_is_read_as_it_will_be_built(config: RunConfig, opened: Callable
     assert workload_of(judged, *opened(judged)).has_critic
 
 
+@pytest.mark.parametrize(
+    ("keys", "may_be_cut", "may_have_adapter"),
+    [
+        ((), True, True),
+        (("optim.states=8bit",), False, True),
+        (("model.offload=true",), False, True),
+        (("model.lora={rank=4, base='4bit'}",), False, True),
+        (("objective.preset=trpo",), False, True),
+        (("model.routers={frozen=true}",), True, False),
+    ],
+    ids=str,
+)
+def test_what_checks_of_a_recipe_refuse_is_not_proposed(
+    keys: tuple[str, ...], may_be_cut: bool, may_have_adapter: bool, config: RunConfig, opened: Callable[..., Any]
+) -> None:
+    changed = with_keys(config, *keys)
+    work = workload_of(changed, *opened(changed))
+    assert (work.may_be_cut, work.may_have_adapter) == (may_be_cut, may_have_adapter)
+    assert work.draws_here
+    if not may_be_cut:
+        cut = with_keys(changed, "cluster.parts=true", "cluster.trainers=2", "engine.place=process")
+        with pytest.raises(UserError, match=r"cluster\.parts: "):
+            check_stage(cut)
+
+
+def test_states_that_are_chosen_for_parts_are_not_refused_with_them(
+    config: RunConfig, opened: Callable[..., Any]
+) -> None:
+    cut = with_keys(config, "cluster.parts=true", "cluster.trainers=2", "engine.place=process")
+    parts = opened(cut)
+    narrow = with_keys(cut, "optim.states=bfloat16")
+    for free in (0.5, 0.7, 0.75, 0.9, 1.0):
+        gpu = replace(
+            GPUS["h200"], free_bytes=free * plan_stage(narrow, *opened(narrow), GPUS["h200"]).memory.needed_bytes
+        )
+        settled = with_choice(cut, plan_stage(cut, *parts, gpu).work.choice)
+        assert settled.optim.states != "8bit"
+        check_stage(settled)
+
+
 def test_stages_that_read_rows_are_planned_by_their_longest(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     config = resolve({**tiny_recipe, "stage": tiny_recipe["stage"][:1]}, [], where="tiny")[0]
     folder, objective = first_model(config, tmp_path), check_stage(config)

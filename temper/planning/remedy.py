@@ -1,0 +1,150 @@
+"""The cheapest change of a recipe that makes a stage fit into the memory of a GPU.
+
+Owns: which changes are tried, in which order, and how they are written. Refuses: the sums (memory.py), and changes
+that the checks of a recipe would refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from temper.config.memory import KEYS
+from temper.models.decoder import WALKED_FAMILIES
+from temper.planning.choice import (
+    KV_SHARES,
+    MICROBATCHES,
+    SMALL_KV_SHARES,
+    SMALL_MICROBATCHES,
+    cache_tokens,
+    fits,
+    possible_states,
+)
+from temper.planning.workload import AdapterShape, Workload
+
+REMEDY_RANK = 32
+"""Of the adapter that is proposed where nothing else fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Settings to change, by key of a recipe."""
+
+    changes: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return " and ".join(f"{key} = {value}" for key, value in self.changes.items())
+
+
+Change = tuple[Callable[[Workload], Workload | None], Callable[[Workload], Mapping[str, str]]]
+"""What is planned with it (None: it is set already, or refused here), and from that the values to write, by key."""
+
+
+def find_remedy(work: Workload, free_bytes: float) -> Remedy | None:
+    """The cheapest change that makes it fit: one alone where one is enough, else several, in order of what they cost.
+    None: nothing does."""
+    ladder = [change for change in _changes(work) if change[0](work) is not None]
+    for apply, write in ladder:
+        changed = apply(work)
+        if changed is not None and fits(changed, free_bytes):
+            return Remedy(write(changed))
+    for count in range(2, len(ladder) + 1):
+        if fits(_all(work, ladder[:count])[0], free_bytes):
+            return _without_needless(work, ladder[:count], free_bytes)
+    return None
+
+
+def _all(work: Workload, changes: Sequence[Change]) -> tuple[Workload, dict[str, str]]:
+    """The workload after all of these, and what they wrote by key."""
+    made = dict[str, str]()
+    for apply, write in changes:
+        if (changed := apply(work)) is not None:
+            work, made = changed, {**made, **write(changed)}
+    return work, made
+
+
+def _without_needless(work: Workload, changes: Sequence[Change], free_bytes: float) -> Remedy:
+    """Those that cost least go last: what another makes needless is mostly a cheaper one."""
+    kept = list(changes)
+    for change in changes:
+        others = [other for other in kept if other is not change]
+        if fits(_all(work, others)[0], free_bytes):
+            kept = others
+    return Remedy(_all(work, kept)[1])
+
+
+def _changes(work: Workload) -> list[Change]:
+    smaller = [size for size in MICROBATCHES + SMALL_MICROBATCHES if size < work.choice.tokens_per_microbatch]
+    changes: list[Change] = [_microbatch(size) for size in smaller if size >= min(work.row_tokens, smaller[0])]
+    if work.trains:
+        changes += [
+            (_checkpointed, lambda changed: {KEYS["gradient_checkpointing"]: "true"}),
+            (_in_parts, _write_parts),
+            (_compact, lambda changed: {KEYS["states"]: f'"{changed.choice.states}"'}),
+            (_offloaded, lambda changed: {"optim.offload": "true"}),
+            (_adapted, lambda changed: {"model.lora": f"{{rank = {REMEDY_RANK}}}"}),
+        ]
+    if work.frozen:
+        changes.append((_frozen_away, lambda changed: {"model.offload": "true"}))
+    if work.samples and work.engine != "elsewhere":  # a sampler's own GPU may be the one that is full
+        changes += [_smaller_cache(share) for share in KV_SHARES[1:] + SMALL_KV_SHARES]
+    return changes
+
+
+def _chosen(work: Workload, **changes: Any) -> Workload:
+    return replace(work, choice=replace(work.choice, **changes))
+
+
+def _microbatch(size: int) -> Change:
+    return (
+        lambda work: _chosen(work, tokens_per_microbatch=size) if work.choice.tokens_per_microbatch > size else None,
+        lambda changed: {KEYS["tokens_per_microbatch"]: str(size)},
+    )
+
+
+def _smaller_cache(share: float) -> Change:
+    def shrink(work: Workload) -> Workload | None:
+        size = cache_tokens(work, share)
+        return _chosen(work, kv_tokens=size) if size < work.choice.kv_tokens else None
+
+    return shrink, lambda changed: {KEYS["kv_tokens"]: str(changed.choice.kv_tokens)}
+
+
+def _checkpointed(work: Workload) -> Workload | None:
+    return None if work.choice.gradient_checkpointing else _chosen(work, gradient_checkpointing=True)
+
+
+def _in_parts(work: Workload) -> Workload | None:
+    """The sampler in a trainer's own process then needs a copy of the weights. States in 8 bits are refused with parts;
+    where a recipe asks for them it may not be cut, so here they were chosen, and others will be."""
+    if work.parts or work.trainers == 1 or not work.may_be_cut or work.shape.family not in WALKED_FAMILIES:
+        return None
+    cut = replace(work, parts=True, engine="copied" if work.engine == "shared" else work.engine)
+    return cut if work.choice.states in possible_states(cut) else _chosen(cut, states=possible_states(cut)[-1])
+
+
+def _write_parts(changed: Workload) -> dict[str, str]:
+    return {"cluster.parts": "true", **({"engine.place": '"process"'} if changed.draws_here else {})}
+
+
+def _compact(work: Workload) -> Workload | None:
+    least = possible_states(work)[-1]
+    return None if work.choice.states in (least, "8bit") else _chosen(work, states=least)
+
+
+def _offloaded(work: Workload) -> Workload | None:
+    return None if work.offload else replace(work, offload=True)
+
+
+def _adapted(work: Workload) -> Workload | None:
+    """An adapter makes states small, so they may be wide again; the sampler draws from merged weights of its own."""
+    if work.adapter is not None or not work.may_have_adapter:
+        return None
+    engine = "copied" if work.engine == "shared" else work.engine
+    return replace(work, adapter=AdapterShape(rank=REMEDY_RANK), engine=engine)
+
+
+def _frozen_away(work: Workload) -> Workload | None:
+    """A part of a reference stays where it is."""
+    return None if work.offload_frozen or work.parts else replace(work, offload_frozen=True)
