@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from temper.build.check import problem_with_parts
+from temper.build.machine import spread
 from temper.build.models import pick_device, pick_dtype
 from temper.config import RunConfig
 from temper.config.memory import CPU_CHOICE, KEYS, MemoryChoice, given_choice, settled_choice, with_choice
@@ -64,8 +65,13 @@ class StagePlan:
         return max(self.memories.values(), key=lambda memory: memory.needed_bytes)
 
     @property
+    def host_bytes(self) -> float:
+        """In the memory of each host."""
+        return max(memory.host_bytes for memory in self.memories.values())
+
+    @property
     def fits(self) -> bool:
-        return self.memory.needed_bytes <= self.gpu.usable_bytes
+        return self.memory.needed_bytes <= self.gpu.usable_bytes and self.host_bytes <= self.gpu.host_room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +101,8 @@ def plan_stage(
 ) -> StagePlan:
     """The plan with what the recipe gives, and for the rest with what is chosen for this GPU."""
     given, work = given_choice(config), workload_of(config, objective, data, model_folder)
+    if asked.gpus is not None:  # machines that have a GPU for each
+        work = replace(work, trainers_per_gpu=1, samplers_per_gpu=1, machine_trainers=gpu.per_machine)
     tried = [plan_layout(work, layout, gpu, given, asked.lengths) for layout in _layouts(config, data, work, asked)]
     best, gpus = best_layout(tried), asked.gpus or 1
     can_grow = not best.fits and gpus > 1 and not _has_table(config)
@@ -106,7 +114,7 @@ def plan_stage(
         memories={kind: plan_memory(side) for kind, side in by_gpu(best.work).items()},
         time=best.time,
         reason=explain_choice(best, tried) if len(tried) > 1 and best.fits else "",
-        remedy=None if best.fits else find_remedy(best.work, gpu.usable_bytes),
+        remedy=None if best.fits else find_remedy(best.work, gpu.usable_bytes, gpu.host_room),
         enough_gpus=enough_gpus(work, gpu, gpus, given) if can_grow else None,
     )
 
@@ -167,7 +175,7 @@ def settle(config: RunConfig, objective: Objective, data: StageData, model_folde
     if gpu is None:
         return with_choice(config, CPU_CHOICE)
     plan = plan_stage(config, objective, data, model_folder, gpu)
-    if plan.memory.needed_bytes * DOUBT > gpu.usable_bytes:
+    if plan.memory.needed_bytes * DOUBT > gpu.usable_bytes or plan.host_bytes * DOUBT > gpu.host_room:
         raise UserError(explain_misfit(plan))
     return with_choice(config, plan.work.choice)
 
@@ -179,7 +187,11 @@ def settle_for_cpu(config: RunConfig) -> RunConfig:
 
 def explain_misfit(plan: StagePlan) -> str:
     """What does not fit, and what to change."""
-    needed, free = plan.memory.needed_bytes / GIB, plan.gpu.usable_bytes / GIB
+    needed, free = plan.memory.needed_bytes, plan.gpu.usable_bytes
+    what = describe_peak(plan.memory)
+    if needed <= free:  # so the host is what has no room
+        needed, free = plan.host_bytes, plan.gpu.host_room
+        what = "in the memory of the host: what optim.offload, model.offload or gradient_checkpointing leave there"
     change = (
         f"The cheapest change that makes it fit: {plan.remedy}"
         if plan.remedy is not None
@@ -187,7 +199,7 @@ def explain_misfit(plan: StagePlan) -> str:
     )
     more = f"; or {plan.enough_gpus} GPUs" if plan.enough_gpus else ""
     where = f" on each of {plan.layout.gpus} GPUs ({plan.layout})" if plan.layout.gpus > 1 else ""
-    return f"this needs {needed:.1f} GiB{where}, and {free:.1f} are free ({describe_peak(plan.memory)}). {change}{more}"
+    return f"this needs {needed / GIB:.1f} GiB{where}, and {free / GIB:.1f} are free ({what}). {change}{more}"
 
 
 def describe_peak(memory: MemoryPlan, count: int = 4) -> str:
@@ -211,7 +223,7 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
     choice: MemoryChoice = settled_choice(with_choice(config, CPU_CHOICE))
     is_scorer = "scores" in objective.needs
     prompt, completion, rows = _rows(config, objective, data)
-    return Workload(
+    work = Workload(
         shape=shape,
         choice=replace(choice, kv_tokens=choice.kv_tokens or enough_kv_tokens(config, data)),
         itemsize=pick_dtype(config.model.dtype, torch.device("cuda")).itemsize,
@@ -249,6 +261,7 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         tokens_per_step=max(config.engine.tokens_per_step, config.engine.max_running + 1),
         has_graphs=config.engine.graphs,
     )
+    return spread(work, config.cluster, torch.cuda.device_count())
 
 
 def _has_processes(config: RunConfig, objective: Objective) -> bool:

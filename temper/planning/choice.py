@@ -5,6 +5,7 @@ Owns: which combination is preferred. Refuses: the sums (memory.py), and changin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
@@ -23,21 +24,24 @@ SMALL_KV_SHARES = (1 / 16, 1 / 32, 1 / 64, 1 / 128)
 """Tried where nothing else fits: of answers that may become very long few do."""
 
 
-def fits(work: Workload, free_bytes: float) -> bool:
-    """Whether every kind of GPU has room for what it holds."""
-    return all(plan_memory(side).needed_bytes <= free_bytes for side in by_gpu(work).values())
+def fits(work: Workload, free_bytes: float, host_bytes: float = math.inf) -> bool:
+    """Whether every kind of GPU has room for what it holds, and the memory of a host for what waits there."""
+    plans = [plan_memory(side) for side in by_gpu(work).values()]
+    return all(plan.needed_bytes <= free_bytes and plan.host_bytes <= host_bytes for plan in plans)
 
 
-def choose(work: Workload, free_bytes: float, given: Mapping[str, Any]) -> MemoryChoice | None:
+def choose(
+    work: Workload, free_bytes: float, given: Mapping[str, Any], host_bytes: float = math.inf
+) -> MemoryChoice | None:
     """The first combination that fits, in this order of what is given up: a large microbatch, stored activations,
     float32 states, bfloat16 states; then room in the cache. None: none fits.
 
     `work.choice` holds kv_tokens that are enough; `given` are values of a recipe, which are never changed.
     """
-    if not fits(replace(work, choice=least_choice(work, given)), free_bytes):
+    if not fits(replace(work, choice=least_choice(work, given)), free_bytes, host_bytes):
         return None  # found at once, since many ways to share out GPUs are tried
     for candidate in candidates(work, given):
-        if fits(replace(work, choice=candidate), free_bytes):
+        if fits(replace(work, choice=candidate), free_bytes, host_bytes):
             return candidate
     return None
 
@@ -65,12 +69,12 @@ def possible_states(work: Workload) -> tuple[States, ...]:
 
 
 def fuller_caches(
-    work: Workload, free_bytes: float, given: Mapping[str, Any], least_tokens: int
+    work: Workload, free_bytes: float, given: Mapping[str, Any], least_tokens: int, host_bytes: float = math.inf
 ) -> Iterator[MemoryChoice]:
     """What fits with each cache above so many tokens: for a fuller one something else is given up."""
     sizes = [] if "kv_tokens" in given else [cache_tokens(work, share) for share in KV_SHARES + SMALL_KV_SHARES]
     for size in sizes:
-        choice = choose(work, free_bytes, {**given, "kv_tokens": size}) if size > least_tokens else None
+        choice = choose(work, free_bytes, {**given, "kv_tokens": size}, host_bytes) if size > least_tokens else None
         if choice is not None:
             yield choice
 

@@ -6,6 +6,7 @@ that the checks of a recipe would refuse.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,8 @@ from temper.planning.choice import (
     fits,
     possible_states,
 )
+from temper.planning.gpus import GIB
+from temper.planning.memory import plan_memory
 from temper.planning.workload import AdapterShape, Workload
 
 REMEDY_RANK = 32
@@ -32,27 +35,39 @@ class Remedy:
     """Settings to change, by key of a recipe."""
 
     changes: Mapping[str, str]
+    host_bytes: float = 0.0
+    """What then waits in the memory of a host."""
 
     def __str__(self) -> str:
-        return " and ".join(f"{key} = {value}" for key, value in self.changes.items())
+        written = " and ".join(f"{key} = {value}" for key, value in self.changes.items())
+        host = self.host_bytes / GIB
+        return f"{written} (with {host:.1f} GiB of the memory of each host)" if self.host_bytes else written
 
 
 Change = tuple[Callable[[Workload], Workload | None], Callable[[Workload], Mapping[str, str]]]
 """What is planned with it (None: it is set already, or refused here), and from that the values to write, by key."""
 
 
-def find_remedy(work: Workload, free_bytes: float) -> Remedy | None:
+def find_remedy(work: Workload, free_bytes: float, host_bytes: float = math.inf) -> Remedy | None:
     """The cheapest change that makes it fit: one alone where one is enough, else several, in order of what they cost.
-    None: nothing does."""
-    ladder = [change for change in _changes(work) if change[0](work) is not None]
-    for apply, write in ladder:
-        changed = apply(work)
-        if changed is not None and fits(changed, free_bytes):
-            return Remedy(write(changed))
-    for count in range(2, len(ladder) + 1):
-        if fits(_all(work, ladder[:count])[0], free_bytes):
-            return _without_needless(work, ladder[:count], free_bytes)
+    None: nothing does. host_bytes: of its host's memory."""
+    is_host_short = plan_memory(work).host_bytes > host_bytes
+    possible = _CHANGES_BACK + _changes(work) if is_host_short else _changes(work)
+    ladder = [change for change in possible if change[0](work) is not None]
+    for change in ladder:
+        if fits(_all(work, [change])[0], free_bytes, host_bytes):
+            return _remedy(work, [change])
+    staying = [change for change in ladder if change[0] not in _AWAY]  # a host has not room for all that a GPU lacks
+    for changes in (ladder, staying):
+        for count in range(2, len(changes) + 1):
+            if fits(_all(work, changes[:count])[0], free_bytes, host_bytes):
+                return _without_needless(work, changes[:count], free_bytes, host_bytes)
     return None
+
+
+def _remedy(work: Workload, changes: Sequence[Change]) -> Remedy:
+    changed, written = _all(work, changes)
+    return Remedy(written, plan_memory(changed).host_bytes)
 
 
 def _all(work: Workload, changes: Sequence[Change]) -> tuple[Workload, dict[str, str]]:
@@ -64,14 +79,14 @@ def _all(work: Workload, changes: Sequence[Change]) -> tuple[Workload, dict[str,
     return work, made
 
 
-def _without_needless(work: Workload, changes: Sequence[Change], free_bytes: float) -> Remedy:
+def _without_needless(work: Workload, changes: Sequence[Change], free_bytes: float, host_bytes: float) -> Remedy:
     """Those that cost least go last: what another makes needless is mostly a cheaper one."""
     kept = list(changes)
     for change in changes:
         others = [other for other in kept if other is not change]
-        if fits(_all(work, others)[0], free_bytes):
+        if fits(_all(work, others)[0], free_bytes, host_bytes):
             kept = others
-    return Remedy(_all(work, kept)[1])
+    return _remedy(work, kept)
 
 
 def _changes(work: Workload) -> list[Change]:
@@ -148,3 +163,26 @@ def _adapted(work: Workload) -> Workload | None:
 def _frozen_away(work: Workload) -> Workload | None:
     """A part of a reference stays where it is."""
     return None if work.offload_frozen or work.parts else replace(work, offload_frozen=True)
+
+
+def _back(work: Workload) -> Workload | None:
+    return replace(work, offload=False) if work.offload else None
+
+
+def _frozen_back(work: Workload) -> Workload | None:
+    return replace(work, offload_frozen=False) if work.offload_frozen and work.frozen else None
+
+
+def _inputs_back(work: Workload) -> Workload | None:
+    is_away = work.trains and work.choice.gradient_checkpointing == "offload"
+    return _chosen(work, gradient_checkpointing=True) if is_away else None
+
+
+_AWAY = (_offloaded, _frozen_away)
+"""What leaves a GPU for the memory of the host."""
+_CHANGES_BACK: list[Change] = [
+    (_inputs_back, lambda changed: {KEYS["gradient_checkpointing"]: "true"}),
+    (_frozen_back, lambda changed: {"model.offload": "false"}),
+    (_back, lambda changed: {"optim.offload": "false"}),
+]
+"""For hosts that have no room for what a recipe leaves there."""

@@ -101,11 +101,17 @@ def facts_line(work: Workload) -> str:
 
 def needs_line(memory: MemoryPlan, gpu: Gpu) -> str:
     """What the fullest GPU must have free."""
-    host = f", {memory.host_bytes / GIB:.1f} GiB of the host's" if memory.host_bytes else ""
+    host = f", {host_words(memory, gpu)} of the memory of each host" if memory.host_bytes else ""
     return (
         f"needs {memory.needed_bytes / GIB:.1f} of {gpu.usable_bytes / GIB:.1f} GiB (tensors "
         f"{memory.peak_bytes / GIB:.1f}, most in {memory.peak_phase}; CUDA and gaps the rest){host}"
     )
+
+
+def host_words(memory: MemoryPlan, gpu: Gpu) -> str:
+    """What waits in the memory of a host, beside what is free of it where that is known."""
+    free = "" if gpu.host_free_bytes is None else f" of {gpu.host_free_bytes / GIB:.1f}"
+    return f"{memory.host_bytes / GIB:.1f}{free} GiB"
 
 
 def _gib(size: float | None) -> str:

@@ -14,7 +14,7 @@ import torch
 from temper.build import memory as build_memory
 from temper.build import trainer as build_trainer
 from temper.build.check import check_stage
-from temper.build.memory import explain_misfit, plan_stage, settle, workload_of
+from temper.build.memory import PlanRequest, explain_misfit, plan_stage, settle, workload_of
 from temper.build.models import first_model
 from temper.commands.training.train import train_stages
 from temper.config import RunConfig, load_recipe, resolve, to_toml
@@ -181,6 +181,56 @@ def test_a_misfit_is_told_with_parts_and_the_change(config: RunConfig, opened: C
     assert "The cheapest change that makes it fit: trainer.tokens_per_microbatch = 32768" in said
     hopeless = plan_stage(given, *parts, replace(GPUS["h200"], free_bytes=0.1 * enough))
     assert "use a smaller model" in explain_misfit(hopeless)
+
+
+def test_a_host_without_room_is_told_as_a_gpu_is(
+    config: RunConfig, opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = with_keys(config, "optim.offload=true")
+    parts = opened(away)
+    held = plan_stage(away, *parts, GPUS["h200"]).host_bytes
+    assert held > 0
+    full = replace(GPUS["h200"], host_free_bytes=0.1 * held)
+    plan = plan_stage(away, *parts, full)
+    assert not plan.fits
+    said = explain_misfit(plan)
+    assert "in the memory of the host: what optim.offload" in said
+    assert "The cheapest change that makes it fit: optim.offload = false" in said
+    monkeypatch.setattr(build_memory, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(build_memory, "this_gpu", lambda: full)
+    with pytest.raises(UserError, match="in the memory of the host"):
+        settle(away, *parts)
+    monkeypatch.setattr(build_memory, "this_gpu", lambda: replace(full, host_free_bytes=held))
+    assert settled_choice(settle(away, *parts)).states == "float32"
+
+
+def test_states_are_narrower_where_the_host_has_no_room_for_wide_ones(
+    config: RunConfig, opened: Callable[..., Any]
+) -> None:
+    away = with_keys(config, "optim.offload=true")
+    parts = opened(away)
+    narrow = with_keys(away, "optim.states=8bit")
+    held = plan_stage(narrow, *opened(narrow), GPUS["h200"]).host_bytes
+    assert plan_stage(away, *parts, replace(GPUS["h200"], host_free_bytes=held)).work.choice.states == "8bit"
+
+
+def test_trainers_that_share_the_gpus_of_this_machine_are_planned_together(
+    config: RunConfig, opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = with_keys(config, "cluster.trainers=4", "optim.offload=true")
+    parts = opened(copies)
+    needed, held = [], []
+    for gpus in (4, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        plan = plan_stage(copies, *parts, GPUS["h200"])
+        needed.append(plan.memory.needed_bytes)
+        held.append(plan.host_bytes)
+    assert needed[1] > 1.5 * needed[0]
+    assert (
+        held[0] == held[1] == 4 * plan_stage(with_keys(copies, "cluster.trainers=1"), *parts, GPUS["h200"]).host_bytes
+    )
+    elsewhere = plan_stage(copies, *parts, GPUS["h200"], PlanRequest(gpus=4))
+    assert elsewhere.work.trainers_per_gpu == 1
 
 
 def test_a_run_remembers_what_was_chosen(config: RunConfig) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from temper.planning.choice import fits
 from temper.planning.memory import plan_memory
 from temper.planning.remedy import find_remedy
 from temper.planning.workload import Workload
@@ -30,7 +31,7 @@ def test_the_cheapest_change_is_named(free: float, said: str, make_workload: Mak
     ("free", "said"),
     [
         (130, 'optim.states = "8bit"'),
-        (70, "optim.offload = true"),
+        (70, "optim.offload = true (with 70.9 GiB of the memory of each host)"),
         (50, "model.lora = {rank = 32}"),
     ],
 )
@@ -64,7 +65,7 @@ def test_trainers_that_hold_parts_are_not_told_to_use_8_bit_states(make_workload
     cut = make_workload("7b", microbatch=1024, recomputes=True, trainers=2, parts=True, engine="copied")
     narrow = replace(cut, choice=replace(cut.choice, states="bfloat16"))
     assert str(find_remedy(cut, plan_memory(narrow).needed_bytes)) == 'optim.states = "bfloat16"'
-    assert str(find_remedy(narrow, plan_memory(narrow).needed_bytes - GIB)) == "optim.offload = true"
+    assert str(find_remedy(narrow, plan_memory(narrow).needed_bytes - GIB)).startswith("optim.offload = true (with ")
     frozen = replace(narrow, offload=True, frozen=(narrow.shape,))
     remedy = find_remedy(frozen, plan_memory(frozen).needed_bytes - 4 * GIB)
     assert remedy is None or "model.offload" not in remedy.changes, "parts of a reference stay where they are"
@@ -90,3 +91,29 @@ def test_an_adapter_is_proposed_only_where_it_may_be_trained(make_workload: Make
     work = make_workload("7b", microbatch=1024, recomputes=True)
     assert str(find_remedy(work, 50 * GIB)) == "model.lora = {rank = 32}"
     assert "lora" not in str(find_remedy(replace(work, may_have_adapter=False), 50 * GIB))
+
+
+def test_offloading_is_proposed_only_where_the_host_has_room(make_workload: Make) -> None:
+    """7B, whose states are 71 GiB. With narrow ones it would do; else only an adapter."""
+    work = make_workload("7b", microbatch=1024, recomputes=True)
+    needed = plan_memory(replace(work, offload=True)).host_bytes
+    assert needed == 10 * work.shape.parameters
+    assert str(find_remedy(work, 70 * GIB, needed)) == "optim.offload = true (with 70.9 GiB of the memory of each host)"
+    narrow = find_remedy(work, 70 * GIB, 40 * GIB)
+    assert narrow is not None
+    assert narrow.changes == {"model.lora": "{rank = 32}"}, "one alone is tried first"
+    whole = find_remedy(replace(work, may_have_adapter=False), 70 * GIB, 40 * GIB)
+    assert whole is not None
+    assert whole.changes == {"optim.states": '"8bit"', "optim.offload": "true"}
+    assert whole.host_bytes == pytest.approx(4.03 * work.shape.parameters, rel=0.001)
+    assert find_remedy(replace(work, may_have_adapter=False), 70 * GIB, GIB) is None
+
+
+def test_a_host_that_is_too_small_for_what_is_left_there_is_told_so(make_workload: Make) -> None:
+    work = make_workload("1.5b", microbatch=1024, recomputes=True, offload=True)
+    assert not fits(work, 100 * GIB, GIB)
+    assert str(find_remedy(work, 100 * GIB, GIB)) == "optim.offload = false"
+    away = replace(work, offload=False, offload_frozen=True, frozen=(work.shape,))
+    assert str(find_remedy(away, 100 * GIB, GIB)) == "model.offload = false"
+    inputs = replace(work, offload=False, choice=replace(work.choice, gradient_checkpointing="offload"))
+    assert str(find_remedy(inputs, 100 * GIB, 0)) == "model.gradient_checkpointing = true"
