@@ -8,7 +8,7 @@ import pytest
 
 from temper.build.machine import spread
 from temper.config.cluster import ClusterConfig
-from tests.planning.conftest import MakeWorkload, make_workload  # noqa: F401
+from tests.planning.conftest import MakeWorkload
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "gpu7"}
 
@@ -28,14 +28,14 @@ LAUNCHED = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "g
 )
 def test_trainers_share_what_there_is(
     cluster: Mapping[str, object], gpus: int, environment: Mapping[str, str], here: int, on_one: int,
-    make_workload: MakeWorkload,  # noqa: F811
+    make_workload: MakeWorkload,
 ) -> None:  # fmt: skip
     config = ClusterConfig.model_validate(cluster)
     work = spread(make_workload("1.5b", trainers=config.trainers), config, gpus, environment)
     assert (work.machine_trainers, work.trainers_per_gpu, work.samplers_per_gpu) == (here, on_one, 1)
 
 
-def test_samplers_share_the_gpus_that_trainers_leave(make_workload: MakeWorkload) -> None:  # noqa: F811
+def test_samplers_share_the_gpus_that_trainers_leave(make_workload: MakeWorkload) -> None:
     config = ClusterConfig(trainers=2, samplers=5)
     work = make_workload("1.5b", trainers=2, num_samplers=5, engine="apart")
     assert spread(work, config, 4, {}).samplers_per_gpu == 3

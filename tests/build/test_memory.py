@@ -12,40 +12,19 @@ import pytest
 import torch
 
 from temper.build import memory as build_memory
-from temper.build import trainer as build_trainer
 from temper.build.check import check_stage
 from temper.build.memory import PlanRequest, explain_misfit, plan_stage, settle, workload_of
 from temper.build.models import first_model
-from temper.commands.training.train import train_stages
 from temper.config import RunConfig, load_recipe, resolve, to_toml
 from temper.config.memory import CPU_CHOICE, MemoryChoice, given_choice, settled_choice, with_choice, with_stored_choice
-from temper.engine.local.runner import Runner
-from temper.errors import BackendError, UserError
+from temper.errors import UserError
 from temper.planning.gpus import GIB, GPUS, Gpu
 from temper.stages.kinds import kind_of
-from temper.stages.reading.data import StageData, open_data
-from temper.trainer.policy_step import PolicyStep
+from temper.stages.reading.data import open_data
+from tests.build.conftest import with_keys
 
 ROOT = Path(__file__).parents[2]
 SMALL = replace(GPUS["t4"], memory_bytes=2 * GIB)
-
-
-@pytest.fixture
-def config(tiny_recipe: dict[str, Any]) -> RunConfig:
-    return resolve({**tiny_recipe, "stage": tiny_recipe["stage"][1:]}, [], where="tiny")[0]
-
-
-@pytest.fixture
-def opened(config: RunConfig, tmp_path: Path) -> Callable[[RunConfig], tuple[Any, StageData, Path]]:
-    def open_one(changed: RunConfig) -> tuple[Any, StageData, Path]:
-        folder, objective = first_model(changed, tmp_path), check_stage(changed)
-        return objective, open_data(changed, objective, kind_of(changed).reading, folder), folder
-
-    return open_one
-
-
-def with_keys(config: RunConfig, *overrides: str) -> RunConfig:
-    return resolve(tomllib.loads(to_toml([config])), overrides, where="test")[0]
 
 
 def test_auto_is_the_default_and_on_a_cpu_means_what_the_defaults_always_were(
@@ -240,53 +219,3 @@ def test_a_run_remembers_what_was_chosen(config: RunConfig) -> None:
     changed = with_keys(config, "trainer.tokens_per_microbatch=512")
     assert settled_choice(with_stored_choice(changed, stored)).tokens_per_microbatch == 512
     assert with_stored_choice(config, {}) == config
-
-
-@pytest.mark.parametrize("where", ["loading", "trainer", "engine"])
-def test_a_full_gpu_is_explained_and_the_run_goes_on_after(
-    where: str, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short = with_keys(config, "steps=4", "checkpoint.every=1")
-    gradient, decode, load, count = PolicyStep.gradient, Runner.decode, build_trainer.load_models, [0]
-
-    def full_load(*arguments: Any) -> Any:
-        count[0] += 1
-        if count[0] == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
-        return load(*arguments)
-
-    def full_gradient(self: PolicyStep, *arguments: Any, **options: Any) -> Any:
-        count[0] += 1
-        if count[0] == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
-        return gradient(self, *arguments, **options)
-
-    def full_decode(self: Runner, *arguments: Any) -> Any:
-        count[0] += 1
-        if count[0] == 20:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
-        return decode(self, *arguments)
-
-    if where == "loading":
-        monkeypatch.setattr(build_trainer, "load_models", full_load)
-    elif where == "trainer":
-        monkeypatch.setattr(PolicyStep, "gradient", full_gradient)
-    else:
-        monkeypatch.setattr(Runner, "decode", full_decode)
-    with pytest.raises(BackendError) as found:
-        train_stages([short], run=tmp_path / "run")
-    said = str(found.value)
-    phase, key = {
-        "loading": ("loading", "optim.offload = true"),
-        "trainer": ("forward_backward", "trainer.tokens_per_microbatch = 4096"),
-        "engine": ("rollout", "trainer.tokens_per_microbatch = 4096"),
-    }[where]
-    assert f"out of memory in {phase}: CUDA out of memory. Tried to allocate 7.00 GiB" in said
-    assert "Planned were" in said
-    assert key in said
-    assert "--resume" in said
-    train_stages([short], run=tmp_path / "run", resume=True)
-    assert (tmp_path / "run" / "checkpoints" / "0-rl" / "step-4").is_dir()
-    stored = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["stage"][0]
-    assert stored["trainer"]["tokens_per_microbatch"] == 8192
-    assert stored["optim"]["states"] == "float32"
