@@ -34,6 +34,8 @@ from temper.stages.reading.data import StageData
 from temper.stages.reading.examples import RowTooLong
 from temper.types import Sample
 
+CUDA_PARTS = ("workspaces", "collectives")
+"""Of a plan, what libraries hold on GPUs alone."""
 MEASURED_PROMPTS = 64
 """Prompts whose mean length stands for all."""
 DOUBT = 0.93
@@ -178,6 +180,21 @@ def settle(config: RunConfig, objective: Objective, data: StageData, model_folde
     if plan.memory.needed_bytes * DOUBT > gpu.usable_bytes or plan.host_bytes * DOUBT > gpu.host_room:
         raise UserError(explain_misfit(plan))
     return with_choice(config, plan.work.choice)
+
+
+def plan_on_cpu(config: RunConfig, objective: Objective, data: StageData, model_folder: Path) -> MemoryPlan:
+    """What a stage holds in the memory of this machine when all of it is on its CPU, by the sums of a GPU: what is
+    rounded to blocks and kept by kernels there may be more or less here. Nothing is recorded or offloaded."""
+    work = workload_of(config, objective, data, model_folder)
+    choice = replace(work.choice, gradient_checkpointing=bool(work.choice.gradient_checkpointing))
+    all_here = {"offload": False, "offload_frozen": False, "trainers_per_gpu": work.trainers}
+    itemsize = pick_dtype(config.model.dtype, torch.device("cpu")).itemsize
+    plan = plan_memory(replace(work, choice=choice, itemsize=itemsize, has_graphs=False, **all_here))
+    phases = {
+        phase: {name: size for name, size in parts.items() if name not in CUDA_PARTS}
+        for phase, parts in plan.phases.items()
+    }
+    return replace(plan, phases=phases)
 
 
 def settle_for_cpu(config: RunConfig) -> RunConfig:
