@@ -187,9 +187,9 @@ def plan_on_cpu(config: RunConfig, objective: Objective, data: StageData, model_
     rounded to blocks and kept by kernels there may be more or less here. Nothing is recorded or offloaded."""
     work = workload_of(config, objective, data, model_folder)
     choice = replace(work.choice, gradient_checkpointing=bool(work.choice.gradient_checkpointing))
-    all_here = {"offload": False, "offload_frozen": False, "trainers_per_gpu": work.trainers}
     itemsize = pick_dtype(config.model.dtype, torch.device("cpu")).itemsize
-    plan = plan_memory(replace(work, choice=choice, itemsize=itemsize, has_graphs=False, **all_here))
+    here = replace(work, choice=choice, itemsize=itemsize, has_graphs=False, trainers_per_gpu=work.trainers)
+    plan = plan_memory(replace(here, offload=False, offload_frozen=False))
     phases = {
         phase: {name: size for name, size in parts.items() if name not in CUDA_PARTS}
         for phase, parts in plan.phases.items()
