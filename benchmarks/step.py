@@ -29,7 +29,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from rich.console import Console
 from rich.table import Table
-from shapes import SHAPES, configuration
+from shapes import SHAPE_HELP, configuration, shape_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -231,7 +231,7 @@ def measure_generate(folder: Path, options: argparse.Namespace, dtype: str) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--shape", type=shape_of, default="tiny", help=SHAPE_HELP)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--new", type=int, default=64)
