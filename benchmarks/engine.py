@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from shapes import SHAPES, configuration
+from shapes import SHAPES, configuration, shape_of
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -44,14 +44,15 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def load(options: argparse.Namespace) -> Any:
     dtype = getattr(torch, options.dtype)
-    if not options.random and options.model not in SHAPES:
+    has_weights = any(Path(options.model).glob("*.safetensors")) and options.model not in SHAPES
+    if has_weights and not options.random:
         return (
             AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, trust_remote_code=False).to(DEVICE).eval()
         )
     torch.manual_seed(0)
     if options.model in SHAPES:
         config = configuration(options.model)
-    else:
+    else:  # with the context that it says
         config = AutoConfig.from_pretrained(options.model, trust_remote_code=False)
     with DEVICE:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
@@ -261,7 +262,8 @@ def show_growth(rows: dict[str, list[tuple[float, float]]], apart: float, length
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help=f"checkpoint directory, or a shape with random weights: {', '.join(SHAPES)}")
+    shapes = f"checkpoint directory, or one with config.json alone, or a shape: {', '.join(SHAPES)}"
+    parser.add_argument("model", type=shape_of, help=shapes)
     parser.add_argument("--random", action="store_true", help="weights by chance: for the shape only")
     parser.add_argument("--dtype", default="bfloat16" if DEVICE.type == "cuda" else "float32")
     parser.add_argument("--prompt", type=int, default=64)

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from shapes import SHAPE_HELP, shape_of
 from step import PLAIN, make_model, measure_temper
 
 GIB = 2**30
@@ -96,8 +97,8 @@ def describe_only(folder: Path, setting: Setting) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def run_one(name: str) -> dict[str, Any]:
-    setting = SETTINGS[name]
+def run_one(name: str, shape: str | None = None) -> dict[str, Any]:
+    setting = replace(SETTINGS[name], shape=shape or SETTINGS[name].shape)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if not torch.cuda.is_available():
@@ -113,13 +114,17 @@ def run_one(name: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SETTINGS, nargs="*", default=[])
+    parser.add_argument("--shape", type=shape_of, help=f"measure the settings of --only with it; {SHAPE_HELP}")
     parser.add_argument("--seconds", type=float, default=170, help="begin no further setting after so long")
     parser.add_argument("--keep", type=Path, default=Path("runs/plan-peaks.json"), help="what was measured so far")
     parser.add_argument("--inside", choices=SETTINGS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        print(json.dumps(run_one(options.inside)))
+        print(json.dumps(run_one(options.inside, options.shape)))
         return
+    if options.shape and not options.only:
+        parser.error("--shape is put into settings: name them with --only")
+    others = ["--shape", options.shape] if options.shape else []
     kept: dict[str, dict[str, Any]] = json.loads(options.keep.read_text()) if options.keep.is_file() else {}
     options.keep.parent.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
@@ -128,11 +133,12 @@ def main() -> None:
             print(f"{name} and what follows is left for the next call")
             break
         # A process each: what one leaves in the allocator would count for the next.
-        done = subprocess.run([sys.executable, __file__, "--inside", name], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, __file__, "--inside", name, *others], capture_output=True, text=True)
+        key = f"{name}, {options.shape}" if options.shape else name
         if done.returncode:
-            kept[name] = {"failed": done.stderr.strip().splitlines()[-1][:160] if done.stderr.strip() else "killed"}
+            kept[key] = {"failed": done.stderr.strip().splitlines()[-1][:160] if done.stderr.strip() else "killed"}
         else:
-            kept[name] = json.loads(done.stdout.strip().splitlines()[-1])
+            kept[key] = json.loads(done.stdout.strip().splitlines()[-1])
         options.keep.write_text(json.dumps(kept, indent=1))
     Console(width=120).print(render(kept))
 

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from shapes import SHAPES
+from shapes import SHAPE_HELP, shape_of
 from step import ALPHABET, PROMPT_ROOM, Steps, make_model
 from transformers.utils import logging as transformers_logging
 
@@ -70,7 +70,7 @@ async def run(plan: loop.Plan, close: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--shape", type=shape_of, default="tiny", help=SHAPE_HELP)
     parser.add_argument("--tokens", type=int, default=2048, help="of each row, prompt included")
     parser.add_argument("--rows", type=int, default=2, help="of one step")
     parser.add_argument("--steps", type=int, default=3, help="the first is warm-up; the median of the others counts")

@@ -1,7 +1,9 @@
-"""Models by their shape: configurations that benchmarks make random weights for."""
+"""Models by their shape: configurations that benchmarks make random weights for, by name or read from a directory."""
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
@@ -35,7 +37,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 """(model_type, configuration)."""
 
 
+SHAPE_HELP = f"{', '.join(SHAPES)}, or a directory with config.json; weights are random"
+
+
+def shape_of(text: str) -> str:
+    """What --shape takes: one of the names, or a directory with a config.json, of which no weights are read."""
+    if text in SHAPES or (Path(text) / "config.json").is_file():
+        return text
+    why = "has no config.json" if Path(text).is_dir() else "is neither a shape nor a directory"
+    raise argparse.ArgumentTypeError(f"{text} {why}. Use one of {', '.join(SHAPES)}, or a directory with config.json")
+
+
 def configuration(shape: str, context: int = 2048, **more: Any) -> Any:
     """context: tokens of the longest row."""
+    if shape not in SHAPES:
+        found = AutoConfig.from_pretrained(shape, trust_remote_code=False)
+        found.update({"max_position_embeddings": context, **more})
+        return found
     family, numbers = SHAPES[shape]
     return AutoConfig.for_model(family, **{**numbers, "max_position_embeddings": context, **more})

@@ -29,7 +29,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from rich.console import Console
 from rich.table import Table
-from shapes import SHAPES, configuration
+from shapes import SHAPE_HELP, configuration, shape_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -37,6 +37,7 @@ from temper import loop
 from temper.build import Listeners, build_stage, make_plan
 from temper.config import resolve
 from temper.models.tiny import character_tokenizer
+from temper.runs.time_split import TRAINING
 from temper.types import Batch, EvaluationResult, StepReport
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ?.,"
@@ -64,6 +65,10 @@ def make_model(folder: Path, shape: str, dtype: str, context: int = 2048) -> Non
 
 def prompts(count: int) -> list[str]:
     return [f"What is the sum of {i} and {i + 3}? Think step by step." for i in range(count)]
+
+
+PASSES = tuple(name for name in TRAINING if name != "optimizer")
+"""Phases in which the trainer goes over rows; all FLOPs that a step counts are of these."""
 
 
 class Steps:
@@ -106,11 +111,47 @@ def recipe_of(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str
     }
 
 
+def matrix_rate(model: Any, rows: int, seconds: float = 0.5) -> float:
+    """FLOP/s of the model's own largest projection, times so many rows and nothing else: what its passes could reach in
+    this process."""
+    shape = model.config
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    left = torch.randn(rows, shape.hidden_size, device=device, dtype=dtype)
+    right = torch.randn(shape.hidden_size, shape.intermediate_size, device=device, dtype=dtype)
+    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    for _ in range(3):
+        torch.mm(left, right)
+    wait()
+    count, start = 0, time.perf_counter()
+    while (took := time.perf_counter() - start) < seconds:
+        for _ in range(4):
+            torch.mm(left, right)
+        wait()
+        count += 4
+    return 2.0 * rows * shape.hidden_size * shape.intermediate_size * count / took
+
+
+def describe_passes(flops: float, rate: float, passes: float, step: float) -> str:
+    """Of one step: what its passes reach of the rate of a bare product, and what is left of its seconds."""
+    return (
+        f"forward and backward: {passes:.3f} s at {flops / passes / rate:.0%} of the matrix rate measured here "
+        f"({rate / 1e12:.3g} TFLOP/s); everything else {step - passes:.3f} s"
+    )
+
+
 def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
     (config,) = resolve(recipe_of(folder, options, dtype), [], where="benchmark")
     heard: list[str] = []
     stage = build_stage(config, 0, folder, listeners=Listeners(doing=lambda what, how_far: heard.append(how_far)))
-    steps = Steps()
+    steps, flops = Steps(), list[float]()
+    train = stage.trainer.step
+
+    def counted(batch: Batch) -> Any:
+        result = train(batch)
+        flops.append(result.model_flops)
+        return result
+
+    stage.trainer.step = counted  # type: ignore[method-assign]
     plan = make_plan(stage, first_step=1, recorders=(steps,), checkpoint=lambda step: None)
     asyncio.run(_run(plan, stage.close))
     warm = steps.reports[1:] or steps.reports
@@ -128,6 +169,10 @@ def measure_temper(folder: Path, options: argparse.Namespace, dtype: str) -> dic
         f"groups with a signal: {with_signal:.0%}; seconds of a step:",
         ", ".join(f"{name} {value:.3f}" for name, value in split if value > 0.002),
     )
+    passes = median(lambda r: sum(r.seconds.get(name, 0.0) for name in PASSES))
+    rate = matrix_rate(stage.model, min(options.microbatch, 16384 if torch.cuda.is_available() else 1024))
+    whole = median(lambda r: sum(r.seconds.values()))
+    print(describe_passes(statistics.median(flops[1:] or flops), rate, passes, whole))
     return {
         "step seconds": median(lambda r: sum(r.seconds.values())),
         "generate tokens/s": median(lambda r: r.system["sys/rollout_tok_s"]),
@@ -231,7 +276,7 @@ def measure_generate(folder: Path, options: argparse.Namespace, dtype: str) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--shape", type=shape_of, default="tiny", help=SHAPE_HELP)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--new", type=int, default=64)

@@ -6,7 +6,15 @@ from temper.build.agents import require_free_ports
 from temper.build.check import check_stage, check_stages
 from temper.build.environments import Environments
 from temper.build.full import explain_out_of_memory
-from temper.build.memory import PlanRequest, StagePlan, describe_peak, explain_misfit, plan_stage, settle_for_cpu
+from temper.build.memory import (
+    PlanRequest,
+    StagePlan,
+    describe_peak,
+    explain_misfit,
+    plan_on_cpu,
+    plan_stage,
+    settle_for_cpu,
+)
 from temper.build.models import first_model, pick_device, pick_dtype
 from temper.build.objective import doubts_about, resolve_objective, with_sampler_correction
 from temper.build.plan import make_plan
@@ -33,6 +41,7 @@ __all__ = [
     "make_plan",
     "pick_device",
     "pick_dtype",
+    "plan_on_cpu",
     "plan_stage",
     "require_free_ports",
     "resolve_objective",

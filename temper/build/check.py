@@ -118,7 +118,12 @@ def _check_four_bits(config: RunConfig, objective: Objective) -> None:
 
 
 def _check_parts(config: RunConfig, objective: Objective) -> None:
-    """Raises UserError for what cannot be done with a model whose layers are shared out over trainers."""
+    if (problem := problem_with_parts(config, objective)) is not None:
+        raise UserError(f"cluster.parts: {problem}, or use cluster.parts = false")
+
+
+def problem_with_parts(config: RunConfig, objective: Objective) -> str | None:
+    """What cannot be done with a model whose layers are shared out over trainers, and what to do; None: all can."""
     problem = None
     if config.engine.kind == "local" and config.engine.place == "here":
         problem = 'this process does not hold a whole model to draw with. Set engine.place = "process"'
@@ -134,8 +139,7 @@ def _check_parts(config: RunConfig, objective: Objective) -> None:
         problem = f'objective "{objective.name}" takes steps of its own, over whole weights. Use another objective'
     elif len(config.model.taught_by) > 1:
         problem = "trainers would call their teachers in different orders. Use one model.teacher"
-    if problem is not None:
-        raise UserError(f"cluster.parts: {problem}, or use cluster.parts = false")
+    return problem
 
 
 WHOLE_ROWS = {

@@ -5,30 +5,29 @@ Owns: the message, and the key to change. Refuses: planning (memory.py), and goi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from temper.build.memory import describe_peak, workload_of
 from temper.config import RunConfig
-from temper.config.memory import KEYS, MemoryChoice, settled_choice
+from temper.config.memory import KEYS
 from temper.errors import BackendError, OutOfMemory
 from temper.objectives import Objective
+from temper.planning.choice import cache_tokens
 from temper.planning.gpus import GIB
+from temper.planning.host import free_host_bytes
 from temper.planning.memory import plan_memory
+from temper.planning.workload import Workload, by_gpu
 from temper.stages.reading.data import StageData
 
 LEAST_MICROBATCH = 1024
 """A smaller one is no advice: single rows are longer."""
-FULL_KEYS = {
-    "loading": ("kv_tokens", "states"),
-    "rollout": ("kv_tokens", "tokens_per_microbatch"),
-    "forward_backward": ("tokens_per_microbatch", "gradient_checkpointing", "states"),
-    "optimizer": ("states", "kv_tokens"),
-}
-"""Keys that help when a phase of a step finds no room, the cheapest first; other phases: as the second."""
+Less = Callable[[Workload], str]
+"""A change of one key that takes less memory than there is now; "": it is at its least, or would change nothing."""
 
 
 @contextmanager
@@ -60,25 +59,68 @@ def _find_full(error: BaseException, phase: str) -> OutOfMemory | None:
 
 
 def _explain_full(error: OutOfMemory, config: RunConfig, objective: Objective, data: StageData, origin: Path) -> str:
-    choice, planned = settled_choice(config), plan_memory(workload_of(config, objective, data, origin))
-    fields = FULL_KEYS.get(error.phase, FULL_KEYS["forward_backward"])
-    change = next((_less(field, choice) for field in fields if _less(field, choice)), "")
-    change = change or "Use a smaller model, shorter rows or a larger GPU"
+    work = workload_of(config, objective, data, origin)
+    planned = max((plan_memory(side) for side in by_gpu(work).values()), key=lambda plan: plan.needed_bytes)
+    changes = (less(work) for less in LESS.get(error.phase, LESS["scoring"]))
+    change = next(filter(None, changes), "") or "Use a smaller model, shorter rows or a larger GPU"
     return (
         f"{error}. Planned were {planned.peak_bytes / GIB:.1f} GiB, {describe_peak(planned)}; what other programs hold "
         f"on the GPU comes on top. What was saved is whole. {change}; then go on with --resume"
     )
 
 
-def _less(field: str, choice: MemoryChoice) -> str:
-    """A change of this key that takes less memory; "": there is none."""
-    key = KEYS[field]
-    if field == "tokens_per_microbatch" and choice.tokens_per_microbatch > LEAST_MICROBATCH:
-        return f"Set {key} = {max(LEAST_MICROBATCH, choice.tokens_per_microbatch // 2)}"
-    if field == "gradient_checkpointing" and not choice.gradient_checkpointing:
+def _smaller_microbatch(work: Workload) -> str:
+    """Half of what a microbatch has, which may be less than it might have. A row is in one, however long it is."""
+    size = max(LEAST_MICROBATCH, work.row_tokens, work.microbatch_tokens // 2)
+    return f"Set {KEYS['tokens_per_microbatch']} = {size}" if size < work.microbatch_tokens else ""
+
+
+def _recomputed(work: Workload) -> str:
+    """First at all; then from inputs that wait on the host."""
+    key, kind = KEYS["gradient_checkpointing"], work.choice.gradient_checkpointing
+    if not kind:
         return f"Set {key} = true"
-    if field == "kv_tokens" and choice.kv_tokens:
-        return f"Set {key} = {choice.kv_tokens // 2}"
-    if field == "states":
-        return "Set optim.offload = true"  # a run is resumed with the states it was started with
-    return ""
+    return f'Set {key} = "offload"' if kind != "offload" else ""
+
+
+def _states_away(work: Workload) -> str:
+    """In place of narrower ones: a run is resumed with the states that it was started with."""
+    if work.offload or not work.trains:
+        return ""
+    held = plan_memory(replace(work, offload=True)).host_bytes
+    free = free_host_bytes()
+    is_room = free is None or held <= free
+    return f"Set optim.offload = true (with {held / GIB:.1f} GiB of the memory of each host)" if is_room else ""
+
+
+def _frozen_away(work: Workload) -> str:
+    return "Set model.offload = true" if work.frozen and not work.offload_frozen and not work.parts else ""
+
+
+def _smaller_cache(work: Workload) -> str:
+    """Of an engine on a trainer's GPU. It has a number even where the recipe leaves it to what is enough."""
+    return _smaller_cache_anywhere(work) if work.engines_here else ""
+
+
+def _smaller_cache_anywhere(work: Workload) -> str:
+    size = cache_tokens(work, 0.5)
+    is_planned = work.samples and work.engine != "elsewhere"
+    return f"Set {KEYS['kv_tokens']} = {size}" if is_planned and size < work.choice.kv_tokens else ""
+
+
+def _smaller_passes(work: Workload) -> str:
+    """Of an engine: a pass has a token of every running sequence at least."""
+    size = work.tokens_per_step // 2
+    return f"Set engine.tokens_per_step = {size}" if size > work.max_running else ""
+
+
+LESS: dict[str, Sequence[Less]] = {
+    "loading": (_smaller_cache, _frozen_away, _states_away),
+    "rollout": (_smaller_cache_anywhere, _smaller_passes),
+    "forward_backward": (_smaller_microbatch, _recomputed, _states_away, _frozen_away, _smaller_cache),
+    "critic": (_smaller_microbatch, _recomputed, _states_away, _frozen_away, _smaller_cache),
+    "optimizer": (_states_away, _frozen_away, _smaller_cache),
+    # Without a gradient nothing is kept that could be computed again.
+    "scoring": (_smaller_microbatch, _frozen_away, _states_away, _smaller_cache),
+}
+"""What helps when a phase of a step finds no room, the cheapest first; other phases score rows."""

@@ -14,15 +14,17 @@ from typing import Literal
 
 import torch
 
+from temper.build.check import problem_with_parts
+from temper.build.machine import spread
 from temper.build.models import pick_device, pick_dtype
 from temper.config import RunConfig
 from temper.config.memory import CPU_CHOICE, KEYS, MemoryChoice, given_choice, settled_choice, with_choice
 from temper.errors import UserError
 from temper.objectives import DirectLoss, Objective, PolicyObjective
-from temper.planning.choice import Remedy, find_remedy
 from temper.planning.gpus import GIB, Gpu, this_gpu
 from temper.planning.layout import Layout, best_layout, enough_gpus, explain_choice, layouts, plan_layout
 from temper.planning.memory import MemoryPlan, plan_memory
+from temper.planning.remedy import Remedy, find_remedy
 from temper.planning.seconds import TimePlan
 from temper.planning.shape import DecoderShape, read_decoder_shape
 from temper.planning.workload import AdapterShape, AnswerLengths, Workload, by_gpu
@@ -32,6 +34,8 @@ from temper.stages.reading.data import StageData
 from temper.stages.reading.examples import RowTooLong
 from temper.types import Sample
 
+CUDA_PARTS = ("workspaces", "collectives")
+"""Of a plan, what libraries hold on GPUs alone."""
 MEASURED_PROMPTS = 64
 """Prompts whose mean length stands for all."""
 DOUBT = 0.93
@@ -63,8 +67,13 @@ class StagePlan:
         return max(self.memories.values(), key=lambda memory: memory.needed_bytes)
 
     @property
+    def host_bytes(self) -> float:
+        """In the memory of each host."""
+        return max(memory.host_bytes for memory in self.memories.values())
+
+    @property
     def fits(self) -> bool:
-        return self.memory.needed_bytes <= self.gpu.usable_bytes
+        return self.memory.needed_bytes <= self.gpu.usable_bytes and self.host_bytes <= self.gpu.host_room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +103,8 @@ def plan_stage(
 ) -> StagePlan:
     """The plan with what the recipe gives, and for the rest with what is chosen for this GPU."""
     given, work = given_choice(config), workload_of(config, objective, data, model_folder)
+    if asked.gpus is not None:  # machines that have a GPU for each
+        work = replace(work, trainers_per_gpu=1, samplers_per_gpu=1, machine_trainers=gpu.per_machine)
     tried = [plan_layout(work, layout, gpu, given, asked.lengths) for layout in _layouts(config, data, work, asked)]
     best, gpus = best_layout(tried), asked.gpus or 1
     can_grow = not best.fits and gpus > 1 and not _has_table(config)
@@ -105,7 +116,7 @@ def plan_stage(
         memories={kind: plan_memory(side) for kind, side in by_gpu(best.work).items()},
         time=best.time,
         reason=explain_choice(best, tried) if len(tried) > 1 and best.fits else "",
-        remedy=None if best.fits else find_remedy(best.work, gpu.usable_bytes),
+        remedy=None if best.fits else find_remedy(best.work, gpu.usable_bytes, gpu.host_room),
         enough_gpus=enough_gpus(work, gpu, gpus, given) if can_grow else None,
     )
 
@@ -166,9 +177,24 @@ def settle(config: RunConfig, objective: Objective, data: StageData, model_folde
     if gpu is None:
         return with_choice(config, CPU_CHOICE)
     plan = plan_stage(config, objective, data, model_folder, gpu)
-    if plan.memory.needed_bytes * DOUBT > gpu.usable_bytes:
+    if plan.memory.needed_bytes * DOUBT > gpu.usable_bytes or plan.host_bytes * DOUBT > gpu.host_room:
         raise UserError(explain_misfit(plan))
     return with_choice(config, plan.work.choice)
+
+
+def plan_on_cpu(config: RunConfig, objective: Objective, data: StageData, model_folder: Path) -> MemoryPlan:
+    """What a stage holds in the memory of this machine when all of it is on its CPU, by the sums of a GPU: what is
+    rounded to blocks and kept by kernels there may be more or less here. Nothing is recorded or offloaded."""
+    work = workload_of(config, objective, data, model_folder)
+    choice = replace(work.choice, gradient_checkpointing=bool(work.choice.gradient_checkpointing))
+    itemsize = pick_dtype(config.model.dtype, torch.device("cpu")).itemsize
+    here = replace(work, choice=choice, itemsize=itemsize, has_graphs=False, trainers_per_gpu=work.trainers)
+    plan = plan_memory(replace(here, offload=False, offload_frozen=False))
+    phases = {
+        phase: {name: size for name, size in parts.items() if name not in CUDA_PARTS}
+        for phase, parts in plan.phases.items()
+    }
+    return replace(plan, phases=phases)
 
 
 def settle_for_cpu(config: RunConfig) -> RunConfig:
@@ -178,7 +204,11 @@ def settle_for_cpu(config: RunConfig) -> RunConfig:
 
 def explain_misfit(plan: StagePlan) -> str:
     """What does not fit, and what to change."""
-    needed, free = plan.memory.needed_bytes / GIB, plan.gpu.usable_bytes / GIB
+    needed, free = plan.memory.needed_bytes, plan.gpu.usable_bytes
+    what = describe_peak(plan.memory)
+    if needed <= free:  # so the host is what has no room
+        needed, free = plan.host_bytes, plan.gpu.host_room
+        what = "in the memory of the host: what optim.offload, model.offload or gradient_checkpointing leave there"
     change = (
         f"The cheapest change that makes it fit: {plan.remedy}"
         if plan.remedy is not None
@@ -186,7 +216,7 @@ def explain_misfit(plan: StagePlan) -> str:
     )
     more = f"; or {plan.enough_gpus} GPUs" if plan.enough_gpus else ""
     where = f" on each of {plan.layout.gpus} GPUs ({plan.layout})" if plan.layout.gpus > 1 else ""
-    return f"this needs {needed:.1f} GiB{where}, and {free:.1f} are free ({describe_peak(plan.memory)}). {change}{more}"
+    return f"this needs {needed / GIB:.1f} GiB{where}, and {free / GIB:.1f} are free ({what}). {change}{more}"
 
 
 def describe_peak(memory: MemoryPlan, count: int = 4) -> str:
@@ -210,7 +240,7 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
     choice: MemoryChoice = settled_choice(with_choice(config, CPU_CHOICE))
     is_scorer = "scores" in objective.needs
     prompt, completion, rows = _rows(config, objective, data)
-    return Workload(
+    work = Workload(
         shape=shape,
         choice=replace(choice, kv_tokens=choice.kv_tokens or enough_kv_tokens(config, data)),
         itemsize=pick_dtype(config.model.dtype, torch.device("cuda")).itemsize,
@@ -225,6 +255,9 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         trains=kind_of(config).trains,
         trainers=config.cluster.trainers,
         parts=config.cluster.parts,
+        may_be_cut=_may_be_cut(config, objective),
+        may_have_adapter=_may_have_adapter(config, is_scorer=is_scorer),
+        draws_here=_draws_here(config),
         experts=config.cluster.experts,
         context=config.cluster.together,
         tensor=config.cluster.tensor,
@@ -245,11 +278,29 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         tokens_per_step=max(config.engine.tokens_per_step, config.engine.max_running + 1),
         has_graphs=config.engine.graphs,
     )
+    return spread(work, config.cluster, torch.cuda.device_count())
 
 
 def _has_processes(config: RunConfig, objective: Objective) -> bool:
     """A layout that is proposed has one GPU for each sampler; engines over several stay as the recipe has them."""
     return config.engine.kind != "sglang" and config.engine.tensor_parallel == 1 and not _has_opponents(objective)
+
+
+def _draws_here(config: RunConfig) -> bool:
+    return config.engine.kind == "local" and config.engine.place == "here"
+
+
+def _may_be_cut(config: RunConfig, objective: Objective) -> bool:
+    """An engine in this process may move to one of its own, but for objectives with opponents, who share weights."""
+    apart = config.model_copy(update={"engine": config.engine.model_copy(update={"place": "process"})})
+    can_move = not (_draws_here(config) and _has_opponents(objective))
+    return can_move and problem_with_parts(apart, objective) is None
+
+
+def _may_have_adapter(config: RunConfig, *, is_scorer: bool) -> bool:
+    """As checks of recipes and models say (check.py, trainer.py)."""
+    cluster = config.cluster
+    return not (is_scorer or cluster.experts or cluster.tensor > 1 or config.model.routers is not None)
 
 
 def _engine_weights(config: RunConfig, data: StageData) -> Literal["shared", "copied", "apart", "elsewhere"]:

@@ -102,7 +102,12 @@ def _plan_all(stages: Sequence[_Readied], gpu: Gpu, gpus: int) -> list[StagePlan
         [stage.plan(gpu, PlanRequest(gpus=gpus, trainers=trainers, parts=parts)) for stage in stages]
         for trainers, parts in wishes
     ]
-    fitting = [plans for plans in together if all(plan.fits for plan in plans)]
+    # A stage that may not be cut keeps copies, whatever it is asked for: then this is no table that suits all.
+    fitting = [
+        plans
+        for plans, wish in zip(together, wishes, strict=True)
+        if all(plan.fits and (plan.layout.trainers, plan.layout.parts) == wish for plan in plans)
+    ]
 
     def seconds(plans: Sequence[StagePlan]) -> float:
         return sum(plan.time.total * stage.stage.config.steps for plan, stage in zip(plans, stages, strict=True))

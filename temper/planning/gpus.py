@@ -8,9 +8,11 @@ reach each other as they reach the host, and machines of them share 100 Gb/s.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from temper.errors import UserError, did_you_mean
+from temper.planning.host import free_host_bytes
 from temper.runs.flops import peak_flops
 
 GIB = 2**30
@@ -40,10 +42,17 @@ class Gpu:
     """GPUs of one machine."""
     free_bytes: float | None = None
     """What is free now, where the GPU is here; None: all of it."""
+    host_free_bytes: float | None = None
+    """What is free now in the memory of the host, where the GPU is here; None: nobody knows."""
 
     @property
     def usable_bytes(self) -> float:
         return self.memory_bytes if self.free_bytes is None else self.free_bytes
+
+    @property
+    def host_room(self) -> float:
+        """What may be planned for the memory of the host."""
+        return math.inf if self.host_free_bytes is None else self.host_free_bytes
 
     def flops(self, dtype: str) -> float:
         """Matrix rate in this dtype; what has no hardware for it falls back to float32."""
@@ -92,4 +101,11 @@ def this_gpu() -> Gpu | None:
     device_name = torch.cuda.get_device_name()
     like = next((gpu for gpu in GPUS.values() if gpu.device_name in device_name), None)
     known = like or Gpu(name="", device_name="", memory_bytes=total, bandwidth=1e12)
-    return replace(known, name="this machine's", device_name=device_name, memory_bytes=total, free_bytes=free + kept)
+    host = free_host_bytes()
+    if host is not None:  # the same of what torch keeps of pinned memory
+        pinned = torch.cuda.host_memory_stats()
+        host += pinned.get("allocated_bytes.current", 0) - pinned.get("active_bytes.current", 0)
+    return replace(
+        known, name="this machine's", device_name=device_name, memory_bytes=total, free_bytes=free + kept,
+        host_free_bytes=host,
+    )  # fmt: skip

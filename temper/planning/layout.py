@@ -54,16 +54,18 @@ class LayoutPlan:
 
 
 def layouts(work: Workload, gpus: int, *, trainers: int = 0, parts: bool | None = None) -> Iterator[Layout]:
-    """Those worth trying on so many GPUs. `trainers` and `parts` are kept where they are given (0 and None: free).
+    """Those worth trying on so many GPUs. `trainers` and `parts` are kept where they are given (0 and None: free), but
+    that nothing is cut which may not be.
 
     Stages that draw nothing, and engines without processes of their own, train on all. Synchronous steps may be drawn
     and trained on all in turn; otherwise some train while others draw.
     """
+    ways = (False, True) if parts is None and work.may_be_cut else (bool(parts) and work.may_be_cut,)
     for layout in _splits(work, gpus, trainers):
         if layout.trainers % work.context or (work.experts and work.shape.num_experts % layout.trainers):
             continue  # groups that go together, and experts that stay where they are, divide over trainers
-        for in_parts in (False, True) if parts is None else (parts,):
-            if layout.trainers > 1 or in_parts == bool(parts):
+        for in_parts in ways:
+            if layout.trainers > 1 or in_parts == ways[0]:
                 yield replace(layout, parts=in_parts)
 
 
@@ -82,8 +84,10 @@ def with_layout(work: Workload, layout: Layout) -> Workload:
     """A model in parts has no weights that a sampler could draw with, and many samplers cannot share one trainer's."""
     needs_copy = layout.samplers > 1 or (layout.parts and layout.trainers > 1) or work.engine == "apart"
     engine = "apart" if layout.is_apart else "copied" if needs_copy and work.engine != "elsewhere" else work.engine
+    is_alone = not layout.is_apart and layout.samplers == 1 and not (layout.parts and layout.trainers > 1)
     return replace(
         work, trainers=layout.trainers, parts=layout.parts, num_samplers=layout.samplers, engine=engine,
+        draws_here=work.draws_here and is_alone,
     )  # fmt: skip
 
 
@@ -103,18 +107,19 @@ def plan_layout(
         work=best,
         time=time,
         needed_bytes=max(plan_memory(side).needed_bytes for side in by_gpu(best).values()),
-        fits=fits(best, gpu.usable_bytes),
+        fits=fits(best, gpu.usable_bytes, gpu.host_room),
     )
 
 
 def _choices(own: Workload, layout: Layout, gpu: Gpu, given: Mapping[str, Any]) -> list[MemoryChoice]:
     """The preferred one first. On several GPUs fuller caches are tried as well: there is a copy of the weights on each
     of them, and a cache that is starved for wider states would make them all wait."""
-    first = choose(own, gpu.usable_bytes, given)
+    first = choose(own, gpu.usable_bytes, given, gpu.host_room)
     if first is None:
         return [least_choice(own, given)]
-    more = fuller_caches(own, gpu.usable_bytes, given, first.kv_tokens) if layout.gpus > 1 and own.rolls else ()
-    return [first, *more]
+    if layout.gpus == 1 or not own.rolls:
+        return [first]
+    return [first, *fuller_caches(own, gpu.usable_bytes, given, first.kv_tokens, gpu.host_room)]
 
 
 def best_layout(plans: Sequence[LayoutPlan]) -> LayoutPlan:
@@ -131,7 +136,7 @@ def enough_gpus(work: Workload, gpu: Gpu, more_than: int, given: Mapping[str, An
     while gpus <= MOST_GPUS:
         for layout in layouts(work, gpus):
             own = with_layout(work, layout)
-            if fits(replace(own, choice=least_choice(own, given)), gpu.usable_bytes):
+            if fits(replace(own, choice=least_choice(own, given)), gpu.usable_bytes, gpu.host_room):
                 return gpus
         gpus *= 2
     return None

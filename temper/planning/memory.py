@@ -54,7 +54,9 @@ class MemoryPlan:
     phases: Mapping[str, Mapping[str, float]]
     """Bytes on the GPU by phase of a step, then by part."""
     host_bytes: float
-    """In the memory of the host."""
+    """In the memory of a host, of all trainers on it."""
+    processes: int = 1
+    """On the GPU: each has CUDA's own share."""
 
     @property
     def peak_phase(self) -> str:
@@ -68,11 +70,14 @@ class MemoryPlan:
     @property
     def needed_bytes(self) -> float:
         """What the GPU must have free: with CUDA's own share and the gaps between tensors."""
-        return self.peak_bytes / (1 - SPLINTERS) + CONTEXT_BYTES
+        return self.peak_bytes / (1 - SPLINTERS) + CONTEXT_BYTES * self.processes
 
 
 def plan_memory(work: Workload) -> MemoryPlan:
-    lasting = {"weights": _weights(work), **_engine(work), **_frozen(work), **_states(work)}
+    """Of a trainer's GPU, with all trainers that share it: they compute at once, each with what it holds itself."""
+    several = work.trainers_per_gpu
+    others = _times(several, {**_frozen(work), **_states(work)})
+    lasting = {**_times(several, {"weights": _weights(work)}), **_engine(work), **others}
     phases: dict[str, dict[str, float]] = {}
     if work.samples and work.engines_here:
         phases["rollout"] = {**lasting, "prompts and logits": _engine_pass(work)}
@@ -80,22 +85,27 @@ def plan_memory(work: Workload) -> MemoryPlan:
         visiting = max(_weight_bytes(shape, work.itemsize) for shape in work.frozen) if work.offload_frozen else 0.0
         phases["reference"] = {
             **lasting,
-            "visiting model": visiting,
-            "activations": _forward(work),
-            "logits": _logits(work),
+            **_times(several, {"visiting model": visiting, "activations": _forward(work), "logits": _logits(work)}),
         }
     if work.trains:
-        gradients = {"gradients": _gradients(work)}
-        phases["forward and backward"] = {**lasting, **gradients, **_gathered(work), **_backward(work)}
+        gradients = _times(several, {"gradients": _gradients(work)})
+        passes = _times(several, {**_gathered(work), **_backward(work)})
+        phases["forward and backward"] = {**lasting, **gradients, **passes}
         bucket = min(BUCKET_VALUES, work.trained_parameters // work.share)
-        phases["update"] = {**lasting, **gradients, "buffers": float(UPDATE_BYTES_PER_VALUE * bucket)}
+        buffers = _times(several, {"buffers": float(UPDATE_BYTES_PER_VALUE * bucket)})
+        phases["update"] = {**lasting, **gradients, **buffers}
     if not phases:
         phases["rollout"] = lasting
-    return MemoryPlan({phase: _present(parts) for phase, parts in phases.items()}, _host(work))
+    found = {phase: _present(parts) for phase, parts in phases.items()}
+    return MemoryPlan(found, _host(work), processes=several + work.sampler_processes_here)
 
 
 def kv_bytes_per_token(shape: DecoderShape, itemsize: int) -> float:
     return 2.0 * shape.num_layers * shape.kv_width * itemsize
+
+
+def _times(count: int, parts: Mapping[str, float]) -> dict[str, float]:
+    return {name: count * size for name, size in parts.items()}
 
 
 def _present(parts: Mapping[str, float]) -> dict[str, float]:
@@ -202,10 +212,19 @@ def _trained_dtype(work: Workload) -> torch.dtype:
 
 
 def _host(work: Workload) -> float:
+    """Every trainer of a machine has its own copy there, or its own part; so has a critic."""
     each = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=_trained_dtype(work))
     away = sum(_weight_bytes(shape, work.itemsize) for shape in work.frozen) if work.offload_frozen else 0.0
-    inputs = work.shape.num_layers * _kept_inputs(work) if work.choice.gradient_checkpointing == "offload" else 0.0
-    return work.trained_parameters * each.host / work.share + away + inputs
+    inputs = work.shape.num_layers * _kept_inputs(work) if _inputs_are_away(work) else 0.0
+    states = work.trained_parameters * each.host
+    if work.has_critic:
+        whole = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=_dtype(work))
+        states += work.shape.parameters * whole.host
+    return work.trainers_per_host * (states / work.share + away + inputs)
+
+
+def _inputs_are_away(work: Workload) -> bool:
+    return work.trains and work.choice.gradient_checkpointing == "offload"
 
 
 def _gradients(work: Workload) -> float:

@@ -6,8 +6,9 @@ Owns: words and columns. Refuses: numbers that are not in the plan.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import StringIO
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -20,16 +21,25 @@ from temper.planning.memory import MemoryPlan
 from temper.planning.seconds import TimePlan
 from temper.planning.workload import Workload
 
+MIB = 2**20
+TEXT_WIDTH = 100
+"""Columns of a table that is text among other lines."""
+
 
 def memory_table(memory: MemoryPlan, title: str) -> Table:
-    """GiB by part and phase."""
+    """By part and phase, in GiB; in MiB where all of it is less than one."""
+    unit, size = ("GiB", GIB) if memory.peak_bytes >= GIB else ("MiB", MIB)
+
+    def say(number: float | None) -> str:
+        return "" if number is None else f"{number / size:.2f}"
+
     right = [Column(phase, justify="right") for phase in memory.phases]
-    table = Table(Column("GiB", no_wrap=True), *right, title=title, title_justify="left")
+    table = Table(Column(unit, no_wrap=True), *right, title=title, title_justify="left")
     names = list(dict.fromkeys(part for parts in memory.phases.values() for part in parts))
     for name in names:
-        table.add_row(name, *(_gib(parts.get(name)) for parts in memory.phases.values()))
+        table.add_row(name, *(say(parts.get(name)) for parts in memory.phases.values()))
     table.add_section()
-    table.add_row("together", *(_gib(sum(parts.values())) for parts in memory.phases.values()), style="bold")
+    table.add_row("together", *(say(sum(parts.values())) for parts in memory.phases.values()), style="bold")
     return table
 
 
@@ -80,6 +90,16 @@ def settings_line(work: Workload, chosen: Sequence[str]) -> str:
     return ", ".join(words)
 
 
+def memory_text(memories: Mapping[str, MemoryPlan]) -> str:
+    """The tables of each kind of GPU as plain text."""
+    titles = {kind: "" if len(memories) == 1 else f"each {kind}'s GPU" for kind in memories}
+    written = StringIO()
+    console = Console(file=written, width=TEXT_WIDTH, color_system=None)
+    for kind, memory in memories.items():
+        console.print(memory_table(memory, titles[kind]))
+    return written.getvalue().rstrip()
+
+
 def render_plan(
     title: str, work: Workload, memories: Mapping[str, MemoryPlan], time: TimePlan, lines: Sequence[str]
 ) -> Group:
@@ -101,12 +121,14 @@ def facts_line(work: Workload) -> str:
 
 def needs_line(memory: MemoryPlan, gpu: Gpu) -> str:
     """What the fullest GPU must have free."""
-    host = f", {memory.host_bytes / GIB:.1f} GiB of the host's" if memory.host_bytes else ""
+    host = f", {host_words(memory, gpu)} of the memory of each host" if memory.host_bytes else ""
     return (
         f"needs {memory.needed_bytes / GIB:.1f} of {gpu.usable_bytes / GIB:.1f} GiB (tensors "
         f"{memory.peak_bytes / GIB:.1f}, most in {memory.peak_phase}; CUDA and gaps the rest){host}"
     )
 
 
-def _gib(size: float | None) -> str:
-    return "" if size is None else f"{size / GIB:.2f}"
+def host_words(memory: MemoryPlan, gpu: Gpu) -> str:
+    """What waits in the memory of a host, beside what is free of it where that is known."""
+    free = "" if gpu.host_free_bytes is None else f" of {gpu.host_free_bytes / GIB:.1f}"
+    return f"{memory.host_bytes / GIB:.1f}{free} GiB"

@@ -48,8 +48,18 @@ class Workload:
     trains: bool = True
     trainers: int = 1
     """GPUs that share out each batch."""
+    trainers_per_gpu: int = 1
+    """More where a machine has fewer GPUs than trainers, which then share them: processes with a copy each."""
+    machine_trainers: int = 8
+    """The most trainers of one machine, who share the memory of its host."""
     parts: bool = False
     """Whether each of them holds a part of weights, gradients and states, in place of all."""
+    may_be_cut: bool = True
+    """Whether the rest of the recipe lets trainers hold parts."""
+    may_have_adapter: bool = True
+    """Whether the rest of the recipe lets an adapter be trained."""
+    draws_here: bool = False
+    """Whether the engine is in the trainer's process, where with parts there is no whole model to draw with."""
     experts: bool = False
     """Whether, with parts, each of them computes its own experts for all, in place of gathering them."""
     context: int = 1
@@ -61,6 +71,8 @@ class Workload:
     of a server that is not planned here."""
     num_samplers: int = 1
     """Engines in all, each with a copy of the weights and a cache."""
+    samplers_per_gpu: int = 1
+    """Of those with GPUs of their own: more where there are fewer such GPUs than samplers."""
     engine_gpus: int = 1
     """GPUs that one engine's matrices and cache are shared out over, the trainers' among them (tensor parallelism)."""
     ahead: int = 0
@@ -124,7 +136,18 @@ class Workload:
     @property
     def engines_here(self) -> int:
         """Samplers on one trainer's GPU."""
-        return -(-self.num_samplers // self.trainers) if self.engine in ("shared", "copied") else 0
+        if self.engine not in ("shared", "copied"):
+            return 0
+        return -(-self.num_samplers * self.trainers_per_gpu // self.trainers)
+
+    @property
+    def sampler_processes_here(self) -> int:
+        """Those of them that are processes of their own."""
+        return self.engines_here if self.engine == "copied" and not self.draws_here else 0
+
+    @property
+    def trainers_per_host(self) -> int:
+        return min(self.trainers, self.machine_trainers)
 
     @property
     def drawing_gpus(self) -> int:
@@ -180,9 +203,10 @@ def by_gpu(work: Workload) -> dict[str, Workload]:
     if work.engine != "apart":
         return {"trainer": work}
     adapter = work.adapter if work.has_four_bit_base else None  # others are merged into what is published
+    several = work.samplers_per_gpu
     sampler = replace(
-        work, trainers=1, parts=False, context=1, tensor=1, engine="shared", num_samplers=1, adapter=adapter, frozen=(),
-        has_critic=False, trains=False,
+        work, trainers=several, trainers_per_gpu=several, parts=False, context=1, tensor=1, engine="shared",
+        num_samplers=several, adapter=adapter, frozen=(), has_critic=False, trains=False, offload=False,
     )  # fmt: skip
     return {"trainer": work, "sampler": sampler}
 

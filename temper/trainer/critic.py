@@ -97,6 +97,10 @@ class Critic:
         # All ranks have the same norm, and their mean is that norm.
         return merge_over_ranks(metrics.merge(mean_sums({"critic/grad_norm": norm.reshape(1)})))
 
+    def reserve(self) -> None:
+        """Takes the memory of its optimiser's state."""
+        self._optimizer.reserve()
+
     def save(self, folder: Path) -> None:
         """critic/ with the weights of decoder and head, moments, master weights and counters."""
         own = folder / CRITIC_FOLDER

@@ -37,7 +37,7 @@ from temper.trainer.ranks.parts import is_cut
 from temper.trainer.ranks.shares import Shard, share_of
 from temper.trainer.ranks.sums import gather_to_first
 from temper.trainer.references import MovingReference
-from temper.trainer.rehearsal import rehearse_passes, rehearse_update
+from temper.trainer.rehearsal import rehearse_passes, rehearse_update, reserve_states
 from temper.trainer.saved import SavedTrainer
 from temper.trainer.traces import Key, keys_of, traces_of
 from temper.trainer.weights import ModelFiles, Weights
@@ -180,6 +180,7 @@ class LocalTrainer:
     def warm_up(self, rows: Sequence[Sample]) -> None:
         """The peak of memory counts these passes: such a microbatch may come."""
         with self._one_pass:
+            reserve_states(self._policy_step, self._critic)
             rehearse_passes(self._passes, self._policy_step, self._share(rows), self._facts(rows, 0))
             rehearse_update(self._model, self._settings.optimizer)
         self._counter.take()

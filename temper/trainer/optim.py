@@ -139,6 +139,10 @@ class MasterAdamW:
     def _norm(self, own: Tensor) -> Tensor:
         return norm_over_ranks(own) if self._is_cut else own
 
+    def reserve(self) -> None:
+        """Takes the memory that moments and masters will have from the first step on."""
+        self._state.reserve()
+
     def discard_gradients(self) -> None:
         self._sums.clear()
         for parameter in self._parameters.values():

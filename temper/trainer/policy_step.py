@@ -106,6 +106,11 @@ class PolicyStep:
             )
         return metrics, norm
 
+    def reserve(self) -> None:
+        """Takes the memory of the optimiser's state; an objective that takes steps of its own never needs it."""
+        if not (isinstance(self._objective, PolicyObjective) and self._objective.step is not None):
+            self._optimizer.reserve()
+
     def rehearse(self, part: Part, facts: StepFacts) -> None:
         """A forward and a backward pass as in a step. Its gradient is thrown away, and nothing is counted."""
         microbatch, measured = part

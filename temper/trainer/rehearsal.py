@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from temper.errors import OutOfMemory
+from temper.trainer.critic import Critic
 from temper.trainer.optim import MasterAdamW, OptimizerSettings
 from temper.trainer.passes.forward import StepFacts
 from temper.trainer.passes.scoring import ScoringPasses, Share
@@ -15,6 +17,17 @@ from temper.trainer.policy_step import PolicyStep
 
 SCRATCH_ROWS = 256
 """Of a matrix that is updated in place of one of the model's: enough to be held and computed as that one."""
+
+
+def reserve_states(policy: PolicyStep, critic: Critic | None) -> None:
+    """Takes the memory of moments and masters before any pass is tried: in every step they are there beside it, and a
+    microbatch would seem to fit that does not. Where they have no room themselves, no smaller microbatch helps."""
+    try:
+        policy.reserve()
+        if critic is not None:
+            critic.reserve()
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory("optimizer", error) from error
 
 
 def rehearse_passes(passes: ScoringPasses, policy_step: PolicyStep, share: Share, facts: StepFacts) -> None:

@@ -12,40 +12,19 @@ import pytest
 import torch
 
 from temper.build import memory as build_memory
-from temper.build import trainer as build_trainer
 from temper.build.check import check_stage
-from temper.build.memory import explain_misfit, plan_stage, settle, workload_of
+from temper.build.memory import PlanRequest, explain_misfit, plan_stage, settle, workload_of
 from temper.build.models import first_model
-from temper.commands.training.train import train_stages
 from temper.config import RunConfig, load_recipe, resolve, to_toml
 from temper.config.memory import CPU_CHOICE, MemoryChoice, given_choice, settled_choice, with_choice, with_stored_choice
-from temper.engine.local.runner import Runner
-from temper.errors import BackendError, UserError
+from temper.errors import UserError
 from temper.planning.gpus import GIB, GPUS, Gpu
 from temper.stages.kinds import kind_of
-from temper.stages.reading.data import StageData, open_data
-from temper.trainer.policy_step import PolicyStep
+from temper.stages.reading.data import open_data
+from tests.build.conftest import with_keys
 
 ROOT = Path(__file__).parents[2]
 SMALL = replace(GPUS["t4"], memory_bytes=2 * GIB)
-
-
-@pytest.fixture
-def config(tiny_recipe: dict[str, Any]) -> RunConfig:
-    return resolve({**tiny_recipe, "stage": tiny_recipe["stage"][1:]}, [], where="tiny")[0]
-
-
-@pytest.fixture
-def opened(config: RunConfig, tmp_path: Path) -> Callable[[RunConfig], tuple[Any, StageData, Path]]:
-    def open_one(changed: RunConfig) -> tuple[Any, StageData, Path]:
-        folder, objective = first_model(changed, tmp_path), check_stage(changed)
-        return objective, open_data(changed, objective, kind_of(changed).reading, folder), folder
-
-    return open_one
-
-
-def with_keys(config: RunConfig, *overrides: str) -> RunConfig:
-    return resolve(tomllib.loads(to_toml([config])), overrides, where="test")[0]
 
 
 def test_auto_is_the_default_and_on_a_cpu_means_what_the_defaults_always_were(
@@ -120,6 +99,46 @@ def test_a_stage_is_read_as_it_will_be_built(config: RunConfig, opened: Callable
     assert workload_of(judged, *opened(judged)).has_critic
 
 
+@pytest.mark.parametrize(
+    ("keys", "may_be_cut", "may_have_adapter"),
+    [
+        ((), True, True),
+        (("optim.states=8bit",), False, True),
+        (("model.offload=true",), False, True),
+        (("model.lora={rank=4, base='4bit'}",), False, True),
+        (("objective.preset=trpo",), False, True),
+        (("model.routers={frozen=true}",), True, False),
+    ],
+    ids=str,
+)
+def test_what_checks_of_a_recipe_refuse_is_not_proposed(
+    keys: tuple[str, ...], may_be_cut: bool, may_have_adapter: bool, config: RunConfig, opened: Callable[..., Any]
+) -> None:
+    changed = with_keys(config, *keys)
+    work = workload_of(changed, *opened(changed))
+    assert (work.may_be_cut, work.may_have_adapter) == (may_be_cut, may_have_adapter)
+    assert work.draws_here
+    if not may_be_cut:
+        cut = with_keys(changed, "cluster.parts=true", "cluster.trainers=2", "engine.place=process")
+        with pytest.raises(UserError, match=r"cluster\.parts: "):
+            check_stage(cut)
+
+
+def test_states_that_are_chosen_for_parts_are_not_refused_with_them(
+    config: RunConfig, opened: Callable[..., Any]
+) -> None:
+    cut = with_keys(config, "cluster.parts=true", "cluster.trainers=2", "engine.place=process")
+    parts = opened(cut)
+    narrow = with_keys(cut, "optim.states=bfloat16")
+    for free in (0.5, 0.7, 0.75, 0.9, 1.0):
+        gpu = replace(
+            GPUS["h200"], free_bytes=free * plan_stage(narrow, *opened(narrow), GPUS["h200"]).memory.needed_bytes
+        )
+        settled = with_choice(cut, plan_stage(cut, *parts, gpu).work.choice)
+        assert settled.optim.states != "8bit"
+        check_stage(settled)
+
+
 def test_stages_that_read_rows_are_planned_by_their_longest(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:
     config = resolve({**tiny_recipe, "stage": tiny_recipe["stage"][:1]}, [], where="tiny")[0]
     folder, objective = first_model(config, tmp_path), check_stage(config)
@@ -143,6 +162,56 @@ def test_a_misfit_is_told_with_parts_and_the_change(config: RunConfig, opened: C
     assert "use a smaller model" in explain_misfit(hopeless)
 
 
+def test_a_host_without_room_is_told_as_a_gpu_is(
+    config: RunConfig, opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = with_keys(config, "optim.offload=true")
+    parts = opened(away)
+    held = plan_stage(away, *parts, GPUS["h200"]).host_bytes
+    assert held > 0
+    full = replace(GPUS["h200"], host_free_bytes=0.1 * held)
+    plan = plan_stage(away, *parts, full)
+    assert not plan.fits
+    said = explain_misfit(plan)
+    assert "in the memory of the host: what optim.offload" in said
+    assert "The cheapest change that makes it fit: optim.offload = false" in said
+    monkeypatch.setattr(build_memory, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(build_memory, "this_gpu", lambda: full)
+    with pytest.raises(UserError, match="in the memory of the host"):
+        settle(away, *parts)
+    monkeypatch.setattr(build_memory, "this_gpu", lambda: replace(full, host_free_bytes=held))
+    assert settled_choice(settle(away, *parts)).states == "float32"
+
+
+def test_states_are_narrower_where_the_host_has_no_room_for_wide_ones(
+    config: RunConfig, opened: Callable[..., Any]
+) -> None:
+    away = with_keys(config, "optim.offload=true")
+    parts = opened(away)
+    narrow = with_keys(away, "optim.states=8bit")
+    held = plan_stage(narrow, *opened(narrow), GPUS["h200"]).host_bytes
+    assert plan_stage(away, *parts, replace(GPUS["h200"], host_free_bytes=held)).work.choice.states == "8bit"
+
+
+def test_trainers_that_share_the_gpus_of_this_machine_are_planned_together(
+    config: RunConfig, opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = with_keys(config, "cluster.trainers=4", "optim.offload=true")
+    parts = opened(copies)
+    needed, held = [], []
+    for gpus in (4, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        plan = plan_stage(copies, *parts, GPUS["h200"])
+        needed.append(plan.memory.needed_bytes)
+        held.append(plan.host_bytes)
+    assert needed[1] > 1.5 * needed[0]
+    assert (
+        held[0] == held[1] == 4 * plan_stage(with_keys(copies, "cluster.trainers=1"), *parts, GPUS["h200"]).host_bytes
+    )
+    elsewhere = plan_stage(copies, *parts, GPUS["h200"], PlanRequest(gpus=4))
+    assert elsewhere.work.trainers_per_gpu == 1
+
+
 def test_a_run_remembers_what_was_chosen(config: RunConfig) -> None:
     chosen = MemoryChoice(tokens_per_microbatch=4096, kv_tokens=640, gradient_checkpointing=True, states="8bit")
     stored = tomllib.loads(to_toml([with_choice(config, chosen)]))["stage"][0]
@@ -150,53 +219,3 @@ def test_a_run_remembers_what_was_chosen(config: RunConfig) -> None:
     changed = with_keys(config, "trainer.tokens_per_microbatch=512")
     assert settled_choice(with_stored_choice(changed, stored)).tokens_per_microbatch == 512
     assert with_stored_choice(config, {}) == config
-
-
-@pytest.mark.parametrize("where", ["loading", "trainer", "engine"])
-def test_a_full_gpu_is_explained_and_the_run_goes_on_after(
-    where: str, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short = with_keys(config, "steps=4", "checkpoint.every=1")
-    gradient, decode, load, count = PolicyStep.gradient, Runner.decode, build_trainer.load_models, [0]
-
-    def full_load(*arguments: Any) -> Any:
-        count[0] += 1
-        if count[0] == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
-        return load(*arguments)
-
-    def full_gradient(self: PolicyStep, *arguments: Any, **options: Any) -> Any:
-        count[0] += 1
-        if count[0] == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
-        return gradient(self, *arguments, **options)
-
-    def full_decode(self: Runner, *arguments: Any) -> Any:
-        count[0] += 1
-        if count[0] == 20:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
-        return decode(self, *arguments)
-
-    if where == "loading":
-        monkeypatch.setattr(build_trainer, "load_models", full_load)
-    elif where == "trainer":
-        monkeypatch.setattr(PolicyStep, "gradient", full_gradient)
-    else:
-        monkeypatch.setattr(Runner, "decode", full_decode)
-    with pytest.raises(BackendError) as found:
-        train_stages([short], run=tmp_path / "run")
-    said = str(found.value)
-    phase, key = {
-        "loading": ("loading", "optim.offload = true"),
-        "trainer": ("forward_backward", "trainer.tokens_per_microbatch = 4096"),
-        "engine": ("rollout", "trainer.tokens_per_microbatch = 4096"),
-    }[where]
-    assert f"out of memory in {phase}: CUDA out of memory. Tried to allocate 7.00 GiB" in said
-    assert "Planned were" in said
-    assert key in said
-    assert "--resume" in said
-    train_stages([short], run=tmp_path / "run", resume=True)
-    assert (tmp_path / "run" / "checkpoints" / "0-rl" / "step-4").is_dir()
-    stored = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["stage"][0]
-    assert stored["trainer"]["tokens_per_microbatch"] == 8192
-    assert stored["optim"]["states"] == "float32"

@@ -45,6 +45,25 @@ def test_every_stage_has_its_table_of_bytes_and_seconds(
     assert 'optim.states = "8bit",' in shown or 'optim.states = "8bit"\n' in shown, "given values are not marked"
 
 
+def test_bytes_in_the_memory_of_hosts_are_always_told(
+    tiny_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "1.5b").mkdir()
+    numbers = dict(zip(KEYS, SIZES["1.5b"], strict=True))
+    (tmp_path / "1.5b" / "config.json").write_text(json.dumps({**numbers, "max_position_embeddings": 512}))
+    (_, rl) = tiny_recipe["stage"]
+    path = tmp_path / "offloaded.toml"
+    table = {**tiny_recipe, "model": {"path": str(tmp_path / "1.5b"), "dtype": "bfloat16"}, "stage": [rl]}
+    path.write_text(to_toml(resolve(table, [], where="offloaded")))
+    assert plan(monkeypatch, path, "--gpu", "h200", "--set", "optim.offload=true") == 0
+    assert "CUDA and gaps the rest), 14.4 GiB of the memory of each host" in " ".join(capsys.readouterr().out.split())
+    keys = ("optim.states=float32", "trainer.tokens_per_microbatch=1024", "model.gradient_checkpointing=true")
+    change = tuple(word for key in keys for word in ("--set", key))
+    assert plan(monkeypatch, path, "--gpu", "t4", *change) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "optim.offload = true (with 14.4 GiB of the memory of each host)" in said
+
+
 def test_what_cannot_fit_is_refused_with_the_change_that_helps(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from temper.errors import UserError
-from temper.planning.choice import candidates, choose, find_remedy, fits
+from temper.planning.choice import candidates, choose, fits, least_choice
 from temper.planning.gpus import GPUS, Gpu, find_gpu
 from temper.planning.memory import plan_memory
 from temper.planning.workload import Workload
@@ -58,48 +58,14 @@ def test_given_values_stay(make_workload: Make) -> None:
     assert choose(make_workload("7b"), GPUS["a100-80"].memory_bytes, {"states": "float32"}) is None
 
 
-@pytest.mark.parametrize(
-    ("free", "said"),
-    [
-        (70, "trainer.tokens_per_microbatch = 16384"),
-        (38, "trainer.tokens_per_microbatch = 2048"),
-    ],
-)
-def test_the_cheapest_change_is_named(free: float, said: str, make_workload: Make) -> None:
-    assert str(find_remedy(make_workload("1.5b", microbatch=32768), free * 2**30)) == said
-
-
-@pytest.mark.parametrize(
-    ("free", "said"),
-    [
-        (130, 'optim.states = "8bit"'),
-        (70, "optim.offload = true"),
-        (50, "model.lora = {rank = 32}"),
-    ],
-)
-def test_dearer_changes_are_named_where_cheaper_ones_are_not_enough(
-    free: float, said: str, make_workload: Make
-) -> None:
-    """At about one row a microbatch, recomputed already."""
-    work = make_workload("7b", microbatch=1024, recomputes=True)
-    assert str(find_remedy(work, free * 2**30)) == said
-
-
-def test_recomputing_comes_before_narrow_states(make_workload: Make) -> None:
-    work = make_workload("1.5b", new=8192, microbatch=1024)
-    recomputed = replace(work, choice=replace(work.choice, gradient_checkpointing=True))
-    free = plan_memory(recomputed).needed_bytes
-    assert str(find_remedy(work, free)) == "model.gradient_checkpointing = true"
-    narrow = replace(work, choice=replace(work.choice, states="8bit"))
-    assert plan_memory(narrow).needed_bytes > free, "else the order would not show"
-
-
-def test_a_remedy_fits_and_none_of_its_changes_is_needless(make_workload: Make) -> None:
-    work = make_workload("1.5b", microbatch=32768)
-    remedy = find_remedy(work, 23.5 * 2**30)
-    assert remedy is not None
-    assert len(remedy.changes) > 1
-    assert find_remedy(make_workload("7b"), 10 * 2**30) is None, "weights alone are more"
+def test_parts_are_never_given_the_states_that_are_refused_with_them(make_workload: Make) -> None:
+    whole = make_workload("7b", trainers=2, engine="copied")
+    cut = replace(whole, parts=True)
+    assert {choice.states for choice in candidates(whole, {})} == {"float32", "bfloat16", "8bit"}
+    assert {choice.states for choice in candidates(cut, {})} == {"float32", "bfloat16"}
+    assert least_choice(cut, {}).states == "bfloat16"
+    tight = replace(cut, choice=replace(least_choice(cut, {}), states="8bit"))
+    assert choose(cut, plan_memory(tight).needed_bytes, {}) is None, "only narrower states would fit"
 
 
 def test_gpus_are_known_by_name_and_others_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from temper.planning.choice import choose, find_remedy, fits
+from temper.planning.choice import choose, fits
 from temper.planning.gpus import GPUS
 from temper.planning.layout import (
     Layout,
@@ -18,6 +18,7 @@ from temper.planning.layout import (
     with_layout,
 )
 from temper.planning.memory import plan_memory
+from temper.planning.remedy import find_remedy
 from temper.planning.seconds import plan_seconds
 from temper.planning.workload import AnswerLengths, Workload, by_gpu
 
@@ -54,6 +55,9 @@ def test_what_is_given_is_kept(make_workload: Make) -> None:
     work = make_workload("1.5b")
     assert {layout.parts for layout in layouts(work, 8, parts=True)} == {True}
     assert {(layout.trainers, layout.samplers) for layout in layouts(work, 8, trainers=3)} == {(3, 5)}
+    whole = replace(work, may_be_cut=False)
+    assert {layout.parts for layout in layouts(whole, 8)} == {False}
+    assert {layout.parts for layout in layouts(whole, 8, parts=True)} == {False}, "a check would refuse it"
     reading = replace(work, rolls=False)
     assert {(layout.trainers, layout.is_apart) for layout in layouts(reading, 8)} == {(8, False)}
     assert {layout.gpus for layout in layouts(reading, 8, trainers=3)} == {3}

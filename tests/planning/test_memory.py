@@ -10,7 +10,7 @@ import pytest
 
 from temper.build.policy import BLOCK_SIZE
 from temper.engine.local.chunks import MOST_TOKENS
-from temper.planning.memory import BLOCK_TOKENS, CHUNK_TOKENS, ROUNDING, plan_memory
+from temper.planning.memory import BLOCK_TOKENS, CHUNK_TOKENS, CONTEXT_BYTES, ROUNDING, SPLINTERS, plan_memory
 from temper.planning.shape import decoder_shape
 from temper.planning.workload import LEAST_SHARED, AdapterShape, Workload, by_gpu
 from temper.trainer.passes.sharing import LEAST_SAVING
@@ -202,8 +202,39 @@ def test_parts_divide_weights_gradients_and_states_and_gather_layers(make_worklo
     assert not {"gathered layers", "exchange buffers"} & copied.keys()
     assert copied["collectives"] == divided["collectives"] == 2**30
     assert "collectives" not in plan_memory(make_workload("7b")).phases["update"]
-    assert plan_memory(replace(parts, offload=True)).host_bytes == 10 * count / 8
+    assert plan_memory(replace(parts, offload=True)).host_bytes == 10 * count, "8 of them on one machine"
+    assert plan_memory(replace(parts, offload=True, machine_trainers=4)).host_bytes == 10 * count / 2
     assert plan_memory(replace(parts, has_critic=True)).phases["update"]["critic"] == 12 * count / 8
+
+
+def test_copies_of_one_machine_share_its_memory_and_copies_on_one_gpu_share_that(make_workload: Make) -> None:
+    """7B, four trainers: 10 bytes a parameter in the host's memory for each. Two on a GPU: twice all but the engine."""
+    apart = make_workload("7b", trainers=4, offload=True, has_critic=True)
+    together = replace(apart, trainers_per_gpu=2)
+    count = apart.shape.parameters
+    assert plan_memory(apart).host_bytes == 4 * 2 * 10 * count
+    assert plan_memory(replace(apart, frozen=(apart.shape,), offload_frozen=True)).host_bytes == 4 * 22 * count
+    alone, shared = plan_memory(apart), plan_memory(together)
+    assert (alone.processes, shared.processes) == (1, 2)
+    assert shared.host_bytes == alone.host_bytes
+    for phase, parts in shared.phases.items():
+        for name, size in parts.items():
+            is_engine = name in ("KV cache", "graphs", "prompts and logits")
+            assert size == (1 if is_engine else 2) * alone.phases[phase][name], (phase, name)
+    extra = shared.needed_bytes - shared.peak_bytes / (1 - SPLINTERS)
+    assert extra == pytest.approx(2 * CONTEXT_BYTES)
+
+
+def test_samplers_that_share_a_gpu_are_counted_on_it(make_workload: Make) -> None:
+    apart = make_workload("7b", engine="apart", num_samplers=4)
+    crowded = replace(apart, samplers_per_gpu=2)
+    one, two = (plan_memory(by_gpu(work)["sampler"]) for work in (apart, crowded))
+    assert two.peak_bytes == pytest.approx(2 * one.peak_bytes)
+    assert (one.processes, two.processes) == (1, 2)
+    assert one.host_bytes == two.host_bytes == 0
+    beside = replace(apart, engine="copied", num_samplers=3)
+    assert plan_memory(beside).processes == 4, "the trainer, and three samplers"
+    assert plan_memory(replace(beside, draws_here=True)).processes == 1
 
 
 def test_a_microbatch_has_no_more_rows_than_a_trainer_gets(make_workload: Make) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from temper.batching.made_up import RowShape, made_up_rows
 from temper.batching.pack import pack
+from temper.errors import OutOfMemory
 from temper.models.scorer import load_scorer
 from temper.models.tiny import character_tokenizer, make_tiny_model
 from temper.objectives import DIRECT_LOSSES, POLICY_GRADIENTS, Objective, PolicyObjective, resolve
@@ -121,3 +122,36 @@ def test_only_one_microbatch_is_computed(make_model: Callable[..., Any], monkeyp
     monkeypatch.setattr(trainer._policy_step, "rehearse", lambda part, facts: rehearsed.append(len(part[0].token_ids)))
     trainer.warm_up(made_up_rows(SHAPE, num_rows=40, group_size=4))
     assert rehearsed == [60], "six rows of ten tokens fit into 64"
+
+
+def test_states_are_there_before_a_microbatch_is_tried(
+    make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them a microbatch would fit that does not beside them."""
+    trainer, seen = make_trainer(make_model(), resolve("grpo")), list[bool]()
+    made = trainer._optimizer._state
+    rehearse = trainer._policy_step.rehearse
+
+    def watch(part: Any, facts: Any) -> None:
+        seen.append(made._made is not None)
+        rehearse(part, facts)
+
+    monkeypatch.setattr(trainer._policy_step, "rehearse", watch)
+    trainer.warm_up(rows_for(resolve("grpo")))
+    assert seen == [True]
+    own_steps = make_trainer(make_model(), resolve("trpo"))
+    own_steps.warm_up(rows_for(resolve("trpo")))
+    assert own_steps._optimizer._state._made is None, "never needed"
+
+
+def test_states_without_room_are_no_matter_of_microbatches(
+    make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(make_model(), resolve("grpo"))
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
+
+    monkeypatch.setattr(trainer._optimizer, "reserve", full)
+    with pytest.raises(OutOfMemory, match="out of memory in optimizer: CUDA"):
+        trainer.warm_up(rows_for(resolve("grpo")))

@@ -22,6 +22,8 @@ from temper.build import (
     doubts_about,
     explain_misfit,
     first_model,
+    pick_device,
+    plan_on_cpu,
     plan_stage,
 )
 from temper.commands.training.train import starts_elsewhere
@@ -33,7 +35,7 @@ from temper.evals import contamination
 from temper.models.load import find_checkpoint
 from temper.objectives import Objective
 from temper.planning.gpus import GIB, this_gpu
-from temper.planning.table import settings_line
+from temper.planning.table import memory_text, settings_line
 from temper.stages.distill import teacher_folders
 from temper.stages.kind import StageKind
 from temper.stages.kinds import kind_of
@@ -178,8 +180,7 @@ def _describe(stage: OpenedStage) -> str:
         **({"objective": objective.name} if kind.trains else {}),
         **_batch_rows(stage, kind, objective, data),
     }
-    if (gpu := this_gpu()) is not None:
-        rows["memory"] = _memory_row(plan_stage(stage.readable, objective, data, stage.model, gpu))
+    rows["memory"], table = _planned_memory(stage, objective, data)
     if config.model.lora is not None:
         rows["adapter"] = ", ".join(f"{name} {value}" for name, value in config.model.lora.model_dump().items())
     rows |= calls.run(try_environment(config, data))
@@ -192,7 +193,7 @@ def _describe(stage: OpenedStage) -> str:
     body = "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
     unchosen = doubt_choosers(config, data.stream.sources)
     warnings = (*doubts_about(config, objective), unchosen, contamination.check(data.known, data.heldout))
-    body = "\n".join([body, *(f"{WARNING} {doubt}" for doubt in warnings if doubt)])
+    body = "\n".join([body, table, *(f"{WARNING} {doubt}" for doubt in warnings if doubt)])
     return f"stage {stage.number}: {config.stage}, {config.steps} steps\n{body}"
 
 
@@ -200,6 +201,18 @@ def count_doubts(found: str) -> int:
     """How many lines of a dry run say that something may be wrong."""
     lines = [line.strip() for line in found.splitlines()]
     return sum(line.startswith(WARNING) or f" {IN_DOUBT}  " in line for line in lines)
+
+
+def _planned_memory(stage: OpenedStage, objective: Objective, data: StageData) -> tuple[str, str]:
+    """In a line, and as a table of parts and phases: of this machine's GPU, or of its memory where it has none."""
+    planned = (stage.readable, objective, data, stage.model)
+    gpu = this_gpu() if pick_device(stage.config.model.device).type == "cuda" else None
+    if gpu is None:
+        memory = plan_on_cpu(*planned)
+        line = f"about {memory.peak_bytes / GIB:.2f} GiB on this machine's CPU, most in {memory.peak_phase}"
+        return f"{line}. For a GPU: temper plan RECIPE --gpu NAME", memory_text({"trainer": memory})
+    plan = plan_stage(*planned, gpu)
+    return _memory_row(plan), memory_text(plan.memories)
 
 
 def _memory_row(plan: StagePlan) -> str:

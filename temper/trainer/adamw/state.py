@@ -124,6 +124,10 @@ class AdamState:
         is_fit = kind.is_compact and kind.master_dtype == torch.float32
         return self._kernels and is_fit and has_kernels(device.type)
 
+    def reserve(self) -> None:
+        """Makes the state, all zeros, before the first update needs it: what is tried beside it has less room."""
+        self._residence()
+
     def forget_moments(self) -> None:
         if self._made is not None:
             for home in self._made.homes():

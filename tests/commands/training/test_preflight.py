@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from temper.build import Listeners, build_stage, first_model, make_plan, resolve_objective
+from temper.commands.training import preflight
 from temper.commands.training.preflight import dry_run
 from temper.config import load_recipe, resolve, to_toml
 from temper.errors import UserError
+from temper.planning.gpus import GPUS
 from temper.stages.kinds import kind_of
 from temper.stages.reading.data import open_data
 
@@ -378,3 +382,28 @@ def test_generated_tasks_that_are_too_long_are_named_or_dropped_when_drawn(
     tiny_recipe["train"][0]["options"] = {"min_letters": 1, "max_letters": 40}
     with pytest.raises(UserError, match=r"generated tasks: \d+ of 264 prompts are too long.*train\.skip_bad"):
         dry_run(write_recipe(tiny_recipe | {"stage": tiny_recipe["stage"][1:]}, tmp_path))
+
+
+def test_a_dry_run_prints_the_table_of_memory_of_every_stage(
+    tiny_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU in MiB of the machine's memory, on a GPU of its own; one that is too small ends it."""
+    path = write_recipe(tiny_recipe, tmp_path)
+    monkeypatch.setattr(preflight, "pick_device", lambda name: torch.device("cpu"))
+    for text in (stages := dry_run(path).split("\n\n")):
+        for part in ("weights", "optimiser states", "gradients", "together", "MiB"):
+            assert part in text
+        assert "GiB on this machine's CPU, most in" in text
+        assert "workspaces" not in text, "of CUDA's libraries"
+    assert len(stages) == 2
+    monkeypatch.setattr(preflight, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(preflight, "this_gpu", lambda: GPUS["h200"])
+    on_gpu = dry_run(path).split("\n\n")
+    assert len(on_gpu) == 2
+    for text in on_gpu:
+        assert "of 139.8 GiB, most in" in text
+        assert "together" in text
+        assert "graphs" in text, "recorded on a GPU alone"
+    monkeypatch.setattr(preflight, "this_gpu", lambda: replace(GPUS["h200"], free_bytes=2**20))
+    with pytest.raises(UserError, match=r"stage 1 \(sft\): this needs .* GiB, and 0\.0 are free"):
+        dry_run(path)
