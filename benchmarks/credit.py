@@ -32,14 +32,14 @@ from temper.protocols import EnvOpening, EnvReply
 from temper.runs.reader import RunReader
 from temper.types import Message, Task
 
-CREDITS: dict[str, str | dict[str, Any]] = {
+CREDITS = {
     "trajectory": "group_mean",
     "turn": "turn_returns",
     "state": "state_returns",
-    "step": {"name": "step_values", "samples": 4},
+    "step": "step_values",
 }
 """None divides by a deviation, so that they differ in what they compare alone. Step values are those of turns, and the
-episodes that estimate them are drawn on top of all others: 4 from each turn, where the paper has 9."""
+episodes that estimate them are drawn on top of all others."""
 WAY = 0.5
 """Paid for the way, by turn."""
 HELDOUT_SEED = 7919
@@ -157,7 +157,7 @@ def main() -> None:
     results: dict[str, list[Achieved]] = {}
     for seed in range(options.seeds):  # seed by seed, so that a queue that was stopped leaves whole comparisons
         for credit in options.credits:
-            config = configured(practice, comparison, credit, start)
+            config = configured(practice, comparison, advantage_of(credit, options.samples), start)
             results.setdefault(credit, []).append(run(runs, f"{credit}-{seed}", changed(config, {"seed": seed})))
     print(f"{options.task}: held-out score in %, sampled\n\n{page(results)}")
 
@@ -167,6 +167,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--task", choices=list(COMPARISONS), default="calculator")
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--credits", type=lambda text: text.split(","), default=list(CREDITS))
+    parser.add_argument("--samples", type=int, default=4, help="of each turn, for step values; the paper has 9")
     parser.add_argument("--runs", type=Path, default=Path("runs/credit"))
     return parser.parse_args()
 
@@ -180,11 +181,15 @@ def heldout(config: RunConfig, size: int) -> dict[str, Any]:
     return {"heldout": [{**source, "seed": HELDOUT_SEED, "size": size} for source in sources]}
 
 
-def configured(practice: RunConfig, comparison: Comparison, credit: str, start: Path) -> RunConfig:
+def advantage_of(credit: str, samples: int) -> dict[str, Any]:
+    return {"name": CREDITS[credit], **({"samples": samples} if credit == "step" else {})}
+
+
+def configured(practice: RunConfig, comparison: Comparison, advantage: dict[str, Any], start: Path) -> RunConfig:
     """The second stage with this credit, from a checkpoint."""
     table = practice.model_dump(exclude_none=True)
     table["model"] = {"path": str(start.resolve())}
-    table["objective"] = {"preset": "grpo", "advantage": CREDITS[credit]}
+    table["objective"] = {"preset": "grpo", "advantage": advantage}
     table["reward"] = [{"kind": "env"}]
     common = {
         "env": {"name": f"{FILE}:{comparison.env}"},
@@ -233,11 +238,9 @@ def rows(results: dict[str, list[Achieved]]) -> list[tuple[str, ...]]:
     for credit, runs in results.items():
         before = statistics.fmean(one.start[0] for one in runs)
         after = ", ".join("{:.1f} [{:.1f}, {:.1f}]".format(*(100 * value for value in one.end)) for one in runs)
-        advantage = CREDITS[credit]
-        name = advantage if isinstance(advantage, str) else advantage["name"]
         drawn = round(statistics.fmean(one.num_drawn for one in runs), -3)
         cells = [
-            f"{credit} (`{name}`)",
+            f"{credit} (`{CREDITS[credit]}`)",
             f"{100 * before:.1f}",
             after,
             shown([one.gain for one in runs]),

@@ -69,10 +69,12 @@ def calls_of(task: Task) -> list[tuple[str, dict[str, object]]]:
 def test_runs_differ_in_their_advantage_alone_and_are_judged_by_the_end(credit: ModuleType, task: str) -> None:
     comparison = credit.COMPARISONS[task]
     _, practice = load_recipe(comparison.recipe)
-    configs = [credit.configured(practice, comparison, kind, Path("checkpoint")) for kind in credit.CREDITS]
+    advantages = [credit.advantage_of(kind, samples=2) for kind in credit.CREDITS]
+    assert [one for one in advantages if "samples" in one] == [{"name": "step_values", "samples": 2}]
+    configs = [credit.configured(practice, comparison, advantage, Path("checkpoint")) for advantage in advantages]
     tables = [config.model_dump(exclude={"objective"}) for config in configs]
     assert all(table == tables[0] for table in tables)
-    assert [config.objective.advantage for config in configs] == list(credit.CREDITS.values())
+    assert [config.objective.advantage for config in configs] == advantages
     assert configs[0].heldout[0].seed not in {source.seed for source in (*practice.heldout, *practice.train)}
     assert [part.kind for part in configs[0].reward] == ["env"]
     assert [part.kind for part in configs[0].evaluation.reward] == [comparison.outcome["kind"]]
