@@ -6,6 +6,7 @@ Owns: reading a stage as a Workload, settling its keys on "auto", what is said w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Literal
 import torch
 
 from temper.build.check import problem_with_parts
-from temper.build.machine import spread
 from temper.build.models import pick_device, pick_dtype
+from temper.cluster.devices import trainers_here
 from temper.config import RunConfig
 from temper.config.memory import CPU_CHOICE, KEYS, MemoryChoice, given_choice, settled_choice, with_choice
 from temper.errors import UserError
@@ -27,7 +28,7 @@ from temper.planning.memory import MemoryPlan, plan_memory
 from temper.planning.remedy import Remedy, find_remedy
 from temper.planning.seconds import TimePlan
 from temper.planning.shape import DecoderShape, read_decoder_shape
-from temper.planning.workload import AdapterShape, AnswerLengths, Workload, by_gpu
+from temper.planning.workload import AdapterShape, AnswerLengths, Workload, by_gpu, spread
 from temper.stages.distill import teacher_folders
 from temper.stages.kinds import kind_of
 from temper.stages.reading.data import StageData
@@ -278,7 +279,9 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         tokens_per_step=max(config.engine.tokens_per_step, config.engine.max_running + 1),
         has_graphs=config.engine.graphs,
     )
-    return spread(work, config.cluster, torch.cuda.device_count())
+    gpus = torch.cuda.device_count()
+    here = trainers_here(config.cluster.trainers, gpus, os.environ, is_on_ray=config.cluster.is_on_ray)
+    return spread(work, here, gpus)
 
 
 def _has_processes(config: RunConfig, objective: Objective) -> bool:

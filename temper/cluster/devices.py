@@ -5,6 +5,23 @@ Owns: the arithmetic. Refuses: looking what there is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from temper.cluster.ranks import find_place
+
+LOCAL_WORLD = "LOCAL_WORLD_SIZE"
+"""How many ranks torchrun started on this machine; SLURM does not say."""
+
+
+def trainers_here(trainers: int, num_gpus: int, environment: Mapping[str, str], *, is_on_ray: bool) -> int:
+    """Of so many, those on this machine: all where they are children of this process. Ray gives each a GPU."""
+    if is_on_ray:
+        return min(trainers, num_gpus)
+    if find_place(environment).is_launched:
+        local = environment.get(LOCAL_WORLD, "")
+        return min(trainers, int(local) if local.isdecimal() else num_gpus)
+    return trainers
+
 
 def sampler_devices(device: str, num_samplers: int, num_gpus: int, num_trainers: int = 1) -> list[str]:
     """Of each sampler: a GPU that no trainer uses, in turn; beside trainers where there is no other. On a CPU all are

@@ -224,3 +224,17 @@ def with_lengths(work: Workload, lengths: AnswerLengths | None) -> Workload:
     if lengths is None:
         return work
     return replace(work, completion_tokens=lengths.mean, longest_tokens=lengths.longest)
+
+
+def spread(work: Workload, trainers_here: int, gpus: int) -> Workload:
+    """The same, with what processes share where so many of its trainers are on a machine with so many GPUs (0: nobody
+    looks, for a CPU is not planned)."""
+    if gpus == 0:
+        return work
+    free = (gpus - trainers_here) // work.engine_gpus
+    return replace(
+        work,
+        machine_trainers=trainers_here,
+        trainers_per_gpu=-(-trainers_here // gpus),
+        samplers_per_gpu=-(-work.num_samplers // free) if work.engine == "apart" and free > 0 else 1,
+    )

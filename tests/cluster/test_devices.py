@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from temper.cluster.devices import sampler_devices, sampler_gpus
+import pytest
+
+from temper.cluster.devices import sampler_devices, sampler_gpus, trainers_here
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "gpu7"}
 
 
 def test_samplers_have_the_gpus_that_the_trainer_leaves() -> None:
@@ -27,3 +31,19 @@ def test_samplers_over_several_gpus_have_neighbours_that_no_trainer_uses() -> No
     assert sampler_gpus("cuda:0", 2, 5, 1, 2) == [(1, 2), (3, 4)]
     assert sampler_gpus("cuda:0", 3, 6, 1, 2) == [(1, 2), (3, 4), (1, 2)], "in turn"
     assert sampler_gpus("cuda:0", 1, 2, 1, 2) == [(0, 1)], "beside the trainer where too few are left"
+
+
+@pytest.mark.parametrize(
+    ("trainers", "gpus", "environment", "is_on_ray", "here"),
+    [
+        (4, 2, {}, False, 4),
+        (8, 4, {**LAUNCHED, "LOCAL_WORLD_SIZE": "4"}, False, 4),
+        (8, 1, {**LAUNCHED, "LOCAL_WORLD_SIZE": "4"}, False, 4),
+        (8, 4, LAUNCHED, False, 4),
+        (8, 1, {}, True, 1),
+    ],
+)
+def test_trainers_of_this_machine_are_children_or_those_that_a_launcher_started_here(
+    trainers: int, gpus: int, environment: dict[str, str], is_on_ray: bool, here: int
+) -> None:
+    assert trainers_here(trainers, gpus, environment, is_on_ray=is_on_ray) == here
