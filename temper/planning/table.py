@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from io import StringIO
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -20,6 +20,7 @@ from temper.planning.layout import Layout
 from temper.planning.memory import MemoryPlan
 from temper.planning.seconds import TimePlan
 from temper.planning.workload import Workload
+from temper.terminal import SafeConsole
 
 MIB = 2**20
 TEXT_WIDTH = 100
@@ -94,7 +95,7 @@ def memory_text(memories: Mapping[str, MemoryPlan]) -> str:
     """The tables of each kind of GPU as plain text."""
     titles = {kind: "" if len(memories) == 1 else f"each {kind}'s GPU" for kind in memories}
     written = StringIO()
-    console = Console(file=written, width=TEXT_WIDTH, color_system=None)
+    console = SafeConsole(file=written, width=TEXT_WIDTH, color_system=None)
     for kind, memory in memories.items():
         console.print(memory_table(memory, titles[kind]))
     return written.getvalue().rstrip()

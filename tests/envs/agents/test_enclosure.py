@@ -155,11 +155,14 @@ def test_an_agent_sees_nothing_of_the_temporary_files_beside_its_own(tmp_path: P
     assert (end.problem, end.result) == (None, f"{folder} ['{name}']")
 
 
-def test_temporary_files_in_the_working_folder_are_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "scratch" / "inner").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
-    end = run_agent(tmp_path, f"{LOOK}\nseen('scratch')")
+def test_temporary_files_in_the_working_folder_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as short:  # the path of a socket has 108 bytes at most
+        folder = Path(short)
+        (folder / "scratch" / "inner").mkdir(parents=True)
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder / "scratch"))
+        end = run_agent(folder, f"{LOOK}\nseen('scratch')")
+        monkeypatch.undo()
     assert (end.problem, end.result) == (None, "scratch []")
 
 
