@@ -1,7 +1,7 @@
 """Which credit learns faster with tools: by trajectory, turn, state or step? One supervised checkpoint, several seeds.
 
     python benchmarks/credit.py --task calculator --seeds 3
-    python benchmarks/credit.py --task shop --seeds 3 --credits trajectory,turn,step
+    python benchmarks/credit.py --task shop --seeds 3 --samples 2 --credits trajectory,turn,step
 Every run starts from the same supervised checkpoint and sees the same rewards: the environment pays half a point for
 the way, in the turn that goes it, and one for the end. Only objective.advantage differs. Held-out scores count the end
 alone, at temperature 1, on tasks that no setting was chosen by. What a finished run achieved is kept beside it
