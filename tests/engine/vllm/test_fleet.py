@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,15 @@ SECONDS = 900.0
 
 
 def offspring(pid: int) -> list[Any]:
-    """All processes below this one, but Python's own tracker of shared memory."""
+    """All living processes below this one, but Python's own tracker of shared memory."""
     import psutil
 
-    below = psutil.Process(pid).children(recursive=True)
-    return [one for one in below if "tracker" not in " ".join(one.cmdline())]
+    found = []
+    for one in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has just ended, and may wait to be fetched
+            if "tracker" not in " ".join(one.cmdline()):
+                found.append(one)
+    return found
 
 
 def require_ended(processes: list[Any]) -> None:
