@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.heavy  # a process of its own for each of forty lines
 ROOT = Path(__file__).parents[2]
 PROBE = """
 import json, os, sys
