@@ -334,6 +334,34 @@ def solve(task):
     assert not any("impatient" in tokenizer.decode(request.prompt_ids) for request in sampler.requests)
 
 
+def test_a_client_that_goes_while_it_is_answered_has_made_its_call(play: Play) -> None:
+    """Else an agent with a short patience would draw without end."""
+    text = """
+def solve(task):
+    body = json.dumps({"model": "m", "messages": task["messages"]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    address = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    for _ in range(2):
+        try:
+            urllib.request.urlopen(urllib.request.Request(address, body, headers), timeout=0.5)
+        except TimeoutError:
+            pass
+    try:
+        ask(task["messages"])
+    except OSError as error:
+        return str(error.code)
+"""
+    sampler: FakeSampler
+
+    async def delay(request: Request) -> None:
+        while request.id not in sampler._aborted:
+            await asyncio.sleep(0.01)
+
+    sampler = FakeSampler(lambda request: [1], delay=delay)
+    played = play(text, sampler=sampler, max_turns=2)
+    assert (len(sampler.requests), played.status, played.num_tokens) == (2, Status.TOOL_ERROR, 0)
+
+
 def test_a_context_that_is_full_cuts_the_episode(play: Play) -> None:
     played = play("def solve(task):\n    ask(task['messages'])\n    ask([user('x' * 600)])")
     assert (played.status, len(played.turns)) == (Status.TRUNCATED_LENGTH, 1)

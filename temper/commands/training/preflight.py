@@ -210,7 +210,8 @@ def _planned_memory(stage: OpenedStage, objective: Objective, data: StageData) -
     if gpu is None:
         memory = plan_on_cpu(*planned)
         line = f"about {memory.peak_bytes / GIB:.2f} GiB on this machine's CPU, most in {memory.peak_phase}"
-        return f"{line}. For a GPU: temper plan RECIPE --gpu NAME", memory_text({"trainer": memory})
+        beside = "The program itself comes on top. For a GPU: temper plan RECIPE --gpu NAME"
+        return f"{line}. {beside}", memory_text({"trainer": memory})
     plan = plan_stage(*planned, gpu)
     return _memory_row(plan), memory_text(plan.memories)
 
