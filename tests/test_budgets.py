@@ -35,8 +35,9 @@ MORE_PARAMETERS = {
     # What a kernel reads and writes, tensor by tensor: a bundle of them would only be taken apart again.
     "models/kernels/tiled_attention.py:paged_attention": 9,
     "models/kernels/tiled_attention.py:packed_attention": 8,
-    "models/kernels/tiled_attention.py:decode_attention": 8,
+    "models/kernels/tiled_attention.py:decode_attention": 9,  # with its role in a chain, as the next but one
     "models/kernels/rope.py:rotate_and_store": 8,
+    "models/kernels/decode_step.py:rotate_and_store_parts": 8,
 }
 UNBOUNDED = {"get", "join", "wait", "result", "acquire", "recv", "communicate"}
 

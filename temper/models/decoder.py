@@ -111,7 +111,7 @@ def layer_forward(
     norm = layer.post_attention_layernorm
     if is_sparse(layer.mlp):
         normed_TD, residual_TD = ops.add_rms_norm(attended_TD, residual_TD, norm.weight, norm.variance_epsilon)
-        return _experts(layer, ops, normed_TD, routes), residual_TD
+        return mix_experts(layer, ops, normed_TD, routes), residual_TD
     # In every pass of such a layer, so that a pass without gradient has the same bits.
     is_long = len(residual_TD) > feed_forward.CHUNK_TOKENS and not hasattr(layer.mlp, "temper_together")
     if is_long and getattr(layer, "gradient_checkpointing", False):
@@ -139,7 +139,7 @@ def _feed_forward(mlp: Any, normed_TD: States, ops: Ops, inputs: Inputs) -> Tens
     return _project(ops, gated_TF, (mlp.down_proj,))
 
 
-def _experts(layer: Any, ops: Ops, normed_TD: Tensor, routes: Routes | None) -> Tensor:
+def mix_experts(layer: Any, ops: Ops, normed_TD: Tensor, routes: Routes | None) -> Tensor:
     """What the chosen experts of each token say, weighted, and the shared expert where the family has one."""
     mlp, config = layer.mlp, layer.self_attn.config
     logits_TE = router_logits(config, mlp.gate, ops.linear, normed_TD)
@@ -190,7 +190,7 @@ def _attention(module: Any, normed_TD: States, ops: Ops, rotation: tuple[Tensor,
     query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if (norm := getattr(module, "q_norm", None)) is not None:
         query, key = _normed(ops, norm, query), _normed(ops, module.k_norm, key)
-    window = _window(module)
+    window = attention_window(module)
     is_whole = rotation[0].shape[-1] == module.head_dim
     if is_whole and (rotating := getattr(attend, "rotating", None)) is not None:
         output = rotating(module.layer_idx, query, key, value, rotation, scaling=module.scaling, sliding_window=window)
@@ -214,7 +214,7 @@ def _normed(ops: Ops, norm: Any, heads: Tensor) -> Tensor:
     return ops.rms_norm(rows, norm.weight, norm.variance_epsilon).view(heads.shape)
 
 
-def _window(module: Any) -> int | None:
+def attention_window(module: Any) -> int | None:
     """Qwen's attention knows whether its layer has a window; Mistral's is the configuration's; Llama has none."""
     if hasattr(module, "sliding_window"):
         return module.sliding_window  # type: ignore[no-any-return]

@@ -86,8 +86,8 @@ def test_experts_whose_rounding_depends_on_other_rows_are_no_leak(seed: int) -> 
 
 def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Into what the experts of a layer say of all packed tokens."""
-    sound = decoder._experts
-    monkeypatch.setattr(decoder, "_experts", lambda *given: change(sound(*given)))
+    sound = decoder.mix_experts
+    monkeypatch.setattr(decoder, "mix_experts", lambda *given: change(sound(*given)))
 
 
 def test_an_expert_model_that_leaks_less_than_its_rounding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,10 @@ class GraphLimits:
     max_steps: int
     """Tokens drawn between two looks of the host."""
 
+    def table_width(self, block_size: int) -> int:
+        """Blocks of a row, those included that it draws into beyond its limit: what it draws there is thrown away."""
+        return self.max_blocks + -(-self.max_steps // block_size) + 1
+
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """(work) -> (do it again, on what its tensors hold by then; the tensor it writes its result to)."""
@@ -69,12 +73,10 @@ class DecodeGraphs:
     ) -> None:  # fmt: skip
         self._work, self._record = work, record
         rows = bucket(limits.max_rows)
-        # Beyond its limit a row draws into the scratch block; what it draws there is thrown away.
-        width = limits.max_blocks + -(-limits.max_steps // block_size) + 1
         integers = torch.zeros((3, rows), dtype=torch.int64, device=device)
         self._tokens_N, self._positions_N, self._keys_N = integers
         self._temperature_N = torch.ones(rows, device=device)
-        self.tables = BlockTables(rows, width, device)
+        self.tables = BlockTables(rows, limits.table_width(block_size), device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._drawn_SN = torch.zeros((limits.max_steps, rows), dtype=torch.int64, device=device)
         self._logprobs_SN = torch.zeros((limits.max_steps, rows), device=device)
@@ -137,7 +139,7 @@ class DecodeGraphs:
         return self._recorded[key]
 
     def _run(self, key: GraphKey) -> Tensor:
-        from temper.models.kernels.draw import draw_tokens
+        from temper.models.kernels.draw import draw_tokens, keep_drawn
 
         size = key.size
         tokens_N, positions_N = self._tokens_N[:size], self._positions_N[:size]
@@ -147,13 +149,7 @@ class DecodeGraphs:
         drawn_N, logprobs_N = draw_tokens(
             self._work.logits(hidden_ND), self._temperature_N[:size], self._keys_N[:size], positions_N + 1
         )
-        # Modulo: recording runs the work more often than there are steps.
-        place = self._step % len(self._drawn_SN)
-        self._drawn_SN[:, :size].index_copy_(0, place, drawn_N.unsqueeze(0))
-        self._logprobs_SN[:, :size].index_copy_(0, place, logprobs_N.unsqueeze(0))
-        tokens_N.copy_(drawn_N)
-        positions_N.add_(1)
-        self._step.add_(1)
+        keep_drawn(drawn_N, logprobs_N, self._drawn_SN, self._logprobs_SN, tokens_N, positions_N, self._step)
         return drawn_N
 
 

@@ -25,6 +25,8 @@ from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.sampling import Drawn, Draws, Table, draw
 from temper.engine.local.scheduler import ReadRoutes, Schedule
 from temper.engine.local.warming import ExpectedRequests, chunk_sizes, decode_keys
+from temper.models.decode_step.step import DecodeStep, RowPlaces, can_step
+from temper.models.decode_step.tiles import MOST_ROWS
 from temper.models.decoder import can_walk, numerics_of
 from temper.models.experts.products import can_group
 from temper.models.experts.routes import RouteTable
@@ -53,8 +55,12 @@ class Runner:
         self._routes = routes
         self._graphs: DecodeGraphs | None = None
         self._chunk_graphs: ChunkGraphs | None = None
+        self._step: DecodeStep | None = None
+        """Goes through the model in decode steps of few rows, where it can."""
         if graphs is not None and self._is_gpu and not _waits_for_host(model):
             record = record or CudaRecorder()
+            if can_step(model):
+                self._step = DecodeStep(model, cache.layer, graphs.table_width(cache.block_size) * cache.block_size)
             work = DecodeWork(self._decode_pass, self._logits, self._splits)
             self._graphs = DecodeGraphs(work, graphs, cache.block_size, device, record)
             self._chunk_graphs = ChunkGraphs(self._chunk_pass, graphs, device, record)
@@ -208,9 +214,10 @@ class Runner:
         return self._hidden_states(chunks.tokens_T, chunks.positions_T, attend, chunks.slots_T)
 
     def _decode_pass(self, tokens_N: Tensor, positions_N: Tensor, blocks_NM: Tensor, splits: int) -> Tensor:
-        block_size = self._cache.block_size
-        block_N = blocks_NM.gather(1, (positions_N // block_size).unsqueeze(1)).squeeze(1)
-        slots_N = block_N * block_size + positions_N % block_size
+        if self._step is not None and len(tokens_N) <= MOST_ROWS:
+            routes = None if self._routes is None else self._routes.at(self._slots(positions_N, blocks_NM))
+            return self._step.states(tokens_N, RowPlaces(positions_N, blocks_NM, splits), routes)
+        slots_N = self._slots(positions_N, blocks_NM)
         attend: DecodeAttend | GpuAttend
         if self._is_gpu:
             attend = GpuAttend(
@@ -225,6 +232,12 @@ class Runner:
         else:
             attend = DecodeAttend(self._cache, slots_N, blocks_NM, positions_N + 1, exact=self._is_exact)
         return self._hidden_states(tokens_N, positions_N, attend, slots_N)
+
+    def _slots(self, positions_N: Tensor, blocks_NM: Tensor) -> Tensor:
+        """Where keys and values of these positions lie, one of each row."""
+        block_size = self._cache.block_size
+        block_N = blocks_NM.gather(1, (positions_N // block_size).unsqueeze(1)).squeeze(1)
+        return block_N * block_size + positions_N % block_size
 
     def _hidden_states(self, tokens_T: Tensor, positions_T: Tensor, attend: Any, slots_T: Tensor) -> Tensor:
         routes = None if self._routes is None else self._routes.at(slots_T)

@@ -35,6 +35,43 @@ def draw_tokens(
     return tokens_R, logprobs_R
 
 
+def keep_drawn(
+    drawn_R: Tensor, logprobs_R: Tensor, drawn_SR: Tensor, logprobs_SR: Tensor, tokens_R: Tensor, positions_R: Tensor,
+    step: Tensor,
+) -> None:  # fmt: skip
+    """Writes what was drawn into line `step` of both tables, gives it to the next step as its tokens, and moves
+    positions and step on by one. Past the last line it begins anew: recording runs a step more often than there are
+    lines."""
+    num_rows = len(drawn_R)
+    assert drawn_SR.stride() == logprobs_SR.stride()
+    _keep_kernel[(1,)](
+        drawn_R, logprobs_R, drawn_SR, logprobs_SR, tokens_R, positions_R, step, num_rows, len(drawn_SR),
+        drawn_SR.stride(0), BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_steps", "stride"],
+    do_not_specialize_on_alignment=["drawn", "logprobs", "tokens", "positions"],
+)
+def _keep_kernel(
+    drawn, logprobs, drawn_table, logprobs_table, tokens, positions, step, num_rows, num_steps, stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program, so that nobody reads the step after it has moved on."""
+    now = tl.load(step)
+    line = (now % num_steps) * stride
+    for start in range(0, num_rows, BLOCK):
+        row_B = start + tl.arange(0, BLOCK)
+        mask = row_B < num_rows
+        token_B = tl.load(drawn + row_B, mask=mask)
+        tl.store(drawn_table + line + row_B, token_B, mask=mask)
+        tl.store(logprobs_table + line + row_B, tl.load(logprobs + row_B, mask=mask), mask=mask)
+        tl.store(tokens + row_B, token_B, mask=mask)
+        tl.store(positions + row_B, tl.load(positions + row_B, mask=mask) + 1, mask=mask)
+    tl.store(step, now + 1)
+
+
 def token_logprobs(logits_CV: Tensor, token_ids_C: Tensor, temperature: float) -> Tensor:
     """Log-probabilities of given tokens: the bits that `draw_tokens` reports when it draws them."""
     return _finish(logits_CV, _one_for_all(logits_CV, temperature), token_ids_C, token_ids_C, token_ids_C)[1]

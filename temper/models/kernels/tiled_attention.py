@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from temper.models.kernels.chain import ChainRole, begin_in_chain, end_in_chain, launch_option
+
 EXACT_LINES = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}
 """Lines of a tile in `paged_attention` and `packed_attention`, always. 64 lines are the least a Hopper warp group
 multiplies at once; fewer would use another instruction, whose sums need not have the same bits. Tensor cores do not
@@ -84,7 +86,7 @@ def packed_attention(
 
 def decode_attention(
     query_NHD: Tensor, key_cache: Tensor, value_cache: Tensor, blocks_NM: Tensor, lengths_N: Tensor, *,
-    scaling: float, sliding_window: int | None, splits: int,
+    scaling: float, sliding_window: int | None, splits: int, role: ChainRole = ChainRole.NONE,
 ) -> Tensor:  # fmt: skip
     """One query per row, at position lengths[n] - 1, over the lengths[n] >= 1 keys in its blocks.
 
@@ -111,13 +113,15 @@ def decode_attention(
         scaling * _LOG2_E, sliding_window or _UNLIMITED, *query_NHD.stride()[:2], *key_cache.stride()[:3],
         *value_cache.stride()[:3], blocks_NM.stride(0), num_rows * num_heads * splits, splits,
         PER_KV=num_heads // num_kv_heads, HEAD=head_dim, WIDE=wide, LINES=DECODE_LINES, TILE=TILE_KEYS,
-        BLOCK_SIZE=key_cache.shape[1], SPLIT=is_split, PRECISION=_precision(query_NHD),
-        **_launch_shape(wide, key_cache),
+        BLOCK_SIZE=key_cache.shape[1], SPLIT=is_split, PRECISION=_precision(query_NHD), ROLE=role,
+        **_launch_shape(wide, key_cache), **launch_option(role),
     )  # fmt: skip
     if is_split:
+        small = ChainRole.SMALL if role else ChainRole.NONE
         _merge_kernel[(num_rows * num_heads,)](
             sums, norms, output_NHD, num_rows * num_heads * splits, splits,
-            HEAD=head_dim, WIDE=wide, SPLITS=triton.next_power_of_2(splits), num_warps=4,
+            HEAD=head_dim, WIDE=wide, SPLITS=triton.next_power_of_2(splits), ROLE=small, num_warps=4,
+            **launch_option(small),
         )  # fmt: skip
     return output_NHD
 
@@ -291,12 +295,13 @@ def _decode_kernel(
     query_token, query_head, key_block, key_slot, key_head, value_block, value_slot, value_head, table_row,
     num_norms, splits,
     PER_KV: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, ROLE: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one row and kv-head. Unsplit, `sums` is the output itself."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    begin_in_chain(ROLE)
     length = tl.load(lengths + row).to(tl.int32)
     line_R = tl.arange(0, LINES)
     is_real_R = line_R < PER_KV
@@ -313,6 +318,7 @@ def _decode_kernel(
         table + row * table_row, 0, first_key, tl.minimum(first_key + per_split * TILE, length), scale, window,
         key_block, key_slot, value_block, value_slot, HEAD, WIDE, LINES, TILE, BLOCK_SIZE, PRECISION,
     )  # fmt: skip
+    end_in_chain(ROLE)
     place_R = row * tl.num_programs(1) * PER_KV + head_R
     if SPLIT:
         place_R = place_R * splits + split
@@ -325,7 +331,8 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["num_norms", "splits"])
 def _merge_kernel(
-    sums, norms, output, num_norms, splits, HEAD: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr
+    sums, norms, output, num_norms, splits, HEAD: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr,
+    ROLE: tl.constexpr,
 ):  # fmt: skip
     """The splits of one row and head. An empty split has maximum -inf, hence no weight."""
     place = tl.program_id(0).to(tl.int64)
@@ -334,6 +341,7 @@ def _merge_kernel(
     is_split_S = split_S < splits
     is_real_SD = is_split_S[:, None] & (column_D < HEAD)[None, :]
     place_S = place * splits + split_S
+    begin_in_chain(ROLE)
     maximum_S = tl.load(norms + place_S, mask=is_split_S, other=float("-inf"))
     normalizer_S = tl.load(norms + num_norms + place_S, mask=is_split_S, other=0.0)
     weight_S = tl.exp2(maximum_S - tl.max(maximum_S, 0))

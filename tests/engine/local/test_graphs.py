@@ -11,12 +11,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from temper.engine.local import chunks
+from temper.engine.local import chunks, runner
 from temper.engine.local.attention import PagedCache
 from temper.engine.local.engine import EngineSettings, LocalEngine
 from temper.engine.local.graphs import GraphLimits, bucket
 from temper.engine.local.runner import Runner
 from temper.errors import BackendError
+from temper.models.decode_step.step import DecodeStep
 from temper.models.decoder import set_numerics
 from temper.models.float8.layers import float8_copy
 from temper.models.load import prepare
@@ -54,7 +55,9 @@ def run_again(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], tor
     return replay, output
 
 
-def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1, weights: str = "full") -> LocalEngine:
+def make_engine(
+    *, as_gpu: bool, numerics: Any = "fast", steps: int = 1, weights: str = "full", dtype: torch.dtype = torch.float32
+) -> LocalEngine:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=61, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -62,7 +65,7 @@ def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1, weights
     )  # fmt: skip
     on_gpu = as_gpu and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    model = prepare(LlamaForCausalLM(config).eval()).to(device)
+    model = prepare(LlamaForCausalLM(config).eval()).to(device, dtype)
     if weights == "4bit":
         hold_in_four_bits(model, device)
     set_numerics(model, numerics)
@@ -73,7 +76,7 @@ def make_engine(*, as_gpu: bool, numerics: Any = "fast", steps: int = 1, weights
     if on_gpu or not as_gpu:
         return LocalEngine(model, settings)
     shape = {"num_layers": 2, "num_blocks": 60, "block_size": 4, "num_kv_heads": 2, "head_dim": 16}
-    cache = PagedCache(**shape, dtype=torch.float32, device=device)
+    cache = PagedCache(**shape, dtype=dtype, device=device)
     limits = GraphLimits(max_rows=4, max_blocks=12, max_steps=steps)
     return LocalEngine(model, settings, runner=Runner(model, cache, device=device, graphs=limits, record=run_again))
 
@@ -97,6 +100,24 @@ def generate(engine: LocalEngine, asked: list[Request]) -> list[Completion]:
         return await asyncio.gather(*(engine.generate(request) for request in asked))
 
     return asyncio.run(run())
+
+
+def test_steps_of_few_rows_draw_what_the_walk_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    states = DecodeStep.states
+
+    def counting(self: DecodeStep, tokens_N: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(len(tokens_N))
+        return states(self, tokens_N, *rest)
+
+    monkeypatch.setattr(DecodeStep, "states", counting)
+    stepped = generate(make_engine(as_gpu=True, steps=4, dtype=torch.bfloat16), requests(1.0))
+    assert max(seen) == 4, "all that run together"
+    monkeypatch.setattr(runner, "can_step", lambda model: False)
+    walked = generate(make_engine(as_gpu=True, steps=4, dtype=torch.bfloat16), requests(1.0))
+    assert [one.token_ids for one in stepped] == [one.token_ids for one in walked]
+    for one, other in zip(stepped, walked, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=0.02)
 
 
 HEAVY = pytest.mark.heavy

@@ -1,4 +1,4 @@
-"""What Triton makes of the float8 kernels for a Hopper GPU, which takes its compiler and no GPU."""
+"""What Triton makes of kernels for a Hopper GPU, which takes its compiler and no GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from temper.models.float8.tiles import DEPTH, tiles_of
+from temper.models.decode_step.tiles import OUTPUTS, SHARED_BYTES, tiles_of as step_tiles
+from temper.models.kernels.chain import ChainRole
+from temper.models.kernels.decode_step import _multiply_tile
 from temper.models.kernels.float8_products import _multiply_part
 from temper.models.kernels.norms import launch_options, norm_rows
 
@@ -60,7 +63,27 @@ def product(rows, outputs, width):
     return {"copies": copies, "has_products": has_products, "shared": found.metadata.shared}
 
 
+def step_product(rows, outputs, width, is_gated, role):
+    tiles = step_tiles(rows, outputs, width, is_gated=is_gated)
+    types = dict(states="*bf16", weight="*bf16", target="*bf16" if is_gated else "*fp32", num_rows="i32", outputs="i32",
+                 width="i32", steps="i32")
+    constants = dict(ROWS=tiles.rows, OUTPUTS=OUTPUTS, DEPTH=tiles.depth, IS_GATED=is_gated, IS_EVEN=True,
+                     ROLE=int(role), IS_FETCHED=role is ChainRole.SMALL)
+    found = compiled(_multiply_tile, types, constants, dict(num_warps=4, num_stages=tiles.stages))
+    text = found.asm["ptx"]
+    wait, first = text.find("griddepcontrol.wait"), text.find("cp.async.cg")
+    programs = -(-outputs // OUTPUTS) * tiles.parts
+    return {"copies": re.findall(r"cp\.async\.c.\S* [^;]*, (0x\w+),", text),
+            "products": sorted(set(re.findall(r"wgmma.mma_async\S*?(m64n\d+k16)", text))),
+            "waits_first": 0 <= wait < first, "waits": wait >= 0, "asks_ahead": 0 <= text.find("prefetch.L2") < wait,
+            "lets_start": "griddepcontrol.launch_dependents" in text,
+            "fits": SHARED_BYTES // (found.metadata.shared + 1024) * 132 >= programs}
+
+
 print(json.dumps({
+    "steps": [step_product(*of) for of in (
+        (32, 2048, 1536, False, ChainRole.SMALL), (64, 1536, 8960, False, ChainRole.LARGE),
+        (64, 18944, 3584, True, ChainRole.LARGE), (16, 2048, 1536, False, ChainRole.NONE))],
     "orders": [[order_of_sum(width, dtype, it) for it in (False, True)] for width in (576, 3584)
                for dtype in ("bf16", "fp32")],
     "products": [product(64, 37888, 3584), product(64, 3584, 18944), product(128, 3584, 18944)],
@@ -69,7 +92,7 @@ print(json.dumps({
 
 
 @pytest.mark.heavy
-def test_codes_of_a_norm_come_from_the_same_sum_and_products_from_tensor_cores() -> None:
+def test_sums_keep_their_order_products_come_from_tensor_cores_and_chained_kernels_wait() -> None:
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     variables["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
@@ -83,6 +106,13 @@ def test_codes_of_a_norm_come_from_the_same_sum_and_products_from_tensor_cores()
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
+    small, large, gated, alone = found["steps"]
+    assert [each["products"] for each in found["steps"]] == [["m64n32k16"], ["m64n64k16"], ["m64n64k16"], ["m64n16k16"]]
+    assert all(set(each["copies"]) == {"0x10"} and each["fits"] for each in found["steps"])
+    assert small["waits_first"], "nothing that others wrote is read before"
+    assert small["asks_ahead"]
+    assert not any(each["waits"] for each in (large, gated, alone)), "started in their turn"
+    assert [each["lets_start"] for each in found["steps"]] == [True, True, True, False]
     assert all(plain == quantised for plain, quantised in found["orders"])
     for product, resident in zip(found["products"], (3, 2, 2), strict=True):
         assert product["has_products"]

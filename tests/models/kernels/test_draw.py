@@ -13,7 +13,7 @@ from torch import Tensor
 
 from temper.engine.local.sampling import uniforms
 from temper.models.kernels import draw
-from temper.models.kernels.draw import draw_tokens, log_normalizers, token_logprobs
+from temper.models.kernels.draw import draw_tokens, keep_drawn, log_normalizers, token_logprobs
 
 
 @triton.jit
@@ -178,3 +178,25 @@ def test_normalizers_rebuild_every_logprob(device: torch.device) -> None:
 def test_no_rows_are_drawn_from_no_rows(device: torch.device) -> None:
     tokens, logprobs = draw_rows(make_logits(0, 100, device), 1.0)
     assert tokens.shape == logprobs.shape == (0,)
+
+
+def test_what_was_drawn_is_kept_line_by_line_and_is_what_the_next_step_begins_with(device: torch.device) -> None:
+    """1,030 rows, more than a block, in tables with room for more; the third step begins the two lines anew."""
+    rows, room = 1030, 1100
+    integers = torch.zeros((2, room), dtype=torch.int64, device=device)
+    tokens, positions = integers[0], integers[1]
+    positions[:rows] = torch.arange(rows, device=device)
+    drawn_table = torch.full((2, room), -1, dtype=torch.int64, device=device)
+    logprobs_table = torch.full((2, room), torch.nan, device=device)
+    step = torch.zeros(1, dtype=torch.int64, device=device)
+    told = [(torch.arange(rows, device=device) + 10 * i, -torch.rand(rows, device=device)) for i in range(3)]
+    for drawn, logprobs in told:
+        keep_drawn(drawn, logprobs, drawn_table, logprobs_table, tokens[:rows], positions[:rows], step)
+    for line, (drawn, logprobs) in ((1, told[1]), (0, told[2])):
+        assert torch.equal(drawn_table[line, :rows], drawn)
+        assert torch.equal(logprobs_table[line, :rows], logprobs)
+        assert (drawn_table[line, rows:] == -1).all()
+    assert torch.equal(tokens[:rows], told[2][0])
+    assert torch.equal(positions[:rows], torch.arange(rows, device=device) + 3)
+    assert not integers[:, rows:].any()
+    assert step.item() == 3

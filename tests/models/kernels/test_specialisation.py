@@ -40,13 +40,17 @@ OF_THE_MODEL: dict[str, set[str]] = {
     "_choose": {"stride"},
     "_multiply": {"outputs", "width"},
     "_mix": {"width"},
+    "_multiply_tile": {"outputs", "width"},
+    "_rotate_and_store": {"key_block", "key_slot", "value_block", "value_slot"},
 }  # fmt: skip
 """By kernel: integers that are the same in every step of a run."""
 POINTERS = {
     "query", "key", "value", "output", "table", "starts", "positions", "sums", "norms", "lengths", "logits", "best",
     "temperature", "statistics", "random_key", "position", "given", "tokens", "results", "normalizer", "entropy",
     "grad", "grad_logprobs", "grad_entropy", "hidden", "weight", "bias", "codes", "scales", "levels", "out",
-    "row_scale", "channel_scale", "target", "order", "ends", "experts", "weights", "said",
+    "row_scale", "channel_scale", "target", "order", "ends", "experts", "weights", "said", "parts", "residual",
+    "summed", "normed", "states", "query_norm", "key_norm", "cos", "sin", "keys", "values", "drawn", "logprobs",
+    "drawn_table", "logprobs_table", "step",
 }  # fmt: skip
 FLOATS = {"scale", "epsilon"}
 

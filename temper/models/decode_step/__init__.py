@@ -1,0 +1,1 @@
+"""A decode step on a GPU, layer by layer: fewer launches than the walk of many tokens, each begun before it is due."""
