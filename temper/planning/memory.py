@@ -22,7 +22,7 @@ from temper.planning.shape import DecoderShape
 from temper.planning.workload import Workload
 from temper.trainer.adamw.footprint import bytes_per_parameter
 from temper.trainer.adamw.layout import BUCKET_VALUES
-from temper.trainer.passes.logprobs import CHUNK_BYTES
+from temper.trainer.passes.logprobs import chunk_bytes_of
 
 CONTEXT_BYTES = 600 << 20
 """What CUDA and its libraries take before the first tensor."""
@@ -253,8 +253,8 @@ def _backward(work: Workload) -> dict[str, float]:
     ends = float((2 * computed + work.packed_tokens + 2 * work.scored_tokens) * shape.width * size)
     activations = ROUNDING * (kept + ends)
     is_head_trained = work.adapter is None and not work.has_own_head
-    # Summed in float32; the product that is added to it exists as well, unless it is added in place.
-    head = shape.embedding * (8.0 if size == 2 else 4.0) if is_head_trained else 0.0
+    # Summed in float32, and at the end rounded beside it.
+    head = shape.embedding * (6.0 if size == 2 else 4.0) if is_head_trained else 0.0
     # The head's part of a tied gradient waits for the embedding's.
     waiting = float(shape.embedding * size) if is_head_trained and shape.is_tied else 0.0
     slopes = again + waiting + _slopes(work)
@@ -323,5 +323,6 @@ def _slopes(work: Workload) -> float:
 
 def _logits(work: Workload) -> float:
     """A chunk of logits in float32 and its gradient."""
-    chunk = min(CHUNK_BYTES["cuda"], work.scored_tokens * work.shape.vocabulary * 4)
+    logits = work.scored_tokens * work.shape.vocabulary * 4
+    chunk = min(chunk_bytes_of(logits, "cuda"), logits)
     return chunk * (1 + work.itemsize / 4)

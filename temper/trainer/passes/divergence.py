@@ -22,7 +22,7 @@ from temper.objectives import Loss
 from temper.objectives.losses.divergences import DivergenceLoss
 from temper.trainer.offload import on_device
 from temper.trainer.passes.gathering import place_rows, take_rows
-from temper.trainer.passes.logprobs import CHUNK_BYTES, add_product
+from temper.trainer.passes.logprobs import add_product, chunk_bytes_of
 from temper.trainer.passes.states import DrawnStates, drawn_states
 from temper.trainer.ranks.parts import is_cut, within
 from temper.types import Microbatch
@@ -86,7 +86,7 @@ def divergence(
     for part in classes(teachers, microbatch):
         theirs, taught_AD = _taught(part, hidden_AD.device)
         size = min(len(head.weight), len(theirs.weight))
-        bytes_held = chunk_bytes or CHUNK_BYTES.get(hidden_AD.device.type, CHUNK_BYTES["cpu"]) // COPIES
+        bytes_held = chunk_bytes or chunk_bytes_of(0, hidden_AD.device.type) // COPIES
         rows = max(1, bytes_held // (size * total_A.element_size()))
         theirs, settings = narrow(theirs, size), (head.softcap, head.is_exact)
         comparison = _Comparison(direct_loss.run.divergence, theirs, taught_AD, *settings, rows)

@@ -20,8 +20,11 @@ from temper.errors import UserError
 from temper.models.softmax import Softmax
 from temper.models.states import Head
 
-CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""Logits held at once, two to three times over. A GPU would gain a tenth more from four times as much."""
+CHUNK_BYTES = {"cpu": (32 << 20, 32 << 20), "cuda": (256 << 20, 1 << 30)}
+"""Least and most logits held at once, two to three times over. On a GPU every chunk reads and writes the gradient of
+the head, so a chunk grows with the microbatch, whose activations then take far more."""
+CHUNKS = 16
+"""Of a microbatch, where its logits are neither few nor many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,15 +279,24 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, summed in the dtype of the total."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda:  # without a product in float32 beside it, which would be written and read once more
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += torch.mm(left, right, out_dtype=total.dtype)
 
 
+def chunk_bytes_of(logits_bytes: int, device_type: str) -> int:
+    """How much of so many logits is held at once."""
+    least, most = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cpu"])
+    return min(max(logits_bytes // CHUNKS, least), most)
+
+
 def _chunk_rows(head: Head, hidden_AD: Tensor, chunk_bytes: int | None) -> int:
     """Rows whose logits fit into chunk_bytes; None: the default of the device."""
+    row_bytes = head.weight.shape[0] * _logits_dtype(head.weight).itemsize
     if chunk_bytes is None:
-        chunk_bytes = CHUNK_BYTES.get(hidden_AD.device.type, CHUNK_BYTES["cpu"])
-    return max(1, chunk_bytes // (head.weight.shape[0] * _logits_dtype(head.weight).itemsize))
+        chunk_bytes = chunk_bytes_of(len(hidden_AD) * row_bytes, hidden_AD.device.type)
+    return max(1, chunk_bytes // row_bytes)
 
 
 def _logits_dtype(weight: Tensor) -> torch.dtype:

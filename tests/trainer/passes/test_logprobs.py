@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from temper.errors import UserError
 from temper.models.states import Head
 from temper.trainer.passes import logprobs as logprobs_module
-from temper.trainer.passes.logprobs import KeepSets, drawn_logprobs, top_tokens
+from temper.trainer.passes.logprobs import KeepSets, chunk_bytes_of, drawn_logprobs, top_tokens
 
 NUM_TOKENS, WIDTH, VOCABULARY = 23, 6, 31
 
@@ -362,3 +362,11 @@ def test_logits_of_all_tokens_are_never_held() -> None:
     with LargestTensor() as whole:  # the measure itself sees what it should
         plain(head, hidden, ids, 0.9)[0].sum().backward()
     assert whole.numel == num_tokens * vocabulary
+
+
+def test_a_gpu_holds_a_sixteenth_of_its_logits_within_bounds() -> None:
+    """4,096, 16,384 and 65,536 tokens of a vocabulary of 151,936: where every chunk costs a pass over the head's
+    gradient, few are better, and a small microbatch has no room for large ones."""
+    sizes = [tokens * 151936 * 4 for tokens in (100, 4096, 16384, 65536)]
+    assert [chunk_bytes_of(size, "cuda") for size in sizes] == [2**28, 2**28, sizes[2] // 16, 2**30]
+    assert {chunk_bytes_of(size, "cpu") for size in sizes} == {2**25}
