@@ -34,11 +34,19 @@ class WideBucket:
     means: list[Tensor]
     squares: list[Tensor]
     apply: Callable[[UpdateRule, list[Tensor], list[Tensor], list[Tensor], list[Tensor]], None]
+    flat: tuple[Tensor, Tensor, Tensor] | None
+    """Masters, means and squares as they lie, for the kernel that measures the update; None: torch does."""
 
     def update(self, rule: UpdateRule, gradients: list[Tensor], shrink: Tensor) -> Norms:
         """Changes the gradients, too: they are multiplied by `shrink`."""
         torch._foreach_mul_(gradients, shrink)
         self.apply(rule, self.masters, gradients, self.means, self.squares)
+        if self.flat is not None:
+            from temper.trainer.adamw.kernels import measure_flat  # triton is there with a GPU only
+
+            by_block = HeldPart(torch.float32, BLOCK)
+            inside = [ranges_of(piece, by_block)[0] for piece in self.slices]
+            return measure_flat(rule, *self.flat, [(blocks.start, blocks.stop) for blocks in inside])
         return measure_update(rule, self.masters, self.means, self.squares)
 
 
@@ -57,7 +65,6 @@ class HeldBucket:
 
     def update(self, rule: UpdateRule, gradients: list[Tensor], shrink: Tensor) -> Norms:
         """One launch for each slice, and nothing that waits for the device."""
-        # Here: triton is there with a GPU only.
         from temper.trainer.adamw.kernels import HeldPiece, update_piece
 
         factors, by_block = rule.factors, HeldPart(torch.float32, BLOCK)

@@ -1,7 +1,8 @@
 """AdamW's update of one piece of a parameter in one pass over memory: gradient, weight and moments are read as they are
-held, and written back so.
+held, and written back so. Beside it, for moments in float32, what stands around torch's own kernel: masters are put
+together, taken apart and measured.
 
-Owns: the kernel. Refuses: any bit of its own. What it computes is spelled in torch, step by step, in masters.py,
+Owns: the kernels. Refuses: any bit of its own. What it computes is spelled in torch, step by step, in masters.py,
 moments.py, noise.py and `apply_in_order` of update.py, and its result is theirs to the bit: every operation rounds
 once, by IEEE 754, in their order. The norms that it reports beside are sums in another order.
 Shapes: _B blocks of one program, _V values of a block.
@@ -11,6 +12,7 @@ Shapes: _B blocks of one program, _V values of a block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from temper.trainer.adamw.moments import BLOCK, MEAN_LEVELS, SQUARE_LEVELS
 from temper.trainer.adamw.noise import signed
-from temper.trainer.adamw.update import UpdateFactors
+from temper.trainer.adamw.update import UpdateFactors, UpdateRule
 
 BLOCKS = 4
 """Blocks of one program, one for each of its warps, so that none waits for another: a thread has 8 values, 16 bytes of
@@ -66,6 +68,99 @@ def update_piece(
         factors.root, factors.epsilon, factors.rate, factors.decay,
         IN_BLOCKS=len(piece.moments) == 4, **OPTIONS,
     )  # fmt: skip
+
+
+WIDE = 1024
+"""Values of one program of the kernels for flat masters."""
+
+
+def join_masters(weight: Tensor, remainder: Tensor) -> Tensor:
+    """masters.py: the bits of float32 masters, as int32."""
+    bits = torch.empty(weight.shape, dtype=torch.int32, device=weight.device)
+    _join_kernel[(triton.cdiv(len(weight), WIDE),)](weight, remainder, bits, len(weight), BLOCK=WIDE, num_warps=4)
+    return bits
+
+
+def split_masters(master: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """masters.py: weights, remainders, and which of them do not give the master back."""
+    weight = torch.empty(master.shape, dtype=torch.bfloat16, device=master.device)
+    remainder = torch.empty(master.shape, dtype=torch.int16, device=master.device)
+    is_exception = torch.empty(master.shape, dtype=torch.bool, device=master.device)
+    _split_kernel[(triton.cdiv(len(master), WIDE),)](
+        master, weight, remainder, is_exception.view(torch.int8), len(master), BLOCK=WIDE, num_warps=4
+    )
+    return weight, remainder, is_exception
+
+
+def measure_flat(
+    rule: UpdateRule, master: Tensor, mean: Tensor, square: Tensor, blocks: Sequence[tuple[int, int]]
+) -> tuple[Tensor, Tensor]:
+    """update.py: measure_update of tensors that lie end to end, in one launch; its sums are added up in another order.
+    blocks: first and last + 1 of each tensor's blocks; gaps between tensors are zero in all three."""
+    first, second = 1 - rule.beta1**rule.num_steps, (1 - rule.beta2**rule.num_steps) ** 0.5
+    count = len(master) // BLOCK
+    sums = torch.empty((2, count), dtype=torch.float32, device=master.device)
+    _measure_kernel[(triton.cdiv(count, BLOCKS),)](
+        master, mean, square, sums, count, first, second, rule.epsilon, rule.learning_rate, rule.weight_decay,
+        BLOCKS=BLOCKS, BLOCK=BLOCK, num_warps=BLOCKS,
+    )  # fmt: skip
+    squares = torch.empty((2, len(blocks)), dtype=torch.float64, device=master.device)
+    _add_blocks_kernel[(2, len(blocks))](
+        sums, torch.tensor(blocks, device=master.device), squares, count, BLOCK=WIDE, num_warps=4
+    )
+    changes, befores = squares.sqrt()
+    kept = 1 - rule.learning_rate * rule.weight_decay
+    return (changes * (rule.learning_rate / kept)).float(), (befores / kept).float()
+
+
+@triton.jit
+def _join_kernel(weight, remainder, bits, size, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < size
+    joined = _bits_of_bfloat16(weight, place, mask) + tl.load(remainder + place, mask=mask, other=0).to(tl.int32)
+    tl.store(bits + place, joined, mask=mask)
+
+
+@triton.jit
+def _split_kernel(master, weight, remainder, is_exception, size, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < size
+    value = tl.load(master + place, mask=mask, other=0.0)
+    bits = value.to(tl.int32, bitcast=True)
+    rounded, rest = value.to(tl.bfloat16), bits.to(tl.int16)
+    joined = (rounded.to(tl.int16, bitcast=True).to(tl.int32) << 16) + rest.to(tl.int32)
+    tl.store(weight + place, rounded, mask=mask)
+    tl.store(remainder + place, rest, mask=mask)
+    tl.store(is_exception + place, (joined != bits).to(tl.int8), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _measure_kernel(
+    master, mean, square, sums, count, first, second, epsilon, rate, decay,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block_B = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    is_block_B = block_B < count
+    place_BV = block_B[:, None].to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    after_BV = tl.load(master + place_BV, mask=is_block_B[:, None], other=0.0)
+    mean_BV = tl.load(mean + place_BV, mask=is_block_B[:, None], other=0.0)
+    size_BV = tl.sqrt(tl.load(square + place_BV, mask=is_block_B[:, None], other=0.0))
+    push_BV = mean_BV / (size_BV / second + epsilon) / first
+    change_BV, before_BV = push_BV + decay * after_BV, after_BV + rate * push_BV
+    tl.store(sums + block_B, tl.sum(change_BV * change_BV, 1), mask=is_block_B)
+    tl.store(sums + count + block_B, tl.sum(before_BV * before_BV, 1), mask=is_block_B)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _add_blocks_kernel(sums, ranges, squares, count, BLOCK: tl.constexpr):
+    """The sums of one tensor's blocks, in their order."""
+    which, tensor = tl.program_id(0), tl.program_id(1)
+    first, stop = tl.load(ranges + 2 * tensor), tl.load(ranges + 2 * tensor + 1)
+    total_B = tl.zeros([BLOCK], tl.float64)
+    for start in range(first, stop, BLOCK):
+        place_B = start + tl.arange(0, BLOCK)
+        total_B += tl.load(sums + which * count + place_B, mask=place_B < stop, other=0.0).to(tl.float64)
+    tl.store(squares + which * tl.num_programs(1) + tensor, tl.sum(total_B, 0))
 
 
 # Nothing is compiled anew for what differs from step to step or from slice to slice, but for sizes that 16 does not

@@ -28,16 +28,22 @@ class Exceptions:
     """The whole float32, as int32."""
 
 
-def split(master: Tensor) -> tuple[Tensor, Tensor, Exceptions]:
+def split(master: Tensor, *, kernel: bool = False) -> tuple[Tensor, Tensor, Exceptions]:
     """(bfloat16 weight, int16 remainder, exceptions) of a flat float32 tensor; the weight is rounded to the nearest.
 
-    On a GPU waits for the device once: how many exceptions there are, only it knows.
+    On a GPU waits for the device once: how many exceptions there are, only it knows. kernel: in one pass over memory,
+    with the same bits.
     """
-    bits = master.view(torch.int32)
-    weight = master.to(torch.bfloat16)
-    remainder = bits.to(torch.int16)  # the lower half: conversion keeps the low bits
-    places = (_joined(weight, remainder) != bits).nonzero()[:, 0]
-    return weight, remainder, Exceptions(places, bits[places])
+    if kernel:
+        from temper.trainer.adamw.kernels import split_masters  # triton is there with a GPU only
+
+        weight, remainder, is_exception = split_masters(master)
+    else:
+        weight = master.to(torch.bfloat16)
+        remainder = master.view(torch.int32).to(torch.int16)  # the lower half: conversion keeps the low bits
+        is_exception = _joined(weight, remainder) != master.view(torch.int32)
+    places = is_exception.nonzero()[:, 0]
+    return weight, remainder, Exceptions(places, master.view(torch.int32)[places])
 
 
 def split_settled(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,9 +57,14 @@ def split_settled(master: Tensor) -> tuple[Tensor, Tensor]:
     return bits.view(torch.float32).to(torch.bfloat16), bits.to(torch.int16)
 
 
-def join(weight: Tensor, remainder: Tensor, exceptions: Exceptions | None) -> Tensor:
+def join(weight: Tensor, remainder: Tensor, exceptions: Exceptions | None, *, kernel: bool = False) -> Tensor:
     """The float32 master, flat. No exceptions: none were listed yet, or there are none (split_settled)."""
-    bits = _joined(weight, remainder)
+    if kernel:
+        from temper.trainer.adamw.kernels import join_masters
+
+        bits = join_masters(weight, remainder)
+    else:
+        bits = _joined(weight, remainder)
     if exceptions is not None and len(exceptions.places):
         bits[exceptions.places] = exceptions.bits
     return bits.view(torch.float32)

@@ -110,6 +110,7 @@ class AdamState:
                 _views(means, bucket),
                 _views(squares, bucket),
                 apply_in_order if kind.is_compact else apply_update,
+                None if masters is None or not self._has_wide_kernels(kind) else (masters, means, squares),
             )
             if masters is not None:
                 self._keep_masters(bucket, held, masters)
@@ -122,6 +123,12 @@ class AdamState:
         """Wide moments have none: their bits are those of torch's own kernel."""
         device = next(iter(self._parameters.values())).device
         is_fit = kind.is_compact and kind.master_dtype == torch.float32
+        return self._kernels and is_fit and has_kernels(device.type)
+
+    def _has_wide_kernels(self, kind: BucketKind) -> bool:
+        """Whether kernels take masters apart, put them together and measure what torch's own kernel updates."""
+        device = next(iter(self._parameters.values())).device
+        is_fit = not kind.is_compact and kind.master_dtype == torch.float32
         return self._kernels and is_fit and has_kernels(device.type)
 
     def reserve(self) -> None:
@@ -195,7 +202,8 @@ class AdamState:
         torch._foreach_copy_(_views(flat, bucket), weights)
         if flat.dtype == torch.float16:
             return join_float16(flat, held[REMAINDER])
-        return join(flat, held[REMAINDER], self._exceptions.get(bucket.number))
+        exceptions, kernel = self._exceptions.get(bucket.number), self._has_wide_kernels(self._kind(bucket))
+        return join(flat, held[REMAINDER], exceptions, kernel=kernel)
 
     def _keep_masters(self, bucket: Bucket, held: Held, masters: Tensor) -> None:
         kind = self._kind(bucket)
@@ -204,7 +212,8 @@ class AdamState:
         elif kind.is_compact:
             rounded, remainder = split_settled(masters)
         else:
-            rounded, remainder, self._exceptions[bucket.number] = split(masters)
+            kernel = self._has_wide_kernels(kind)
+            rounded, remainder, self._exceptions[bucket.number] = split(masters, kernel=kernel)
         held[REMAINDER].copy_(remainder)
         torch._foreach_copy_(self._weights(bucket), _views(rounded, bucket))
 

@@ -23,10 +23,10 @@ from temper.models.lora.wrapping import AdapterSettings, add_adapter
 from temper.models.tiny import character_tokenizer
 from temper.objectives import PRESETS
 from temper.trainer.adamw import moments, state
-from temper.trainer.adamw.masters import join, split_settled
+from temper.trainer.adamw.masters import join, split, split_settled
 from temper.trainer.adamw.moments import BLOCK
 from temper.trainer.adamw.noise import high_half, low_half, random_bits
-from temper.trainer.adamw.update import UpdateRule, apply_in_order
+from temper.trainer.adamw.update import UpdateRule, apply_in_order, apply_update, measure_update
 from temper.trainer.local import LocalTrainer, TrainerSettings
 from temper.trainer.optim import MasterAdamW, OptimizerSettings
 from temper.types import Batch, Sample
@@ -82,7 +82,7 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("states", COMPACT)
+@pytest.mark.parametrize("states", ["float32", *COMPACT])
 def test_the_kernel_leaves_the_bits_of_the_spelled_update(states: str, dtype: torch.dtype) -> None:
     left, norms = [], []
     for has_kernels in (True, False):
@@ -97,7 +97,7 @@ def test_the_kernel_leaves_the_bits_of_the_spelled_update(states: str, dtype: to
         assert fused == pytest.approx(spelled, rel=1e-5)
 
 
-@pytest.mark.parametrize("states", COMPACT)
+@pytest.mark.parametrize("states", ["float32", *COMPACT])
 def test_checkpoints_move_between_both(states: str) -> None:
     ends = []
     for first, second in ((True, False), (False, True), (False, False)):
@@ -112,7 +112,47 @@ def test_checkpoints_move_between_both(states: str) -> None:
     assert ends[0] == ends[1] == ends[2]
 
 
-def test_wide_moments_and_double_masters_have_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40), st.booleans())
+@example([0x3F808000, 0x3F818000, 0x00008000, -0x80000000, 0x7F7FFFFF], False)
+def test_masters_are_taken_apart_and_joined_as_torch_does(patterns: list[int], is_halfway: bool) -> None:
+    """Any finite bits, and those halfway between two weights, which are the exceptions."""
+    bits = torch.tensor(patterns, dtype=torch.int64)
+    bits = (bits & ~0xFFFF) | 0x8000 if is_halfway else bits
+    masters = bits.to(torch.int32).view(torch.float32).to(DEVICE)
+    masters = torch.where(masters.isfinite(), masters, 0.0).repeat(1 + 2048 // len(patterns))
+    for found, spelled in zip(split(masters, kernel=True)[:2], split(masters)[:2], strict=True):
+        assert torch.equal(found.view(torch.int16), spelled.view(torch.int16))
+    weight, remainder, exceptions = split(masters, kernel=True)
+    assert torch.equal(exceptions.places, split(masters)[2].places)
+    assert torch.equal(join(weight, remainder, exceptions, kernel=True).view(torch.int32), masters.view(torch.int32))
+
+
+def test_what_is_measured_is_what_the_update_changed() -> None:
+    """Against the difference of float64 copies, of three tensors end to end, of which two end within a block."""
+    torch.manual_seed(0)
+    flats = [torch.zeros(15 * BLOCK, device=DEVICE) for _ in range(4)]
+    masters, gradients, means, squares = (
+        [flat[start * BLOCK : start * BLOCK + size] for size, start in ((3000, 0), (7, 12), (512, 13))]
+        for flat in flats
+    )
+    for tensor in (*masters, *gradients):
+        tensor.copy_(torch.randn(len(tensor)))
+    for tensor in (*means, *squares):
+        tensor.copy_(0.01 * torch.rand(len(tensor)))
+    before = [master.double() for master in masters]
+    apply_update(RULE, masters, gradients, means, squares)
+    flat, _, mean, square = flats
+    changes, befores = kernels.measure_flat(RULE, flat, mean, square, [(0, 12), (12, 13), (13, 15)])
+    moved = [(after.double() - old).norm().item() for after, old in zip(masters, before, strict=True)]
+    assert changes.tolist() == pytest.approx(moved, rel=1e-3)
+    assert befores.tolist() == pytest.approx([old.norm().item() for old in before], rel=1e-5)
+    spelled = measure_update(RULE, masters, means, squares)
+    assert changes.tolist() == pytest.approx(spelled[0].tolist(), rel=1e-5)
+    assert befores.tolist() == pytest.approx(spelled[1].tolist(), rel=1e-5)
+
+
+def test_wide_moments_and_double_masters_are_updated_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     plain = kernels.update_piece
 
