@@ -85,7 +85,7 @@ class Steps:
 
 
 PLAIN = {"checkpointing": False, "lora": 0, "base": "full", "states": "float32", "offload": False, "max_gap": None,
-         "replay": False}  # fmt: skip
+         "replay": False, "engine": "local"}  # fmt: skip
 """Options of recipe_of that benchmarks of other things leave alone."""
 
 
@@ -105,7 +105,7 @@ def recipe_of(folder: Path, options: argparse.Namespace, dtype: str) -> dict[str
         "reward": [{"kind": "edit"}],
         "sampling": {"max_new_tokens": options.new},
         "rollout": {"groups_per_step": options.prompts, "group_size": options.group},
-        "engine": {"max_running": completions, "max_logprob_gap": options.max_gap},
+        "engine": {"kind": options.engine, "max_running": completions, "max_logprob_gap": options.max_gap},
         "trainer": {"tokens_per_microbatch": options.microbatch},
         "checkpoint": {"every": 10**6},
     }
@@ -291,6 +291,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="Temper: train adapters of this rank")
     parser.add_argument("--base", choices=["full", "4bit"], default="full", help="Temper: the model under adapters")
+    parser.add_argument("--engine", choices=["local", "vllm"], default="local", help="Temper: who draws")
     parser.add_argument("--replay", action="store_true", help="Temper, experts: model.replay_routes")
     parser.add_argument("--trl-batch", type=int, default=64, help="TRL: sequences per forward pass")
     parser.add_argument("--trl-steps", type=int, help="TRL: as many as --steps unless given; its steps vary little")

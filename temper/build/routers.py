@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from temper.build.models import pick_device
 from temper.build.objective import resolve_objective
 from temper.config import FIRST, RunConfig
 from temper.errors import UserError
@@ -60,11 +61,10 @@ def may_replay(config: RunConfig, objective: Objective) -> bool:
 
 def require_telling(config: RunConfig) -> None:
     """Raises UserError for an engine that does not tell its routes."""
-    if config.engine.kind == "vllm":
+    if config.engine.kind == "vllm" and pick_device(config.model.device).type == "cpu":
         raise UserError(
-            "model.replay_routes needs an engine that tells its routes: vLLM 0.32 returns them from its model runner "
-            'V2 alone, which needs Triton; that was not run. Use engine.kind = "local" or "sglang", or an objective '
-            "over sequences, such as gspo, that needs no routes"
+            "model.replay_routes: vLLM tells its routes on a GPU alone, from its model runner V2. Use engine.kind = "
+            '"local", or an objective over sequences, such as gspo, that needs no routes'
         )
 
 

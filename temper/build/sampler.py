@@ -46,7 +46,7 @@ from temper.engine.sampler_model import sampler_model
 from temper.engine.sglang.checkpoints import Checkpoints
 from temper.engine.sglang.engine import IDLE_SECONDS, UPDATE_SECONDS, SglangSettings
 from temper.engine.sglang.member import SglangMember
-from temper.engine.sglang.routes import ToldRoutes, told_routes
+from temper.engine.told_routes import ToldRoutes
 from temper.engine.vllm.engine import VllmEngine
 from temper.engine.vllm.layout import EXPERT_FAMILIES
 from temper.engine.vllm.order import VllmOrder
@@ -93,7 +93,7 @@ def make_sampler(
     if replays_routes:
         require_telling(config)
     if kind == "sglang":
-        return _servers(config, told_routes(model) if replays_routes else None, model_folder, hosting), None
+        return _servers(config, ToldRoutes.of(model) if replays_routes else None, model_folder, hosting), None
     if config.engine.place == "process" and (data.is_rolling or config.cluster.parts):
         return _in_processes(config, objective, data, model, model_folder, hosting), None
     if kind == "vllm":
@@ -324,6 +324,7 @@ def _vllm_settings(
         kv_after_load=config.engine.kv_after_load,
         cuda_graphs=size.cuda_graphs,
         tensor_parallel=ranks,
+        routes=ToldRoutes.of(model) if size.routes else None,
     )
 
 

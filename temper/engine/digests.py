@@ -32,7 +32,7 @@ class Digests:
     def add(self, name: str, tensor: Tensor, *more: Tensor) -> None:
         """more: held with it, such as scales."""
         self._said[name] = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        sums = [_sum_of(each) * (2 * place + 1) for place, each in enumerate((tensor, *more))]
+        sums = [sum_of(each) * (2 * place + 1) for place, each in enumerate((tensor, *more))]
         self._sums[name] = torch.stack(sums).sum()
 
     def __contains__(self, name: str) -> bool:
@@ -102,7 +102,7 @@ def differing(published: Mapping[str, str], held: Mapping[str, str]) -> list[str
 
 
 @torch.no_grad()
-def _sum_of(tensor: Tensor) -> Tensor:
+def sum_of(tensor: Tensor) -> Tensor:
     """Over all bytes and where they stand, modulo 2^64: the same on every device and in every order of additions."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:

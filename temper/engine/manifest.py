@@ -15,12 +15,14 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from temper.engine.digests import sum_of
 from temper.errors import BackendError
 from temper.types import Publication
 
 HASHING_THREADS = 8
 HASHING_SECONDS = 600.0
 """Longest wait for the hash of one tensor."""
+SUM = "sum "
 MAX_NAMED = 5
 """Differences written out in an error; the others are counted."""
 
@@ -31,7 +33,8 @@ class TensorFacts:
     dtype: str
     """Without "torch.", e.g. "bfloat16"."""
     sha256: str
-    """Hash of the tensor's bytes in row-major order, whatever its device and strides."""
+    """Hash of the tensor's bytes in row-major order, whatever its device and strides; or "sum" and their sum
+    (digests.py), which a GPU makes without bringing them to the host."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,11 @@ class Manifest:
     tensors: Mapping[str, TensorFacts]
     sha256: str
     """Hash over the names and facts of all tensors, whatever their order; the version does not change it."""
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether tensors are told apart by their sums."""
+        return any(facts.sha256.startswith(SUM) for facts in self.tensors.values())
 
     def to_json(self) -> str:
         facts = {name: asdict(self.tensors[name]) for name in sorted(self.tensors)}
@@ -68,9 +76,9 @@ def manifest_of(publication: Publication) -> Manifest:
     return manifest_of_tensors(publication.version, publication.tensors.items())
 
 
-def manifest_of_tensors(version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+def manifest_of_tensors(version: int, tensors: Iterable[tuple[str, Tensor]], *, is_summed: bool = False) -> Manifest:
     """The manifest of any named tensors: what was sent, or what an engine found in itself."""
-    hashing = Hashing()
+    hashing = Hashing(is_summed=is_summed)
     for name, tensor in tensors:
         hashing.add(name, tensor)
     return hashing.manifest(version)
@@ -80,7 +88,8 @@ class Hashing:
     """Hashes tensors beside whoever has them. Holds on to no more of them than it has threads: they may have been made
     to be hashed, and all of them be more than there is room for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_summed: bool = False) -> None:
+        self._is_summed = is_summed
         self._threads = ThreadPoolExecutor(HASHING_THREADS)  # hashing lets go of the interpreter lock
         self._free = threading.Semaphore(HASHING_THREADS)
         self._facts: dict[str, Future[TensorFacts]] = {}
@@ -88,7 +97,7 @@ class Hashing:
     def add(self, name: str, tensor: Tensor) -> None:
         if not self._free.acquire(timeout=HASHING_SECONDS):
             raise BackendError(f"no tensor before {name} was hashed within {HASHING_SECONDS:g} seconds")
-        self._facts[name] = self._threads.submit(facts_of, tensor)
+        self._facts[name] = self._threads.submit(facts_of, tensor, is_summed=self._is_summed)
         self._facts[name].add_done_callback(lambda _: self._free.release())
 
     def manifest(self, version: int) -> Manifest:
@@ -100,9 +109,9 @@ class Hashing:
 class HashedTensors(Mapping[str, Tensor]):
     """Tensors of a publication, each hashed when it is asked for: some are made then, and should be made once."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], *, is_summed: bool = False) -> None:
         self._tensors = tensors
-        self.hashing = Hashing()
+        self.hashing = Hashing(is_summed=is_summed)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
@@ -116,7 +125,10 @@ class HashedTensors(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
-def facts_of(tensor: Tensor) -> TensorFacts:
+def facts_of(tensor: Tensor, *, is_summed: bool = False) -> TensorFacts:
+    if is_summed:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return TensorFacts(tuple(tensor.shape), dtype, f"{SUM}{int(sum_of(tensor)) % 2**64:016x}")
     plain = tensor.detach().contiguous().cpu()
     # As bytes: numpy knows no bfloat16. Flat first: a scalar cannot be viewed as another dtype.
     raw = plain.reshape(-1).view(torch.uint8).numpy()

@@ -184,8 +184,8 @@ def _temperature(agreement: Agreement, evidence: Evidence) -> str | None:
 def rounded_head(probes: Sequence[Probe], temperature: float) -> str | None:
     """Names the side whose logits are numbers of half precision, if it is one of the two; needs no gap to see it."""
     by_side = {
-        "sampler": _is_on_grid((probe.sampled for probe in probes), temperature),
-        "trainer": _is_on_grid((probe.recomputed for probe in probes), temperature),
+        "sampler": is_on_grid((probe.sampled for probe in probes), temperature),
+        "trainer": is_on_grid((probe.recomputed for probe in probes), temperature),
     }
     rounded = [side for side, is_on_grid in by_side.items() if is_on_grid]
     if len(rounded) != 1:
@@ -267,7 +267,7 @@ def _centred(probe: Probe) -> tuple[list[float], list[float]]:
     return [value - sampled_mean for value in probe.sampled], [value - again_mean for value in probe.recomputed]
 
 
-def _is_on_grid(contexts: Iterable[Sequence[float]], temperature: float) -> bool:
+def is_on_grid(contexts: Iterable[Sequence[float]], temperature: float) -> bool:
     """Whether logits seem to be half-precision numbers: their differences are then multiples of a power of two."""
     steps = [(value - values[0]) * temperature / GRID for values in contexts for value in values[1:]]
     # A hundredth of the grid: four of a hundred float32 differences would pass for multiples by chance.

@@ -29,6 +29,7 @@ def stages_of(*stages: dict[str, Any], new: dict[str, Any] | None = None, **mode
 
 
 REPLAY: dict[str, Any] = {"replay_routes": True}
+ON_CPU: dict[str, Any] = {**REPLAY, "device": "cpu"}
 BALANCE: dict[str, Any] = {"routers": {"balance": 0.001}}
 
 
@@ -42,8 +43,8 @@ BALANCE: dict[str, Any] = {"routers": {"balance": 0.001}}
         ([REJECTION], REPLAY, r"model\.replay_routes would do nothing: .* \(rejection\)"),
         ([{"kind": "reward_model"}], REPLAY, r"model\.replay_routes would do nothing"),
         ([RL], {"replay_routes": "reference"}, r'model\.replay_routes = "reference": there is no reference'),
-        ([{**RL, "engine": {"kind": "vllm"}}], REPLAY, r"model\.replay_routes needs an engine that tells its routes"),
-        ([SFT, {**RL, "engine": {"kind": "vllm"}}], REPLAY, r"stage 2 \(rl\): model\.replay_routes needs an engine"),
+        ([{**RL, "engine": {"kind": "vllm"}}], ON_CPU, r"model\.replay_routes: vLLM tells its routes on a GPU alone"),
+        ([SFT, {**RL, "engine": {"kind": "vllm"}}], ON_CPU, r"stage 2 \(rl\): model\.replay_routes: vLLM tells"),
         ([SFT, RL], {"new": {}, **BALANCE}, r"stage 1 \(sft\): model\.routers is made for the families .* is a llama"),
         ([RL], {"new": {}, "routers": {"frozen": True}}, r"model\.routers is made for the families"),
         ([RL], {"routers": {"bias": 0.001}}, r"model\.routers\.bias: routers of a qwen3_moe have no bias"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from temper.engine.manifest import Manifest, check_received, differences, manifest_of
+from temper.engine.manifest import Manifest, check_received, differences, manifest_of, manifest_of_tensors
 from temper.errors import BackendError
 from temper.types import Publication
 
@@ -25,7 +25,9 @@ def weights() -> dict[str, Tensor]:
     }
 
 
-def manifest(tensors: dict[str, Tensor], version: int = 3) -> Manifest:
+def manifest(tensors: dict[str, Tensor], version: int = 3, *, is_summed: bool = False) -> Manifest:
+    if is_summed:
+        return manifest_of_tensors(version, tensors.items(), is_summed=True)
     return manifest_of(Publication(version=version, tensors=tensors))
 
 
@@ -42,11 +44,12 @@ def test_the_same_weights_have_no_differences() -> None:
     check_received(manifest(weights()), manifest(weights()))
 
 
-def test_strides_order_and_device_layout_do_not_matter() -> None:
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_strides_order_and_device_layout_do_not_matter(is_summed: bool) -> None:
     strided = dict(reversed(weights().items()))
     strided["layer.weight"] = strided["layer.weight"].T.contiguous().T
     assert not strided["layer.weight"].is_contiguous()
-    assert manifest(strided) == manifest(weights())
+    assert manifest(strided, is_summed=is_summed) == manifest(weights(), is_summed=is_summed)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +63,18 @@ def test_strides_order_and_device_layout_do_not_matter() -> None:
         (lambda tensors: tensors["layer.weight"].neg_(), "layer.weight holds other numbers"),
     ],
 )
-def test_every_fault_of_a_delivery_is_named(fault: Fault, says: str) -> None:
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_every_fault_of_a_delivery_is_named(fault: Fault, says: str, is_summed: bool) -> None:
     arrived = weights()
     fault(arrived)
     with pytest.raises(BackendError, match=says):
-        check_received(manifest(weights()), manifest(arrived))
+        check_received(manifest(weights(), is_summed=is_summed), manifest(arrived, is_summed=is_summed))
+
+
+def test_sums_and_hashes_are_no_proof_of_each_other() -> None:
+    assert manifest(weights(), is_summed=True).is_summed
+    assert not manifest(weights()).is_summed
+    assert len(differences(manifest(weights()), manifest(weights(), is_summed=True))) == len(weights())
 
 
 def test_a_tensor_under_the_name_of_another_is_noticed() -> None:

@@ -25,10 +25,10 @@ from temper.engine.sglang.probes import (
     refuse_settings,
     refuse_truncation,
 )
-from temper.engine.sglang.routes import ToldRoutes
 from temper.engine.sglang.streams import Active, RequestStreams
 from temper.engine.sglang.weights import differing_rows, take_over, tells_rows
 from temper.engine.sglang.wire import PartialCompletion, require_supported
+from temper.engine.told_routes import ToldRoutes
 from temper.errors import BackendError, ContextFull, TaskError
 from temper.folders.integrity import refuse_code
 from temper.types import Completion, Finish, Publication, Request, SamplingParams

@@ -13,8 +13,8 @@ from collections import Counter
 
 from temper.engine.fleet.member import SamplerLost
 from temper.engine.sglang.client import SglangClient
-from temper.engine.sglang.routes import ToldRoutes
 from temper.engine.sglang.wire import PartialCompletion, body_of, check_drawn
+from temper.engine.told_routes import ToldRoutes
 from temper.errors import BackendError
 from temper.types import Finish, Request
 

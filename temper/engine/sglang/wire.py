@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from temper.engine.fleet.member import SamplerLost
-from temper.engine.sglang.routes import FLAG, ToldRoutes
+from temper.engine.sglang.routes import FLAG, decode_routes
+from temper.engine.told_routes import ToldRoutes
 from temper.errors import BackendError, UserError
 from temper.types import Completion, Finish, Ragged, Request, SamplingParams
 
@@ -122,7 +123,7 @@ class PartialCompletion:
         """They come with the end. What broke off, or was cut while it waited, has none: its tokens are let go of and
         drawn anew, for nobody could train them as they were drawn."""
         if (routes := self.meta.get("routed_experts")) is not None:
-            self.routes = told.read(routes, num_prompt + len(self.token_ids))
+            self.routes = decode_routes(told, routes, num_prompt + len(self.token_ids))
             return
         if (self.finish_reason or {}).get("type") in ("stop", "length"):
             raise BackendError(f"SGLang told no routes of an answer. Start the server with {FLAG}")

@@ -270,7 +270,7 @@ class VllmEngine:
             raise
         finally:
             queue.close()
-        return to_completion(request, applied, output.outputs[0])
+        return to_completion(request, applied, output.outputs[0], self._settings.routes)
 
     async def _delivered(self, queue: Any) -> Any:
         """Waits for the end of a request, as long as the engine goes on making steps."""

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from temper.engine.process.description import describe_model, model_found_here, require_same_model
+from temper.engine.told_routes import ToldRoutes
 from temper.engine.vllm.engine import VllmEngine
 from temper.engine.vllm.start import VllmSettings
 from temper.errors import UserError
@@ -47,8 +48,10 @@ class VllmOrder:
 
     @staticmethod
     def from_told(told: dict[str, Any]) -> VllmOrder:
-        settings = VllmSettings(**{**told["settings"], "folder": Path(told["settings"]["folder"])})
-        return VllmOrder(**{**told, "settings": settings, "gpus": tuple(told["gpus"])})
+        settings = {**told["settings"], "folder": Path(told["settings"]["folder"])}
+        if settings["routes"] is not None:
+            settings["routes"] = ToldRoutes.from_told(settings["routes"])
+        return VllmOrder(**{**told, "settings": VllmSettings(**settings), "gpus": tuple(told["gpus"])})
 
     def found_here(self, own_folder: str) -> VllmOrder:
         """The order on the machine where it is carried out. own_folder: that machine's copy of the model; empty: the

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from temper.engine.told_routes import ToldRoutes
 from temper.errors import BackendError, TaskError, UserError
 from temper.types import Column, Completion, Finish, Ragged, Request, SamplingParams
 
@@ -43,6 +44,7 @@ NEUTRAL: dict[str, Any] = {
     "thinking_token_budget": None,
     "repetition_detection": None,
     "trace_decode_token_ids": None,
+    "routed_experts_prompt_start": 0,
 }
 """Everything else that could change what is drawn, said out loud: no default of vLLM or of a model's
 generation_config.json gets a say."""
@@ -120,8 +122,10 @@ def read_back(asked: SamplingParams, used: Any) -> SamplingParams:
     return applied
 
 
-def to_completion(request: Request, applied: SamplingParams, output: Any) -> Completion:
-    """From vLLM's final CompletionOutput. An aborted request keeps what was drawn so far."""
+def to_completion(
+    request: Request, applied: SamplingParams, output: Any, routes: ToldRoutes | None = None
+) -> Completion:
+    """From vLLM's final CompletionOutput. An aborted request keeps what was drawn so far. routes: asked for, if any."""
     if output.finish_reason not in FINISHES:
         raise TaskError(f"vLLM ended request {request.id} with {output.finish_reason!r}")
     token_ids = np.array(output.token_ids, dtype=np.int32)
@@ -138,8 +142,19 @@ def to_completion(request: Request, applied: SamplingParams, output: Any) -> Com
         top_logprobs=None if top is None else top.lists(top.logprobs.astype(np.float32)),
         entropies=_entropies(kept) if applied.entropy and kept is not None else None,
         keep_ids=None if kept is None else kept.lists(kept.ids),
+        routes=None if routes is None else _routes(routes, request, output),
         params=applied,
     )
+
+
+def _routes(told: ToldRoutes, request: Request, output: Any) -> Ragged[Any]:
+    """Of prompt and completion [T, L, K]. What was aborted before it drew anything has none."""
+    length = len(request.prompt_ids) + len(output.token_ids)
+    if output.routed_experts is not None:
+        return told.read(output.routed_experts, length, "vLLM")
+    if len(output.token_ids):
+        raise BackendError(f"vLLM told no routes of request {request.id}")
+    return told.unknown(length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,9 @@ class WeightSender:
 
     def _write(self, publication: Publication) -> tuple[dict[str, Any], Manifest]:
         """Where the tensors lie; and what should arrive, by the tensors themselves and not by what was written."""
-        tensors = HashedTensors(publication.tensors)
+        # Of tensors on a GPU their sums: to hash them all would take seconds of every step.
+        is_summed = next(iter((publication.alike or publication.tensors).values())).is_cuda
+        tensors = HashedTensors(publication.tensors, is_summed=is_summed)
         like = publication.alike or publication.tensors
         told = self._memory.write(Publication(version=publication.version, tensors=tensors, alike=like))
         return told, tensors.hashing.manifest(publication.version)

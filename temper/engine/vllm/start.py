@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from temper.children import die_with_parent
+from temper.engine.told_routes import ToldRoutes
 from temper.engine.vllm.transfer import BACKEND, register
 from temper.errors import BackendError, UserError
 from temper.models.load import ModelShape
@@ -28,6 +29,9 @@ WORKER = "temper.engine.vllm.worker.WeightsExtension"
 CPU_CACHE_BLOCK = 128
 """Tokens, where nobody says otherwise: with less than two blocks, one of which it keeps for itself, vLLM does not
 start."""
+
+LEAST_SHARE = 0.01
+"""Of a device's memory."""
 
 
 def least_kv_tokens(device: str, max_length: int) -> int:
@@ -54,6 +58,8 @@ class VllmSettings:
     cuda_graphs: bool = True
     tensor_parallel: int = 1
     """GPUs, or on a CPU processes, that share out every matrix."""
+    routes: ToldRoutes | None = None
+    """Those that are asked for with every request; None: none."""
     can_sleep: bool = False
     """Lets sleep() give GPU memory back; costs vLLM's own allocator."""
     start_seconds: float = 600.0
@@ -67,6 +73,8 @@ def start_vllm(settings: VllmSettings, shape: ModelShape, monitor: Any) -> Any:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if settings.device == "cpu" and settings.tensor_parallel > 1:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it wants a NUMA node for each rank
+    if settings.routes is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other one tells none
     kv_tokens = max(settings.kv_tokens, least_kv_tokens(settings.device, settings.max_length))
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
@@ -87,18 +95,24 @@ def start_vllm(settings: VllmSettings, shape: ModelShape, monitor: Any) -> Any:
         max_num_batched_tokens=max(settings.tokens_per_step, settings.max_running, settings.max_length),
         # Seeded requests whose prompts are cut into chunks end vLLM 0.32.0 on a CPU: its generators have no offset.
         enable_chunked_prefill=settings.device != "cpu",
+        # The cache has its size from here. A share of the memory is asked for all the same, and vLLM would not start
+        # where less is free, beside a trainer.
+        gpu_memory_utilization=LEAST_SHARE,
         kv_cache_memory_bytes=kv_tokens * numbers_per_token * getattr(torch, settings.dtype).itemsize,
         block_size=settings.block_size,
         enable_prefix_caching=settings.prefix_cache,
         enforce_eager=settings.device == "cpu" or not settings.cuda_graphs,
         enable_sleep_mode=settings.can_sleep,
         generation_config="vllm",
+        # In half precision logits of 20.03 and 19.97 are one number, and the parity check refuses to train.
+        hf_overrides={"head_dtype": "float32"},
         logprobs_mode="processed_logprobs",
         max_logprobs=-1,
         worker_extension_cls=WORKER,
         weight_transfer_config={"backend": BACKEND},
         tensor_parallel_size=settings.tensor_parallel,
         disable_log_stats=True,
+        **({"enable_return_routed_experts": True} if settings.routes is not None else {}),
     )
     try:
         with _ending_with_this_process():

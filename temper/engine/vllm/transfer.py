@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +74,7 @@ class WeightUpdate:
             if self._memory is None:
                 raise BackendError("the memory of publications is not open")
             expected, tensors = Manifest.from_json(manifest), self._memory.read(told).tensors
-            check_received(expected, manifest_of_tensors(expected.version, tensors.items()))
+            check_received(expected, _manifest(expected, tensors.items()))
             plan_of(expected.tensors, *self._layout(), self._num_ranks)
             self._received = expected, tensors
 
@@ -95,7 +95,7 @@ class WeightUpdate:
         `problem`."""
         with _Kept(self):
             expected = Manifest.from_json(manifest)
-            return manifest_of_tensors(expected.version, self._joined(expected, gather)).to_json()
+            return _manifest(expected, self._joined(expected, gather)).to_json()
         return ""
 
     def digests(self, manifest: str, gather: Gather) -> dict[str, str]:
@@ -122,6 +122,11 @@ class WeightUpdate:
 
     def _layout(self) -> tuple[dict[str, Tensor], Mapping[str, list[str]]]:
         return dict(self._model.named_parameters()), getattr(self._model, "packed_modules_mapping", {})
+
+
+def _manifest(expected: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+    """Of these tensors, to be compared with what was expected."""
+    return manifest_of_tensors(expected.version, tensors, is_summed=expected.is_summed)
 
 
 class _Kept:

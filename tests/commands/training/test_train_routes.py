@@ -151,7 +151,7 @@ def test_dense_models_and_other_engines_are_refused(
     recipe = with_experts({**tiny_recipe, "stage": [{}, *tiny_recipe["stage"]]}, replay_routes=True)
     recipe["stage"] = recipe["stage"][1:]
     recipe["engine"] = {"kind": "vllm"}
-    with pytest.raises(UserError, match=r"needs an engine that tells its routes: .*model runner V2 alone"):
+    with pytest.raises(UserError, match=r"vLLM tells its routes on a GPU alone, from its model runner V2"):
         run(recipe, tmp_path / "routes of vllm")
     recipe["engine"] = {"kind": "vllm", "tensor_parallel": 2}
     recipe["model"]["replay_routes"] = False

@@ -16,8 +16,8 @@ from temper.engine.fleet.member import SamplerLost
 from temper.engine.sglang.checkpoints import Checkpoints
 from temper.engine.sglang.engine import SglangEngine, SglangSettings
 from temper.engine.sglang.probes import probe_prompt
-from temper.engine.sglang.routes import ToldRoutes
 from temper.engine.sglang.wire import PartialCompletion
+from temper.engine.told_routes import ToldRoutes
 from temper.errors import BackendError, ContextFull, TaskError, UserError
 from temper.models.experts.routes import RouteShape
 from temper.types import Completion, Finish, Publication, Request, SamplingParams

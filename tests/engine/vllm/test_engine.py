@@ -23,6 +23,7 @@ from temper.engine.vllm.sampling import NEUTRAL, read_back, require_supported, t
 from temper.engine.vllm.sending import WeightSender
 from temper.engine.vllm.start import VllmSettings
 from temper.errors import BackendError, ContextFull, TaskError, UserError
+from temper.parity.diagnosis import is_on_grid
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 
 needs_vllm = pytest.mark.skipif(
@@ -472,6 +473,23 @@ def test_requests_that_cannot_be_run_fail_alone_and_say_why(fresh: Live) -> None
         with pytest.raises(error):
             fresh.draw(bad)
     assert len(fresh.draw(request("fine"))[0].token_ids) == 12
+
+
+@needs_vllm
+def test_logits_of_half_precision_weights_are_float32(tmp_path: Path) -> None:
+    """vLLM's own are of the dtype of the weights: the parity check refuses those, and no model in bfloat16 would train
+    with it. Nothing is published, for on a CPU it packs such weights."""
+    tiny_model(0).to(torch.bfloat16).save_pretrained(tmp_path)
+    with asyncio.Runner() as runner:
+        live = Live(VllmEngine(settings(tmp_path, dtype="bfloat16")), runner, None)
+        try:
+            (drawn,) = live.draw(request("half", top_logprobs=40, max_new_tokens=8))
+        finally:
+            runner.run(live.engine.close())
+    assert drawn.top_logprobs is not None
+    listed = [list(logprobs) for logprobs in drawn.top_logprobs]
+    assert not is_on_grid(listed, 1.0)
+    assert is_on_grid([torch.tensor(logprobs).to(torch.bfloat16).tolist() for logprobs in listed], 1.0)
 
 
 @needs_vllm

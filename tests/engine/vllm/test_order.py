@@ -13,10 +13,12 @@ import torch
 
 from temper.engine.process.description import describe_model
 from temper.engine.process.order import LocalOrder, read_order
+from temper.engine.told_routes import ToldRoutes
 from temper.engine.vllm import order as order_module
 from temper.engine.vllm.order import VllmOrder, visible
 from temper.engine.vllm.start import VllmSettings
 from temper.errors import UserError
+from temper.models.experts.routes import RouteShape
 from temper.models.load import load_model
 from temper.models.tiny import make_tiny_model
 
@@ -53,6 +55,9 @@ def test_an_order_arrives_as_it_was_given_and_is_of_its_kind(order: VllmOrder) -
     whole = replace(order, gpus=(2, 3), num_threads=2, description={"tokens": "a"})
     assert read_order(whole.to_json()) == whole
     assert read_order(order.to_json()) == order
+    routes = ToldRoutes(RouteShape(layers=(1, 2), num_chosen=2, num_experts=8), num_layers=3)
+    telling = replace(order, settings=replace(order.settings, routes=routes))
+    assert read_order(telling.to_json()) == telling
     assert not isinstance(read_order(order.to_json()), LocalOrder)
 
 

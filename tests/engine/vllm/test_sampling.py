@@ -7,10 +7,13 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from temper.engine.told_routes import ToldRoutes
 from temper.engine.vllm.sampling import to_completion
 from temper.errors import BackendError, TaskError
+from temper.models.experts.routes import RouteShape
 from temper.types import Finish, Request, SamplingParams
 
 Position = list[tuple[int, float]]
@@ -28,7 +31,9 @@ def make_output(positions: list[Position], finish: str = "stop") -> Any:
     )
     spans = [SimpleNamespace(version=4, start=0, end=len(positions))]
     ids = [position[0][0] for position in positions]
-    return SimpleNamespace(finish_reason=finish, token_ids=ids, logprobs=logprobs, weight_versions=spans)
+    return SimpleNamespace(
+        finish_reason=finish, token_ids=ids, logprobs=logprobs, weight_versions=spans, routed_experts=None
+    )
 
 
 def make_positions(seed: int, size: int, kept: int, listed: int) -> list[Position]:
@@ -73,6 +78,31 @@ def test_a_completion_that_was_asked_for_nothing_more_has_nothing_more() -> None
     assert (completion.token_ids, completion.logprobs) == ([7, 8], [-0.5, -0.25])
     assert (completion.keep_ids, completion.top_ids, completion.entropies) == (None, None, None)
     assert completion.finish is Finish.LENGTH
+
+
+ROUTES = ToldRoutes(RouteShape(layers=(0, 2), num_chosen=2, num_experts=300), num_layers=3)
+"""Of three layers the middle one is dense."""
+
+
+def test_routes_are_those_of_layers_with_routers_and_of_all_tokens_but_the_last() -> None:
+    output = make_output([[(7, -0.5)], [(8, -0.25)]])
+    output.routed_experts = np.arange(3 * 3 * 2, dtype=np.uint16).reshape(3, 3, 2)
+    completion = to_completion(*make_request(), output, ROUTES)
+    assert completion.routes == [[0, 1, 4, 5], [6, 7, 10, 11], [12, 13, 16, 17], []]
+    assert to_completion(*make_request(), output).routes is None, "nobody asked"
+
+
+def test_an_answer_that_was_dropped_at_once_has_no_routes_and_any_other_must_have_them() -> None:
+    assert to_completion(*make_request(), make_output([], "abort"), ROUTES).routes == [[], []]
+    with pytest.raises(BackendError, match="told no routes of request r"):
+        to_completion(*make_request(), make_output([[(7, -0.5)]], "abort"), ROUTES)
+    output = make_output([[(7, -0.5)]])
+    output.routed_experts = np.zeros((1, 3, 2), dtype=np.uint8)
+    with pytest.raises(BackendError, match="vLLM's routes are not those of 2 tokens, 3 layers and 2 experts"):
+        to_completion(*make_request(), output, ROUTES)
+    output.routed_experts = np.full((2, 3, 2), 300, dtype=np.uint16)
+    with pytest.raises(BackendError, match="name experts from 300 to 300, and the model has 300"):
+        to_completion(*make_request(), output, ROUTES)
 
 
 def test_what_cannot_be_is_refused_with_the_position_that_is_wrong() -> None:
