@@ -2,6 +2,7 @@
 
     python benchmarks/credit.py --task calculator --seeds 3
     python benchmarks/credit.py --task shop --seeds 3 --samples 2 --credits trajectory,turn,step
+    python benchmarks/credit.py --task shop --seeds 3 --credits trajectory,turn --whole
 Every run starts from the same supervised checkpoint and sees the same rewards: the environment pays half a point for
 the way, in the turn that goes it, and one for the end. Only objective.advantage differs. Held-out scores count the end
 alone, at temperature 1, on tasks that no setting was chosen by. What a finished run achieved is kept beside it
@@ -151,6 +152,8 @@ def main() -> None:
     runs = options.runs / options.task
     runs.mkdir(parents=True, exist_ok=True)
     comparison = COMPARISONS[options.task]
+    if options.whole:
+        comparison = dataclasses.replace(comparison, practice={})
     supervised, practice = load_recipe(comparison.recipe)
     run(runs, "sft", changed(supervised, heldout(supervised, comparison.num_heldout)))
     start = runs / "sft" / "checkpoints" / "0-sft" / f"step-{supervised.steps}"
@@ -168,6 +171,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--credits", type=lambda text: text.split(","), default=list(CREDITS))
     parser.add_argument("--samples", type=int, default=4, help="of each turn, for step values; the paper has 9")
+    parser.add_argument("--whole", action="store_true", help="the recipe's own practice, two to four times as much")
     parser.add_argument("--runs", type=Path, default=Path("runs/credit"))
     return parser.parse_args()
 
