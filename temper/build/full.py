@@ -23,6 +23,7 @@ from temper.planning.host import free_host_bytes
 from temper.planning.memory import plan_memory
 from temper.planning.workload import Workload, by_gpu
 from temper.stages.reading.data import StageData
+from temper.trainer.ranks.channel import RankFailure
 
 LEAST_MICROBATCH = 1024
 """A smaller one is no advice: single rows are longer."""
@@ -52,6 +53,8 @@ def _find_full(error: BaseException, phase: str) -> OutOfMemory | None:
     while cause is not None:
         if isinstance(cause, OutOfMemory):
             return cause
+        if isinstance(cause, RankFailure) and cause.full is not None:
+            return cause.full
         if isinstance(cause, torch.OutOfMemoryError):
             return OutOfMemory(phase, cause)
         cause = cause.__cause__

@@ -23,6 +23,7 @@ from temper.engine.local.runner import Runner
 from temper.errors import BackendError, OutOfMemory
 from temper.planning.workload import Workload
 from temper.trainer.policy_step import PolicyStep
+from temper.trainer.ranks.channel import Failure, RankFailure
 from tests.build.conftest import with_keys
 from tests.planning.conftest import MakeWorkload
 
@@ -77,6 +78,22 @@ def test_a_full_gpu_is_explained_and_the_run_goes_on_after(
     stored = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["stage"][0]
     assert stored["trainer"]["tokens_per_microbatch"] == 8192
     assert stored["optim"]["states"] == "float32"
+
+
+def test_a_full_gpu_of_another_rank_is_explained_too(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_gradient(*arguments: Any, **options: Any) -> Any:
+        report = "Traceback (most recent call last):\ntorch.OutOfMemoryError: CUDA out of memory. Tried 7 GiB"
+        raise RankFailure(Failure(1, report, full_in="forward_backward"), "step", 2) from RuntimeError("gloo: closed")
+
+    monkeypatch.setattr(PolicyStep, "gradient", full_gradient)
+    with pytest.raises(BackendError) as found:
+        train_stages([with_keys(config, "steps=1")], run=tmp_path / "run")
+    said = str(found.value)
+    assert "out of memory in forward_backward: trainer rank 1 of 2: torch.OutOfMemoryError: CUDA out of memory" in said
+    assert "Planned were" in said
+    assert "Set model.gradient_checkpointing = true; then go on with --resume" in said
 
 
 def advice(phase: str, work: Workload) -> list[str]:

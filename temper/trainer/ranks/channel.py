@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed import DistError, DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
 
-from temper.errors import BackendError
+from temper.errors import BackendError, OutOfMemory
 
 PIECE_BYTES = 4 << 20
 """A store takes values of at most 8 MB."""
@@ -36,6 +36,8 @@ class Failure:
     """A traceback, or how its process ended."""
     is_lost: bool = False
     """Whether its process is gone or silent, rather than raised an error."""
+    full_in: str = ""
+    """Phase in which its GPU had no room, if that is what went wrong."""
 
 
 class RankFailure(BackendError):
@@ -45,6 +47,11 @@ class RankFailure(BackendError):
         doing = "was lost" if failure.is_lost else "failed"
         self.reason = f"trainer rank {failure.rank} of {world} {doing} in {verb}: {failure.report.strip()}."
         self.is_lost = failure.is_lost
+        self.full: OutOfMemory | None = None
+        """That the rank's GPU had no room, if it was so."""
+        if failure.full_in:
+            last = failure.report.strip().splitlines()[-1]
+            self.full = OutOfMemory(failure.full_in, f"trainer rank {failure.rank} of {world}: {last}")
         super().__init__(f"{self.reason}\nNothing of this step was kept; --resume goes on from the last checkpoint")
 
 
@@ -144,10 +151,11 @@ class Channel:
     def done(self) -> None:
         self._store.set(self._answer_of(self.rank), "done")
 
-    def failed(self, report: str) -> None:
+    def failed(self, report: str, *, full_in: str = "") -> None:
         """The first to fail is the one that counts: others fail because it is gone."""
         place = self._store.add("failures", 1)
-        self._store.set(f"failure/{place}", pickle.dumps(Failure(self.rank, report)))  # type: ignore[arg-type]
+        failure = Failure(self.rank, report, full_in=full_in)
+        self._store.set(f"failure/{place}", pickle.dumps(failure))  # type: ignore[arg-type]
 
     def _answer_of(self, rank: int) -> str:
         return f"answer/{self._number}/{rank}"

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from temper.errors import TemperError
+import torch
+
+from temper.errors import OutOfMemory, TemperError
 from temper.trainer.local import LocalTrainer, Updates
 from temper.trainer.ranks.channel import Channel
 from temper.types import Batch, Publication, Sample, TrainResult
@@ -20,6 +22,7 @@ from temper.types import Batch, Publication, Sample, TrainResult
 Result = TypeVar("Result")
 OPEN, END = "open", "end"
 """Words beside the trainer's verbs: a stage begins; the run is over."""
+ELSEWHERE = "a pass outside of the step"
 VERBS = ("prepack", "step", "score", "warm_up", "observe", "gather", "save")
 
 
@@ -107,6 +110,18 @@ class RankedTrainer:
         return self._own.peak_is_since_start
 
 
+def _full_in(error: BaseException) -> str:
+    """The phase in which this rank's GPU had no room; "": something else went wrong."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OutOfMemory):
+            return cause.phase
+        if isinstance(cause, torch.OutOfMemoryError):
+            return ELSEWHERE
+        cause = cause.__cause__
+    return ""
+
+
 def follow(channel: Channel, open_trainer: Callable[[Any], LocalTrainer]) -> Any:
     """Does on this rank what rank 0 says, until the run is over; returns what it says then.
 
@@ -132,7 +147,7 @@ def follow(channel: Channel, open_trainer: Callable[[Any], LocalTrainer]) -> Any
                     assert ready is not None, "a step without rows"
                     payload = (Batch(updates=ready),)
                 getattr(trainer, verb)(*payload)
-        except BaseException:
-            channel.failed(traceback.format_exc())
+        except BaseException as error:
+            channel.failed(traceback.format_exc(), full_in=_full_in(error))
             raise
         channel.done()

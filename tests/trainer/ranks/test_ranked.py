@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from temper.errors import UserError
+from temper.errors import OutOfMemory, UserError
 from temper.trainer.ranks import channel as channels
 from temper.trainer.ranks.channel import Channel, RankFailure
 from temper.trainer.ranks.ranked import END, OPEN, RankedTrainer, Together, follow
@@ -110,6 +112,25 @@ def test_a_failure_elsewhere_ends_the_verb_with_its_traceback(monkeypatch: pytes
     pair.other.fails["step"] = ZeroDivisionError("planted")
     with pytest.raises(RankFailure, match=r"(?s)trainer rank 1 of 2 failed in step: Traceback.*planted"):
         pair.trainer.step(Batch(updates=()))
+
+
+@pytest.mark.parametrize(
+    ("error", "phase"),
+    [
+        (OutOfMemory("forward_backward", "CUDA out of memory"), "forward_backward"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "a pass outside of the step"),
+        (ZeroDivisionError("CUDA out of memory"), None),
+    ],
+)
+def test_a_rank_whose_gpu_is_full_says_so(error: Exception, phase: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "GRACE_SECONDS", 2.0)
+    pair = Pair()
+    pair.other.fails["step"] = error
+    with pytest.raises(RankFailure) as raised:
+        pair.trainer.step(Batch(updates=()))
+    full = raised.value.full
+    assert (None if full is None else full.phase) == phase
+    assert full is None or re.search(r"trainer rank 1 of 2: \S*OutOfMemory\S*: .*CUDA out of memory", str(full))
 
 
 def test_what_the_recipe_got_wrong_is_told_as_it_is() -> None:
