@@ -25,12 +25,25 @@ BACKTRACKING = re.compile(
     re.IGNORECASE,
 )
 """Gives up what it said before."""
+REFLECTION_PARTS = ("wait", "hmm", "check", "verify", "let me ")
+BACKTRACKING_PARTS = (
+    "second thought", "no, ", "wrong", "incorrect", "not right", "mistake", "error", "again", "over", "anew",
+    "another", "different", "redo", "restart", "correct", "alternatively", "back",
+)  # fmt: skip
+"""What says either has one of these in it. Most answers have none, and the patterns take ten times as long."""
 
 
 def looks_back(trajectory: Trajectory) -> tuple[bool, bool]:
     """Whether anything that the policy said reflects, and whether it backtracks."""
-    said = "\n".join(turn.message.content for turn in trajectory.turns)
-    return bool(REFLECTION.search(said)), bool(BACKTRACKING.search(said))
+    return looks_back_in("\n".join(turn.message.content for turn in trajectory.turns))
+
+
+def looks_back_in(said: str) -> tuple[bool, bool]:
+    folded = said.casefold()
+    return (
+        any(part in folded for part in REFLECTION_PARTS) and bool(REFLECTION.search(said)),
+        any(part in folded for part in BACKTRACKING_PARTS) and bool(BACKTRACKING.search(said)),
+    )
 
 
 def reflection_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

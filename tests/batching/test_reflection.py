@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
-from temper.batching.reflection import BACKTRACKING, REFLECTION, reflection_metrics
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from temper.batching.reflection import BACKTRACKING, REFLECTION, looks_back_in, reflection_metrics
 from temper.types import Trajectory
 
 
@@ -24,6 +28,19 @@ def test_giving_up_what_was_said_is_seen(text: str) -> None:
 def test_words_that_only_look_alike_are_not(text: str) -> None:
     assert not REFLECTION.search(text)
     assert not BACKTRACKING.search(text)
+
+
+@pytest.mark.parametrize(("which", "pattern"), [(0, REFLECTION), (1, BACKTRACKING)])
+def test_whatever_a_pattern_finds_has_one_of_its_parts(which: int, pattern: re.Pattern[str]) -> None:
+    """Else a look for the parts, which is cheaper, would hide it. Also in capitals."""
+
+    @settings(max_examples=300, deadline=None, derandomize=True)
+    @given(st.from_regex(pattern, fullmatch=True))
+    def check(text: str) -> None:
+        assert pattern.search(text)
+        assert looks_back_in(f"so {text}.")[which] == bool(pattern.search(f"so {text}."))
+
+    check()
 
 
 def test_shares_are_over_responses_and_each_counts_once() -> None:
