@@ -25,7 +25,7 @@ from temper.engine.local.rows import Rows, Rows_R
 from temper.engine.local.sampling import Drawn, Draws, Table, draw
 from temper.engine.local.scheduler import ReadRoutes, Schedule
 from temper.engine.local.warming import ExpectedRequests, chunk_sizes, decode_keys
-from temper.models.decode_step.step import DecodeStep, RowPlaces, can_step
+from temper.models.decode_step.step import DecodeStep, RowPlaces, can_step, has_room
 from temper.models.decode_step.tiles import MOST_ROWS
 from temper.models.decoder import can_walk, numerics_of
 from temper.models.experts.products import can_group
@@ -59,7 +59,7 @@ class Runner:
         """Goes through the model in decode steps of few rows, where it can."""
         if graphs is not None and self._is_gpu and not _waits_for_host(model):
             record = record or CudaRecorder()
-            if can_step(model):
+            if has_room(device) and can_step(model):
                 self._step = DecodeStep(model, cache.layer, graphs.table_width(cache.block_size) * cache.block_size)
             work = DecodeWork(self._decode_pass, self._logits, self._splits)
             self._graphs = DecodeGraphs(work, graphs, cache.block_size, device, record)

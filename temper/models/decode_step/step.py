@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from temper.models.decode_step.tiles import tiles_of
+from temper.models.decode_step.tiles import SHARED_BYTES, tiles_of
 from temper.models.decoder import attention_window, can_walk, joined, mix_experts, numerics_of
 from temper.models.experts.routing import Routes, is_sparse
 from temper.models.ops import ops_of
@@ -43,8 +43,17 @@ class RowPlaces(NamedTuple):
     """See decode_attention."""
 
 
+def has_room(device: torch.device) -> bool:
+    """Whether the tiles fit into the shared memory of this GPU: those of Hopper and of Blackwell for servers. On a CPU
+    Triton's interpreter has all it wants."""
+    if device.type != "cuda":
+        return True
+    room: int = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return room > SHARED_BYTES
+
+
 def can_step(model: Any) -> bool:
-    """Whether every layer is made of what this file knows. The device is the caller's to look at."""
+    """Whether every layer is made of what this file knows."""
     if not can_walk(model) or numerics_of(model) == "exact" or getattr(model, "temper_cut", False):
         return False
     decoder = model.get_decoder()

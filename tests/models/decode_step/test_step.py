@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper.engine.local.attention import GpuAttend, PagedCache
-from temper.models.decode_step.step import DecodeStep, RowPlaces, can_step
+from temper.models.decode_step.step import DecodeStep, RowPlaces, can_step, has_room
 from temper.models.decoder import lay_end_to_end, set_numerics, walk
 from temper.models.float8.layers import float8_copy
 from temper.models.load import prepare
@@ -103,6 +104,17 @@ def test_a_step_may_have_one_row_or_many(rows: int, splits: int) -> None:
     (walked, held), (stepped, stored) = both(make_model("qwen2"), rows, splits)
     assert (stepped - walked).norm() < 0.02 * walked.norm()
     assert (stored - held).abs().max() < 0.05
+
+
+@pytest.mark.parametrize(("kib", "fits"), [(228, True), (164, False), (100, False)])
+def test_only_gpus_whose_shared_memory_holds_the_tiles_go_this_way(
+    kib: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An H200, an A100, an RTX 4090."""
+    properties = SimpleNamespace(shared_memory_per_multiprocessor=kib * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert has_room(torch.device("cuda")) == fits
+    assert has_room(torch.device("cpu"))
 
 
 def test_only_what_it_knows_goes_this_way() -> None:
