@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from temper.build.memory import describe_peak, workload_of
 from temper.config import RunConfig
 from temper.config.memory import KEYS
@@ -23,7 +21,7 @@ from temper.planning.host import free_host_bytes
 from temper.planning.memory import plan_memory
 from temper.planning.workload import Workload, by_gpu
 from temper.stages.reading.data import StageData
-from temper.trainer.ranks.channel import RankFailure
+from temper.trainer.memory import find_full
 
 LEAST_MICROBATCH = 1024
 """A smaller one is no advice: single rows are longer."""
@@ -42,23 +40,9 @@ def explain_out_of_memory(
     try:
         yield
     except Exception as error:
-        if (full := _find_full(error, phase)) is None:
+        if (full := find_full(error, phase)) is None:
             raise
         raise BackendError(_explain_full(full, config, objective, data, origin)) from error
-
-
-def _find_full(error: BaseException, phase: str) -> OutOfMemory | None:
-    """That a GPU was full, if that is why this was raised."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OutOfMemory):
-            return cause
-        if isinstance(cause, RankFailure) and cause.full is not None:
-            return cause.full
-        if isinstance(cause, torch.OutOfMemoryError):
-            return OutOfMemory(phase, cause)
-        cause = cause.__cause__
-    return None
 
 
 def _explain_full(error: OutOfMemory, config: RunConfig, objective: Objective, data: StageData, origin: Path) -> str:

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
-
-from temper.errors import OutOfMemory, TemperError
+from temper.errors import TemperError
 from temper.trainer.local import LocalTrainer, Updates
+from temper.trainer.memory import find_full
 from temper.trainer.ranks.channel import Channel
 from temper.types import Batch, Publication, Sample, TrainResult
 
@@ -110,18 +109,6 @@ class RankedTrainer:
         return self._own.peak_is_since_start
 
 
-def _full_in(error: BaseException) -> str:
-    """The phase in which this rank's GPU had no room; "": something else went wrong."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OutOfMemory):
-            return cause.phase
-        if isinstance(cause, torch.OutOfMemoryError):
-            return ELSEWHERE
-        cause = cause.__cause__
-    return ""
-
-
 def follow(channel: Channel, open_trainer: Callable[[Any], LocalTrainer]) -> Any:
     """Does on this rank what rank 0 says, until the run is over; returns what it says then.
 
@@ -148,6 +135,7 @@ def follow(channel: Channel, open_trainer: Callable[[Any], LocalTrainer]) -> Any
                     payload = (Batch(updates=ready),)
                 getattr(trainer, verb)(*payload)
         except BaseException as error:
-            channel.failed(traceback.format_exc(), full_in=_full_in(error))
+            full = find_full(error, ELSEWHERE)
+            channel.failed(traceback.format_exc(), full_in="" if full is None else full.phase)
             raise
         channel.done()
