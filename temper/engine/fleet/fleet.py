@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from temper.engine.digests import Digests, digested
@@ -133,11 +134,12 @@ class Fleet:
         return together(counts, len(self._places)) | {"samplers": float(len(counts))} | self._losses.take()
 
     async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
-        """Every sampler for all rows: when others end it draws them all."""
-        await asyncio.gather(*(place.sampler.opened(self._silent_seconds) for place in self._places))
-        tellers = tell_together(len(self._places), tell)
-        warming = zip(self._places, tellers, strict=True)
-        await asyncio.gather(*(place.sampler.warm_up(expected, told) for place, told in warming))
+        """Every sampler for all rows: when others end it draws them all. One that ends on the way is replaced, and the
+        one in its place compiles when it draws."""
+        warming = zip(self._places, tell_together(len(self._places), tell), strict=True)
+        await asyncio.gather(
+            *(self._asked(p, partial(_warm, expected, told, self._silent_seconds)) for p, told in warming)
+        )
 
     async def differences(self) -> list[str]:
         """Tensors that a sampler holds with other numbers than were published, and which sampler."""
@@ -229,7 +231,7 @@ class Fleet:
         if self._last is None:
             raise BackendError("the samplers are stale: publish weights before asking for tokens")
         if standings == {Standing.GONE} or not self._settings.feeds_late:
-            raise SamplerLost(f"no sampler is left to draw: {_obituary(self._places, self._settings)}")
+            raise SamplerLost(_obituary(self._places, self._settings))
         return False
 
     async def _feed(self, place: _Place, publication: Publication) -> None:
@@ -265,8 +267,7 @@ class Fleet:
             return
         place.health = place.health.ended(error.why, max_restarts=self._settings.max_restarts)
         self._router.forget(self._places.index(place))
-        then = "another takes its place" if place.health.standing is Standing.LOST else "it is not replaced any more"
-        self._note(f"{error.why}; {then}. {place.in_flight} requests go to another")
+        self._note(f"{error.why}; {_consequences(place, self._places)}")
         if place.replacing is None or place.replacing.done():
             place.replacing = asyncio.create_task(self._replace(place), name="replacement of a sampler")
 
@@ -311,13 +312,23 @@ class Fleet:
                 await asyncio.gather(*pings)
 
 
+async def _warm(expected: ExpectedRequests, tell: Callable[[int, int], None], seconds: float, sampler: Member) -> None:
+    await sampler.opened(seconds)
+    await sampler.warm_up(expected, tell)
+
+
 def _describe(who: str, version: int, names: Collection[str]) -> str:
     listed = ", ".join([*names][:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
     return f"{who} holds other numbers than publication {version} in {listed}. Nothing was drawn with them"
 
 
+def _consequences(place: _Place, places: Sequence[_Place]) -> str:
+    then = "another takes its place" if place.health.standing is Standing.LOST else "it is not replaced any more"
+    go = "go to another" if any(each.health.standing is Standing.READY for each in places) else "wait for it"
+    return then + (f". {place.in_flight} requests {go}" if place.in_flight else "")
+
+
 def _obituary(places: Sequence[_Place], settings: FleetSettings) -> str:
     ends = "; ".join(dict.fromkeys(place.health.why for place in places if place.health.why))
-    if not settings.feeds_late:
-        return ends
-    return f"no sampler is left to draw, after {settings.max_restarts} restarts each: {ends}"
+    tries = f", after {settings.max_restarts} restarts each" if settings.feeds_late else ""
+    return f"no sampler is left to draw{tries}: {ends}"

@@ -43,9 +43,9 @@ class FakeSampler:
         self.told: dict[str, Completion] = {}
         """Of answers that are not drawn to their end."""
         self.drawn: list[str] = []
-        self.may_load, self.may_open = asyncio.Event(), asyncio.Event()
-        self.may_load.set()
-        self.may_open.set()
+        self.may_load, self.may_open, self.may_warm = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for may in (self.may_load, self.may_open, self.may_warm):
+            may.set()
 
     async def opened(self, silent_seconds: float) -> None:
         await self.may_open.wait()
@@ -106,6 +106,13 @@ class FakeSampler:
     async def rest(self, seconds: float) -> None:
         await self.ping(seconds)
         self.version = -1
+
+    async def warm_up(self, expected: Any, tell: Callable[[int, int], None]) -> None:
+        self._require_alive()
+        tell(1, 2)
+        await self.may_warm.wait()
+        self._require_alive()
+        tell(2, 2)
 
     async def abort(self, name: str) -> None:
         self.answer(name, Finish.ABORT)
@@ -365,6 +372,28 @@ def test_one_that_takes_long_to_open_its_model_keeps_nobody_waiting() -> None:
         await asking
 
     play(2, use)
+
+
+@pytest.mark.parametrize("phase", ["may_open", "may_warm"])
+def test_one_that_dies_before_the_first_weights_is_replaced_and_the_run_begins(phase: str) -> None:
+    """While it opens its model, and while it compiles, as samplers on a GPU do."""
+
+    async def use(world: World) -> None:
+        getattr(world.started[0], phase).clear()
+        told: list[tuple[int, int]] = []
+        warming = asyncio.create_task(world.fleet.warm_up(None, lambda done, all: told.append((done, all))))  # type: ignore[arg-type]
+        await settle()
+        assert not warming.done()
+        world.started[0].die()
+        getattr(world.started[0], phase).set()
+        await warming
+        assert {(2, 3), (3, 4)} & {*told}, "the other one is ready"
+        await world.fleet.load(weights(1))
+        await settle()
+        assert [sampler.version for sampler in world.started] == [-1, 1, 1]
+        assert "another takes its place" in world.notes[0]
+
+    assert len(play(2, use).started) == 3
 
 
 def test_one_that_cannot_be_started_is_tried_again_and_given_up() -> None:
