@@ -87,7 +87,12 @@ def measure(taught: Path, options: argparse.Namespace, dtype: str, engine: str, 
         "sampling": {"max_new_tokens": options.new},
         "rollout": {"groups_per_step": options.prompts, "group_size": options.group},
         "trainer": {"tokens_per_microbatch": options.microbatch, "updates_per_batch": 2},
-        "engine": {"kind": engine, "max_running": options.prompts * options.group, "max_logprob_gap": 1.0},
+        "engine": {
+            "kind": engine,
+            "max_running": options.prompts * options.group,
+            "max_logprob_gap": 1.0,
+            "graphs": not options.eager,
+        },
         "alarms": {"readiness": "off"},
     }
     recipe["model"]["replay_routes"] = True if replay else ("measure" if engine == "local" else False)
@@ -136,6 +141,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--microbatch", type=int, default=16384)
+    parser.add_argument("--eager", action="store_true", help="no recorded steps: vLLM starts in less time")
     parser.add_argument("--states", choices=["float32", "bfloat16", "8bit"], default="8bit")
     options = parser.parse_args()
     transformers_logging.set_verbosity_error()

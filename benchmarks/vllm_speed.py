@@ -2,8 +2,10 @@
 
     python benchmarks/vllm_speed.py qwen2.5-1.5b --together 64 256
     python benchmarks/vllm_speed.py qwen3-30b-a3b-6-layers --together 64 256 --routes    # a GPU
+    python benchmarks/vllm_speed.py qwen3-30b-a3b-6-layers --together 64 256 --uncompiled
 Needs vLLM. Every request draws exactly --new tokens at temperature 1; tokens are neither read nor written as text. The
-first time a shape is compiled, which takes minutes on a GPU.
+first time a shape is compiled, which takes minutes on a GPU; --uncompiled leaves torch.compile out, and keeps vLLM's
+own kernels and recorded decode steps.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from shapes import SHAPE_HELP, configuration, shape_of
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 CONTEXT = 2048
+UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 def start(options: argparse.Namespace, folder: str) -> Any:
@@ -47,6 +50,7 @@ def start(options: argparse.Namespace, folder: str) -> Any:
         enable_prefix_caching=options.routes,
         hf_overrides={"head_dtype": "float32"} if options.float32_head else {},
         **({"enable_return_routed_experts": True} if options.routes else {}),
+        **({"compilation_config": UNCOMPILED} if options.uncompiled else {}),
     )
 
 
@@ -71,6 +75,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--routes", action="store_true", help="experts: with every route told")
+    parser.add_argument("--uncompiled", action="store_true", help="a GPU: without torch.compile, to start in a minute")
     parser.add_argument("--float32-head", action="store_true", help="logits in float32, as Temper asks for them")
     options = parser.parse_args()
     random.seed(0)
