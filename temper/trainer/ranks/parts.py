@@ -8,12 +8,14 @@ frees. All ranks make the same passes in the same order, or they wait for each o
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -209,38 +211,58 @@ class PartsOf(OwnParts):
 
 
 class GatheredTensors(OwnParts):
-    """Whole tensors of a cut model on its device, a few neighbours at a time: all of them may not fit on one rank."""
+    """Whole tensors of a cut model on its device, a few neighbours at a time: all of them may not fit on one rank.
+
+    Samplers elsewhere read them side by side, each in its own time, so each holds the neighbours that it reads: if all
+    had to share what is held, they would gather the model many times over.
+    """
 
     def __init__(self, cut: Mapping[str, Tensor], gather: Callable[[Sequence[str]], Mapping[str, Tensor]]) -> None:
         """gather: makes tensors whole, with the help of all ranks."""
         super().__init__(cut)
         self._gather = gather
-        self._held: Mapping[str, Tensor] = {}
+        self._neighbours = {name: bucket for bucket in _buckets(cut) for name in bucket}
+        self._held: WeakKeyDictionary[object, Mapping[str, Tensor]] = WeakKeyDictionary()
+        """By reader, as long as it reads."""
         self._one_reader = threading.Lock()
 
     def __getitem__(self, name: str) -> Tensor:
+        reader = _reader()
         with self._one_reader:
-            if name not in self._held:
-                self._held = {}  # first: there may be no room for both
-                self._held = self._gather(self._neighbours(name))
-            return self._held[name]
-
-    def _neighbours(self, first: str) -> list[str]:
-        """Names from this one on, up to GATHERED_BYTES together or one larger tensor alone."""
-        names = list(self)
-        found, size = [first], self._tensors[first].nbytes
-        for name in names[names.index(first) + 1 :]:
-            size += self._tensors[name].nbytes
-            if size > GATHERED_BYTES:
-                break
-            found.append(name)
-        return found
+            held = next((held for held in self._held.values() if name in held), None)
+            if held is None:
+                self._held.pop(reader, None)  # first: there may be no room for both
+                held = self._gather(self._neighbours[name])
+            self._held[reader] = held
+            return held[name]
 
     def outlines(self) -> dict[str, Tensor]:
         """Tensors of these shapes and types, on this device, that take no memory."""
         return {
             name: torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape) for name, t in self._tensors.items()
         }
+
+
+def _buckets(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Neighbours of up to GATHERED_BYTES together, or one larger tensor alone."""
+    buckets: list[list[str]] = []
+    size = 0
+    for name, tensor in tensors.items():
+        size += tensor.nbytes
+        if not buckets or size > GATHERED_BYTES:
+            buckets.append([])
+            size = tensor.nbytes
+        buckets[-1].append(name)
+    return buckets
+
+
+def _reader() -> object:
+    """Whoever reads: a task where there are any, else a thread."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop
+        task = None
+    return task or threading.current_thread()
 
 
 @contextmanager
