@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from temper.config.memory import MemoryChoice
+from temper.models.decoder import WALKED_FAMILIES
 from temper.planning.choice import choose, fits, fuller_caches, least_choice
 from temper.planning.gpus import MOST_GPUS, Gpu
 from temper.planning.memory import plan_memory
@@ -55,12 +56,13 @@ class LayoutPlan:
 
 def layouts(work: Workload, gpus: int, *, trainers: int = 0, parts: bool | None = None) -> Iterator[Layout]:
     """Those worth trying on so many GPUs. `trainers` and `parts` are kept where they are given (0 and None: free), but
-    that nothing is cut which may not be.
+    that nothing is cut which may not be, nor proposed to be cut which no trainer cuts.
 
     Stages that draw nothing, and engines without processes of their own, train on all. Synchronous steps may be drawn
     and trained on all in turn; otherwise some train while others draw.
     """
-    ways = (False, True) if parts is None and work.may_be_cut else (bool(parts) and work.may_be_cut,)
+    is_free = parts is None and work.may_be_cut and work.shape.family in WALKED_FAMILIES
+    ways = (False, True) if is_free else (bool(parts) and work.may_be_cut,)
     for layout in _splits(work, gpus, trainers):
         if layout.trainers % work.context or (work.experts and work.shape.num_experts % layout.trainers):
             continue  # groups that go together, and experts that stay where they are, divide over trainers

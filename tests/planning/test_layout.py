@@ -58,6 +58,11 @@ def test_what_is_given_is_kept(make_workload: Make) -> None:
     whole = replace(work, may_be_cut=False)
     assert {layout.parts for layout in layouts(whole, 8)} == {False}
     assert {layout.parts for layout in layouts(whole, 8, parts=True)} == {False}, "a check would refuse it"
+    other = replace(work, shape=replace(work.shape, family="gemma3_text"))
+    assert {layout.parts for layout in layouts(other, 8)} == {False}, "no trainer cuts this family"
+    assert {layout.parts for layout in layouts(other, 8, parts=True)} == {True}, (
+        "as the recipe says; the table says why not"
+    )
     reading = replace(work, rolls=False)
     assert {(layout.trainers, layout.is_apart) for layout in layouts(reading, 8)} == {(8, False)}
     assert {layout.gpus for layout in layouts(reading, 8, trainers=3)} == {3}
