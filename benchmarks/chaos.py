@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,6 +134,10 @@ class Hit:
     step: int
     outcome: str = ""
     seconds: float = 0.0
+    lost: int = 0
+    """Steps that had been recorded and were not any more."""
+    left: int = 0
+    """Processes that outlived their driver."""
 
 
 def _given_paths() -> list[str]:
@@ -179,6 +183,8 @@ class Driven:
 
     def failed(self) -> int:
         """Answers that could not be judged."""
+        if not (self.folder / "run.db").is_file():
+            return 0
         with RunReader(self.folder) as reader:
             return len(reader.query("SELECT 1 FROM trajectories WHERE score_kind = 'error'"))
 
@@ -240,10 +246,10 @@ def wait_until(found: Callable[[], bool], seconds: float, pause: float = 0.02) -
 
 def hit(run: Driven, role: str, number: signal.Signals, phase: str, draw: random.Random) -> Hit | None:
     """Throws one fault and waits until the run has got further. None: there was nobody to hit any more."""
+    before = run.steps()
     if phase == "opening":
         wait_until(lambda: run.is_over or run.find(role) is not None, PATIENCE)
     else:
-        before = run.steps()
         wait_until(lambda: run.is_over or run.steps() > before, PATIENCE)
         time.sleep(draw.uniform(0.0, 0.3))
         if phase == "a checkpoint":
@@ -259,15 +265,23 @@ def hit(run: Driven, role: str, number: signal.Signals, phase: str, draw: random
         os.kill(pid, signal.SIGCONT)
     elif role == "driver":
         run.process.wait(timeout=PATIENCE)
-        seen.outcome = "resumed" if run.is_alone() else f"{len(run.left())} LEFT"
+        seen.left = 0 if run.is_alone() else len(run.left())
         run.restart()
     # The step that was under way may have been past the fault; the one after it is not.
     went_on = wait_until(lambda: run.is_over or run.steps() > seen.step + 1, PATIENCE)
     seen.seconds = time.monotonic() - start
-    seen.outcome = seen.outcome or ("went on" if went_on else "HANGS")
+    is_resumed = role == "driver" and number is not signal.SIGSTOP
+    seen.outcome = ("resumed" if is_resumed else "went on") if went_on else "HANGS"
     if run.is_over and run.process.returncode != 0:
         seen.outcome = f"ENDED with {run.process.returncode}"
+    seen.lost = max(0, before - run.steps())
     return seen
+
+
+def in_all_phases(faults: Sequence[tuple[str, signal.Signals]]) -> list[tuple[tuple[str, signal.Signals], str]]:
+    """Every fault in every phase, and neighbours in different ones."""
+    turns = range(len(PHASES))
+    return [(fault, PHASES[(place + turn) % len(PHASES)]) for turn in turns for place, fault in enumerate(faults)]
 
 
 def digest(folder: Path) -> str:
@@ -289,8 +303,7 @@ def main() -> int:
         # Side by side: the one that is hit waits most of the time.
         alone, run = Driven(work / "alone", text), Driven(work / "hit", text)
         hits = []
-        faults = [fault for fault in FAULTS if fault[0] in options.roles]
-        for (role, number), phase in itertools.cycle(zip(faults * len(PHASES), itertools.cycle(PHASES), strict=False)):
+        for (role, number), phase in itertools.cycle(in_all_phases([f for f in FAULTS if f[0] in options.roles])):
             if len(hits) == options.faults or run.is_over:
                 break
             if (seen := hit(run, role, number, phase, draw)) is not None:
@@ -307,7 +320,7 @@ def main() -> int:
             f"{len(hits)} faults; weights {'the same to the bit' if same else 'others'}; {found} of {expected} steps "
             f"recorded; {failed} answers without a judge; exit code {code}; {left} processes left"
         )
-        bad = [seen for seen in hits if seen.outcome not in ("went on", "resumed")]
+        bad = [seen for seen in hits if seen.outcome not in ("went on", "resumed") or seen.left or seen.lost]
         is_good = same and expected == found and not (bad or failed or left)
         if not is_good:
             print(run.log.read_text()[-3000:])
@@ -315,11 +328,15 @@ def main() -> int:
 
 
 def show(console: Console, hits: list[Hit]) -> None:
-    table = Table("role", "fault", "phase", "times", "outcome", "seconds: median", "longest")
+    table = Table("role", "fault", "phase", "times", "outcome", "seconds: median", "longest", "steps lost", "left")
     kinds = {(seen.role, seen.fault, seen.phase, seen.outcome) for seen in hits}
     for kind in sorted(kinds):
-        own = sorted(s.seconds for s in hits if (s.role, s.fault, s.phase, s.outcome) == kind)
-        table.add_row(*kind[:3], str(len(own)), kind[3], f"{own[len(own) // 2]:.1f}", f"{own[-1]:.1f}")
+        these = [s for s in hits if (s.role, s.fault, s.phase, s.outcome) == kind]
+        own = sorted(seen.seconds for seen in these)
+        lost, left = sum(seen.lost for seen in these), sum(seen.left for seen in these)
+        table.add_row(
+            *kind[:3], str(len(own)), kind[3], f"{own[len(own) // 2]:.1f}", f"{own[-1]:.1f}", str(lost), str(left)
+        )
     console.print(table)
 
 
