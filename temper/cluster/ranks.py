@@ -7,25 +7,30 @@ SLURM. Refuses: what they compute, and what is said to them (trainer/).
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from temper.cluster.child import Child
 from temper.engine.process.client import Process
 from temper.errors import BackendError, UserError
-from temper.trainer.ranks.channel import Channel, Failure
+from temper.trainer.ranks.beats import OVER, Beats, Watchdog
+from temper.trainer.ranks.channel import KEY_VARIABLE, Channel, Failure, RankFailure
 
 HOST = "127.0.0.1"
 STARTING_SECONDS = 300.0
 """For a rank's process to import torch and say that it is there."""
 LEAVING_SECONDS = 20.0
+PATIENCE = "patience"
+"""Where rank 0 says for how long others may be silent."""
 ENVIRONMENTS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -72,11 +77,21 @@ class Ranks:
 
     place: Place
     channel: Channel
+    store: Store
+    beats: Beats
     children: Sequence[Process] = ()
+    watchdog: Watchdog | None = None
+    """On a rank that outlives rank 0, unless somebody ends it."""
 
     def close(self, *, at_once: bool = False) -> None:
         """Ends what was started here. Others end with the word that the run is over, or because we are gone. at_once:
         they may be stuck, and nothing of theirs is needed."""
+        if self.watchdog is not None:
+            self.watchdog.close()
+        if at_once and self.place.rank == 0:
+            with suppress(DistError):
+                self.store.set(OVER, "")
+        self.beats.close()
         end = time.monotonic() + (0.0 if at_once else LEAVING_SECONDS)
         for child in self.children:
             if child.wait(max(0.0, end - time.monotonic())) is None:
@@ -89,28 +104,59 @@ class Ranks:
 def start_ranks(start: StartRank, world: int, seconds: float, host: str = HOST) -> Ranks:
     """This process as rank 0, and others that `start` starts. seconds: that any of them may be silent. host: where they
     find this one."""
-    store = TCPStore(host, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STARTING_SECONDS))
+    store, key = _listen(host), secrets.token_hex(32)
     children: list[Process] = []
     os.environ |= _sharing(0, world, host)
     try:
         for rank in range(1, world):
             told = _environment(rank, world, host, store.port)
-            children.append(start(rank, f"trainer rank {rank} of {world}", told))
-        return _formed(Place(0, world, 0), store, seconds, children)
+            children.append(start(rank, f"trainer rank {rank} of {world}", {**told, KEY_VARIABLE: key}))
+        return _formed(Place(0, world, 0), store, seconds, key, children)
     except BaseException:
         for child in children:
             child.kill()
         raise
 
 
-def join_ranks(place: Place, seconds: float) -> Ranks:
-    """This process in a group that somebody else started; MASTER_ADDR and MASTER_PORT say where its rank 0 is."""
+def join_ranks(place: Place, seconds: float, *, is_watched: bool = False) -> Ranks:
+    """This process in a group that somebody else started; MASTER_ADDR and MASTER_PORT say where its rank 0 is.
+
+    is_watched: it ends when rank 0 cannot be heard for as long as rank 0 waits for others. Where rank 0 is its parent
+    the kernel ends it.
+    """
+    key = os.environ.get(KEY_VARIABLE, "")
+    return _formed(place, _meet(place), seconds, key, is_watched=is_watched)
+
+
+def _listen(host: str) -> TCPStore:
+    """Where ranks of this machine meet nobody else is let in."""
+    timeout = timedelta(seconds=STARTING_SECONDS)
+    if host != HOST:
+        return TCPStore(host, 0, None, is_master=True, wait_for_workers=False, timeout=timeout)
+    listener = socket.create_server((host, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host, port, None, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+
+
+def _meet(place: Place) -> Store:
+    """The store of ranks that a launcher started: its own, or that of rank 0."""
     os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.world)}
+    timeout = timedelta(seconds=STARTING_SECONDS)
     try:
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=STARTING_SECONDS)))
-    except ValueError as error:
-        raise UserError(f"trainer ranks cannot find each other: {error}") from error
-    return _formed(place, store, seconds, ())
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store, _, _ = next(rendezvous("env://", timeout=timeout))
+            return store
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return TCPStore(host, port, None, is_master=place.rank == 0, wait_for_workers=False, timeout=timeout)
+    except (KeyError, ValueError) as error:
+        raise UserError(f"trainer ranks cannot find each other: MASTER_ADDR and MASTER_PORT: {error}") from error
+    except DistError as error:
+        raise BackendError(
+            f"trainer rank {place.rank} of {place.world} found nobody at MASTER_ADDR and MASTER_PORT within "
+            f"{STARTING_SECONDS:g} s: {error}"
+        ) from error
 
 
 def _environment(rank: int, world: int, host: str, port: int) -> dict[str, str]:
@@ -127,7 +173,9 @@ def _sharing(rank: int, world: int, host: str) -> dict[str, str]:
     return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
-def _formed(place: Place, store: Store, seconds: float, children: Sequence[Process]) -> Ranks:
+def _formed(
+    place: Place, store: Store, seconds: float, key: str, children: Sequence[Process] = (), *, is_watched: bool = False
+) -> Ranks:
     """Waits for: every rank to be there, then for all to connect, each within its deadline."""
 
     def find_lost() -> Failure | None:
@@ -135,8 +183,19 @@ def _formed(place: Place, store: Store, seconds: float, children: Sequence[Proce
         return next((Failure(rank, how, True) for rank, how in ended if how is not None), None)
 
     words = PrefixStore("words", store)
-    channel = Channel(words, place.rank, place.world, seconds=seconds, find_lost=find_lost)
-    _wait_for_all(PrefixStore("here", store), place, channel)
+    channel = Channel(words, place.rank, place.world, seconds=seconds, find_lost=find_lost, key=key.encode())
+    ranks = Ranks(place, channel, words, Beats(words, place.rank), children)
+    ranks.beats.start()
+    if place.rank == 0:
+        words.set(PATIENCE, str(seconds))
+    try:
+        _wait_for_all(PrefixStore("here", store), place, channel)
+    except BaseException:
+        ranks.beats.close()
+        raise
+    if is_watched:
+        ranks.watchdog = Watchdog(words, float(words.get(PATIENCE)))
+        ranks.watchdog.start()
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(place.local % torch.cuda.device_count())
@@ -150,7 +209,7 @@ def _formed(place: Place, store: Store, seconds: float, children: Sequence[Proce
         world_size=place.world,
         timeout=timedelta(seconds=seconds),
     )
-    return Ranks(place, channel, children)
+    return ranks
 
 
 def _wait_for_all(store: Store, place: Place, channel: Channel) -> None:
@@ -158,10 +217,10 @@ def _wait_for_all(store: Store, place: Place, channel: Channel) -> None:
     everybody = [str(rank) for rank in range(place.world)]
     end = time.monotonic() + STARTING_SECONDS
     while not store.check(everybody):
-        failure = channel.find_failure()
-        if failure is not None:
-            raise BackendError(f"trainer rank {failure.rank} of {place.world} could not be started: {failure.report}")
+        if (failure := channel.find_failure()) is not None:
+            raise RankFailure(failure, "start", place.world)
         if time.monotonic() > end:
             missing = [name for name in everybody if not store.check([name])]
-            raise BackendError(f"trainer ranks {', '.join(missing)} did not come within {STARTING_SECONDS:g} s")
+            told = f"trainer ranks {', '.join(missing)} did not come within {STARTING_SECONDS:g} s"
+            raise RankFailure(Failure(int(missing[0]), told, True), "start", place.world)
         time.sleep(0.05)

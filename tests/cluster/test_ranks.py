@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import time
+
 import pytest
 import torch
 
 from temper.cluster import ranks
 from temper.cluster.ranks import ALONE, HOST, Place, as_children, find_place, start_ranks
-from temper.errors import BackendError
+from temper.errors import BackendError, UserError
+from temper.trainer.ranks.channel import RankFailure
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "5"}
@@ -33,12 +37,47 @@ def test_only_ranks_of_this_machine_are_told_to_share_a_gpu(monkeypatch: pytest.
     assert not [name for name in elsewhere if name.startswith("NCCL")], "they may be on machines with GPUs of their own"
 
 
-def test_a_rank_that_ends_at_once_is_shown_with_its_last_words() -> None:
-    with pytest.raises(BackendError, match=r"(?s)trainer rank 1 of 2 could not be started.*No module named"):
+def test_a_rank_that_ends_at_once_is_lost_and_shown_with_its_last_words() -> None:
+    with pytest.raises(RankFailure, match=r"(?s)trainer rank 1 of 2 was lost in start.*No module named") as found:
         start_ranks(as_children("temper.no_such_module"), 2, 20)
+    assert found.value.is_lost, "all begin anew, as when it is lost later"
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "STARTING_SECONDS", 0.5)
-    with pytest.raises(BackendError, match=r"trainer ranks 1 did not come within 0.5 s"):
+    with pytest.raises(RankFailure, match=r"trainer ranks 1 did not come within 0.5 s") as found:
         start_ranks(as_children("tests.cluster.sleeping_main"), 2, 20)
+    assert found.value.is_lost, "stopped as it started: all begin anew"
+
+
+def test_ranks_of_one_machine_meet_where_no_other_machine_gets_in() -> None:
+    """What they say to each other is unpickled."""
+    store = ranks._listen(HOST)
+    socket.create_connection((HOST, store.port), timeout=5).close()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing: it asks which address of ours would
+        own = probe.getsockname()[0]
+    if own.startswith("127."):
+        pytest.skip("this machine has the loopback alone")
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((own, store.port), timeout=5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_launcher_started_no_other_says_so(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "STARTING_SECONDS", 1.0)
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", HOST)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    start = time.monotonic()
+    with pytest.raises(BackendError, match="trainer ranks 1 did not come" if rank == 0 else "found nobody at MASTER"):
+        ranks.join_ranks(Place(rank, 2, rank), 20)
+    assert time.monotonic() - start < 30
+
+
+def test_a_rank_without_an_address_is_told_which_variables_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(UserError, match="MASTER_ADDR"):
+        ranks.join_ranks(Place(1, 2, 1), 20)

@@ -22,13 +22,14 @@ from temper.build.trainer import open_here
 from temper.children import die_with_parent
 from temper.cluster.handshake import KEY_VARIABLE
 from temper.cluster.ranks import Place, Ranks, as_children, find_place, join_ranks, start_ranks
-from temper.cluster.ray import RayPlace
+from temper.cluster.ray import RayPlace, require_ray
 from temper.commands.launchers import require_one_process
 from temper.config import RunConfig
 from temper.config.cluster import ClusterConfig
 from temper.engine.fleet.kept import KeptFleet
 from temper.engine.process.client import Process
 from temper.errors import TemperError, UserError
+from temper.trainer.ranks.channel import RankFailure
 from temper.trainer.ranks.ranked import END, Together, follow
 
 MODULE = "temper.commands.training.ranks"
@@ -44,7 +45,7 @@ def follow_if_started_so() -> None:
         say_where = ", or say where rank 0 is: srun with MASTER_ADDR and MASTER_PORT makes them the trainers of one run"
         require_one_process('"temper train ..."', say_where)
     if place.rank > 0:
-        _follow(place)
+        _follow(place, is_watched=True)
         sys.exit(0)
 
 
@@ -60,6 +61,12 @@ class Others:
     ray: RayPlace | None = None
     """Where further processes are started; None: on this machine."""
 
+    def cause_of_a_stop(self) -> RankFailure | None:
+        """A launcher that loses one rank stops the others: what the run then says is who was lost."""
+        if self.together is None or not find_place(os.environ).is_launched:
+            return None
+        return self.together.find_silent()
+
 
 @contextmanager
 def started(stages: Sequence[RunConfig], kept: KeptFleet) -> Iterator[Others]:
@@ -67,6 +74,18 @@ def started(stages: Sequence[RunConfig], kept: KeptFleet) -> Iterator[Others]:
     place, cluster = find_place(os.environ), stages[0].cluster
     _require_place(place, cluster)
     world = _require_number(place, cluster.trainers)
+    check_ranks(stages, world)
+    with _ray(stages, place, world) as ray:
+        if world == 1:
+            yield Others(kept, ray=ray)
+            return
+        with _ranks(place, cluster, world, ray) as together:
+            yield Others(kept, together, ray)
+
+
+def check_ranks(stages: Sequence[RunConfig], world: int) -> None:
+    """What can be known of so many trainers before any is started."""
+    cluster = stages[0].cluster
     if world == 1 and cluster.parts:
         raise UserError("cluster.parts shares weights out over trainers, and there is one: set cluster.trainers")
     if world % cluster.together:
@@ -79,12 +98,8 @@ def started(stages: Sequence[RunConfig], kept: KeptFleet) -> Iterator[Others]:
             f"cluster.samplers has addresses, and samplers there let in who has their key: set {KEY_VARIABLE} to what "
             f"it was when `temper sampler` was started, or to what that printed"
         )
-    with _ray(stages, place, world) as ray:
-        if world == 1:
-            yield Others(kept, ray=ray)
-            return
-        with _ranks(place, cluster, world, ray) as together:
-            yield Others(kept, together, ray)
+    if cluster.is_on_ray:
+        require_ray()
 
 
 @contextmanager
@@ -157,24 +172,24 @@ def _require_number(place: Place, wanted: int) -> int:
     return place.world
 
 
-def _follow(place: Place) -> None:
+def _follow(place: Place, *, is_watched: bool) -> None:
     with suppress(ValueError):  # not in the main thread of a process of Ray
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks; the first ends the run in order
     if "OMP_NUM_THREADS" not in os.environ:  # whoever started us has shared the cores out
         torch.set_num_threads(max(1, torch.get_num_threads() // place.world))
-    ranks = join_ranks(place, FOLLOWER_SECONDS)
+    ranks = join_ranks(place, FOLLOWER_SECONDS, is_watched=is_watched)
     follow(ranks.channel, lambda order: open_here(order)[0])
     ranks.close()
 
 
 def follow_here() -> None:
-    """For processes that somebody started for this alone."""
-    _follow(find_place(os.environ))
+    """For processes on other machines that rank 0 had started for this alone."""
+    _follow(find_place(os.environ), is_watched=True)
 
 
 def main() -> None:
     die_with_parent(int(sys.argv[1]))
-    follow_here()
+    _follow(find_place(os.environ), is_watched=False)
 
 
 if __name__ == "__main__":

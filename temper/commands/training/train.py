@@ -121,7 +121,7 @@ def _run_with_trainers(
     with started(stages, kept) as others:
         work = run_stages(stages, folder, records, others)
         if (number := events.run(run_until_stopped(work))) is not None:
-            raise Stopped(number)
+            raise others.cause_of_a_stop() or Stopped(number)
 
 
 def _settled(stages: Sequence[RunConfig], folder: Path, *, resume: bool) -> list[RunConfig]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from temper.errors import TemperError
 from temper.trainer.local import LocalTrainer, Updates
 from temper.trainer.memory import find_full
-from temper.trainer.ranks.channel import Channel
+from temper.trainer.ranks.channel import Channel, RankFailure
 from temper.types import Batch, Publication, Sample, TrainResult
 
 Result = TypeVar("Result")
@@ -45,6 +45,11 @@ class Together:
                 raise self._channel.blame(error) from error
             self._channel.confirm()
             return result
+
+    def find_silent(self) -> RankFailure | None:
+        """A rank that is gone without a word. It takes some seconds to be sure."""
+        failure = self._channel.find_silent()
+        return None if failure is None else RankFailure(failure, "the run", self._channel.world)
 
 
 class RankedTrainer:

@@ -121,7 +121,11 @@ def test_three_trainers_with_uneven_shares_train_what_one_trains(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("before", "after"), [((2, True), (1, False)), ((1, False), (3, True))])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, True), (3, True)), ((2, True), (1, False)), ((1, False), (3, True))],
+    ids=["two parts, three", "two parts, one", "one, three parts"],
+)
 def test_a_checkpoint_goes_on_with_another_number_of_trainers(
     tiny_recipe: dict[str, Any], tmp_path: Path, before: tuple[int, bool], after: tuple[int, bool]
 ) -> None:
@@ -133,6 +137,19 @@ def test_a_checkpoint_goes_on_with_another_number_of_trainers(
     training.train_stages(resolve(rest, (), where="test"), run=tmp_path / "run", resume=True)
     resumed = weights_of(tmp_path / "run")
     assert gap(resumed, whole) < 1e-5
+    assert drawn(tmp_path / "run") == drawn(tmp_path / "whole"), "the same prompts, once each, and the same draws"
+
+
+def drawn(folder: Path) -> list[tuple[Any, ...]]:
+    """Which groups were taken by which step, and every token that was drawn for them."""
+    with RunReader(folder) as reader:
+        ledger = reader.query("SELECT * FROM ledger ORDER BY 1, 2, 3")
+        tokens = reader.query(
+            "SELECT stage, step, group_id, member, row, token_ids FROM token_rows ORDER BY 1, 2, 3, 4, 5"
+        )
+    assert ledger
+    assert tokens
+    return [tuple(row.values()) for row in (*ledger, *tokens)]
 
 
 @pytest.mark.parametrize(
@@ -390,6 +407,32 @@ def test_torchrun_makes_one_run(tiny_recipe: dict[str, Any], tmp_path: Path) -> 
     assert gap(weights_of(tmp_path / "run"), alone) < 1e-5
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("run")] == ["run"]
     assert said.count("final weights") == 1, "one process reports"
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "a rank killed"])
+def test_under_torchrun_no_rank_waits_for_one_that_has_gone(
+    tiny_recipe: dict[str, Any], tmp_path: Path, number: signal.Signals
+) -> None:
+    """torchrun would kill a rank that waits for half a minute after all others have ended."""
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "--", "temper")
+    process = start(make_table(tiny_recipe, steps=(200, 3)), tmp_path / "run", launcher)
+    wait_for(lambda: (tmp_path / "run/checkpoints/0-sft/step-3").is_dir(), "a checkpoint")
+    led = ranks_of(process, b"temper")
+    assert len(led) == 2
+    if number is signal.SIGINT:
+        os.kill(process.pid, number)
+        begin = time.monotonic()
+        end_of(process)
+        assert time.monotonic() - begin < 25
+    else:
+        os.kill(led[1], number)
+        code, said = end_of(process)
+        assert code != 0
+        with RunReader(tmp_path / "run") as reader:
+            events = " ".join(row["text"] for row in reader.query("SELECT text FROM events"))
+        assert "trainer rank 1 of 2 was lost" in events, said
+    wait_for(lambda: not any(map(is_alive, led)), "the end of all ranks")
 
 
 @pytest.mark.heavy

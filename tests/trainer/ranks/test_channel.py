@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from temper.errors import BackendError
+from temper.trainer.ranks import beats
 from temper.trainer.ranks import channel as channels
+from temper.trainer.ranks.beats import Beats
 from temper.trainer.ranks.channel import Channel, Failure, RankFailure
+
+
+@pytest.fixture(autouse=True)
+def looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beats, "EVERY_SECONDS", 0.02)
+    monkeypatch.setattr(beats, "LOOK_SECONDS", 0.5)
 
 
 def make_channels(world: int, *, seconds: float = 20.0, find_lost: Callable[[], Failure | None] = lambda: None) -> Any:
@@ -94,10 +103,57 @@ def test_who_says_nothing_is_named_after_the_deadline() -> None:
     others[0].hear()
     others[0].done()
     with pytest.raises(
-        RankFailure, match=r"trainer rank 2 of 3 was lost in save: nothing was heard of ranks \[2\]"
+        RankFailure, match=r"trainer rank 2 of 3 was lost in save: nothing was heard of it for 0.2 s"
     ) as raised:
         first.confirm()
     assert raised.value.is_lost
+
+
+def test_of_those_who_do_not_answer_the_one_that_does_not_beat_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 waits in a collective for rank 2, which is stopped."""
+    monkeypatch.setattr(channels, "GRACE_SECONDS", 0.1)
+    store = HashStore()
+    first = Channel(store, 0, 4, seconds=0.2)
+    beating = Beats(store, 1)
+    beating.start()
+    first.tell("step")
+    with pytest.raises(RankFailure, match=r"trainer rank 2 of 4 was lost in step: nothing was heard of ranks \[2, 3\]"):
+        first.confirm()
+    timed_out = first.blame(RuntimeError("[gloo] Timed out waiting 5000ms for recv operation to complete"))
+    assert "trainer rank 2 of 4" in str(timed_out)
+    beating.close()
+
+
+@pytest.mark.parametrize("name", ["word/1/0", "failure/1"])
+def test_what_somebody_without_the_key_writes_is_not_read(name: str) -> None:
+    """Words are pickles, and reading one runs what it says."""
+    store = HashStore()
+    first, other = (Channel(store, rank, 2, seconds=5, key=b"ours") for rank in (0, 1))
+    stranger = Channel(store, 1, 2, seconds=5, key=b"theirs")
+    first.tell("step")
+    store.set(name, stranger._seal(name, Runs()))  # type: ignore[arg-type]
+    with pytest.raises(BackendError, match=f'"{name.removesuffix("/0")}" .* does not have their key'):
+        other.hear() if name.startswith("word") else first.confirm()
+    assert not RAN
+    sealed = other._seal(name, Runs())
+    other._unseal(name, sealed)
+    assert RAN.pop(), "the key makes the difference"
+    with pytest.raises(BackendError, match="does not have their key"):
+        other._unseal("word/2", sealed)
+
+
+RAN: list[str] = []
+
+
+def run() -> None:
+    RAN.append("ran")
+
+
+class Runs:
+    """A pickle that runs something when it is read."""
+
+    def __reduce__(self) -> Any:
+        return run, ()
 
 
 def test_a_process_that_ended_is_seen_before_the_deadline() -> None:
