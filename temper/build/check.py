@@ -41,8 +41,8 @@ def check_stages(stages: Sequence[RunConfig]) -> list[Objective]:
     _check_cluster([config.cluster for config in stages])
     if stages[0].cluster.is_on_ray and not any(_has_processes(config) for config in stages):
         raise UserError(
-            "a Ray cluster places sampler processes and trainers, and there are none: set "
-            'engine.place = "process" or cluster.trainers'
+            "a Ray cluster places sampler processes and trainers, and there are none (samplers by address stand where "
+            'they are): set engine.place = "process" or cluster.trainers'
         )
     return objectives
 
@@ -60,7 +60,9 @@ def _check_cluster(clusters: Sequence[ClusterConfig]) -> None:
 
 
 def _has_processes(config: RunConfig) -> bool:
-    return config.engine.place == "process" or config.cluster.trainers > 1
+    """Whether the run starts any: samplers by address are somebody else's."""
+    has_samplers = config.engine.place == "process" and not config.cluster.sampler_addresses
+    return has_samplers or config.cluster.trainers > 1
 
 
 def check_stage(config: RunConfig) -> Objective:

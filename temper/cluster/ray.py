@@ -9,8 +9,11 @@ from __future__ import annotations
 import importlib
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ from temper.errors import UserError, install_line
 ROOM_SECONDS = 300.0
 """For Ray to find room for everybody."""
 ANSWER_SECONDS = 10.0
+JOIN_SECONDS = 90.0
+"""For a cluster to let this process in, or to start."""
 OWN_ROOM_SECONDS = 30.0
 """In a cluster that was started for this run: what it lacks does not come."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -56,16 +61,21 @@ class RayProcess:
         ray.kill(self._actor)
 
 
+def require_ray() -> None:
+    """UserError where it is not installed."""
+    if find_spec("ray") is None:
+        raise UserError(f'cluster.place = "ray" needs Ray: {install_line("ray")}')
+
+
 class RayPlace:
     """Room for the trainers and samplers of one run. Constructed when Ray has found it."""
 
     def __init__(self, address: str, *, ranks: int, samplers: int, gpus: int) -> None:
         """address: of a cluster that runs; OWN_CLUSTER: one is started. ranks: trainers beside this process. gpus: of
         each process, 0 or 1."""
-        try:
-            import ray
-        except ImportError as error:
-            raise UserError(f'cluster.place = "ray" needs Ray: {install_line("ray")}') from error
+        require_ray()
+        import ray
+
         self._starts_own = not ray.is_initialized() and address == OWN_CLUSTER
         if not ray.is_initialized():
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -73,16 +83,15 @@ class RayPlace:
             path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
             _require_answer(address)
             own = {"num_cpus": max(os.cpu_count() or 1, ranks + samplers), "include_dashboard": False}
-            try:
-                with _gpus_of_others(gpus * (ranks + samplers) if self._starts_own else 0) as others:
-                    ray.init(
-                        address=address or "local",
-                        log_to_driver=False,
-                        runtime_env={"env_vars": {"PYTHONPATH": path}},
-                        **((own | others) if self._starts_own else {}),
-                    )
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise UserError(f'cluster.address = "{address}": no Ray answers there: {error}') from error
+            with _gpus_of_others(gpus * (ranks + samplers) if self._starts_own else 0) as others:
+                begin = partial(
+                    ray.init,
+                    address=address or "local",
+                    log_to_driver=False,
+                    runtime_env={"env_vars": {"PYTHONPATH": path}},
+                    **((own | others) if self._starts_own else {}),
+                )
+                _join_cluster(begin, address)
         self._ray = ray
         self._num_ranks = ranks
         need: dict[str, float] = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
@@ -167,6 +176,25 @@ def _require_answer(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
     except OSError as error:
         raise UserError(f'cluster.address = "{address}": no Ray answers there: {error}') from error
+
+
+def _join_cluster(begin: Callable[[], object], address: str) -> None:
+    """Waits for: Ray, for JOIN_SECONDS. Something else that listens there is asked by Ray without end."""
+    failed: list[Exception] = []
+
+    def work() -> None:
+        try:
+            begin()
+        except Exception as error:  # Ray's own, of many types
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="joining a Ray cluster", daemon=True)
+    thread.start()
+    thread.join(JOIN_SECONDS)
+    if thread.is_alive() or failed:
+        why = failed[0] if failed else f"what listens there has said nothing for {JOIN_SECONDS:g} s"
+        where = f'cluster.address = "{address}": no Ray answers there' if address else "Ray could not be started here"
+        raise UserError(f"{where}: {why}") from (failed[0] if failed else None)
 
 
 def _find_room(bundles: Sequence[Mapping[str, float]], seconds: float) -> Any:

@@ -193,6 +193,9 @@ def test_a_ray_cluster_needs_something_to_place_in_any_stage() -> None:
     with pytest.raises(UserError, match="a Ray cluster places sampler processes and trainers, and there are none"):
         check_stages([*stages_of({"kind": "sft"}, **ray), *stages_of({}, **ray)])
     check_stages([*stages_of({"kind": "sft"}, **ray), *stages_of({}, **ray, engine={"place": "process"})])
+    elsewhere = {"place": "ray", "samplers": ["gpu7:29600"]}
+    with pytest.raises(UserError, match="samplers by address stand where they are"):
+        check_stages(stages_of({}, engine={"place": "process"}, cluster=elsewhere))
 
 
 @pytest.mark.parametrize("kind", ["rl", "preference"])

@@ -6,6 +6,7 @@ environments and rewards (trials.py).
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from temper.build import (
     plan_on_cpu,
     plan_stage,
 )
+from temper.cluster.ranks import find_place
+from temper.commands.training.ranks import check_ranks
 from temper.commands.training.train import starts_elsewhere
 from temper.commands.training.trials import IN_DOUBT, try_environment, try_reward
 from temper.config import FIRST, RewardConfig, RunConfig, SourceConfig, load_recipe, refer
@@ -52,6 +55,7 @@ def dry_run(recipe: Path, *, overrides: Sequence[str] = ()) -> str:
     """Checks configuration, data, template, reward and batch arithmetic of every stage; returns a table to print."""
     stages = load_recipe(recipe, overrides)
     check_stages(stages)
+    check_ranks(stages, max(find_place(os.environ).world, stages[0].cluster.trainers))
     with tempfile.TemporaryDirectory() as folder:
         first = first_model(stages[0], Path(folder))
         check_first_model(stages, first)
