@@ -142,11 +142,10 @@ def _listen(host: str) -> TCPStore:
 
 def _meet(place: Place) -> Store:
     """The store of ranks that a launcher started: its own, or that of rank 0."""
-    os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.world)}
     timeout = timedelta(seconds=STARTING_SECONDS)
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store, _, _ = next(rendezvous("env://", timeout=timeout))
+            store, _, _ = next(rendezvous("env://", rank=place.rank, world_size=place.world, timeout=timeout))
             return store
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return TCPStore(host, port, None, is_master=place.rank == 0, wait_for_workers=False, timeout=timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 
@@ -71,10 +72,11 @@ def test_a_rank_whose_launcher_started_no_other_says_so(rank: int, monkeypatch: 
         port = free.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", HOST)
     monkeypatch.setenv("MASTER_PORT", str(port))
-    start = time.monotonic()
+    start, environment = time.monotonic(), dict(os.environ)
     with pytest.raises(BackendError, match="trainer ranks 1 did not come" if rank == 0 else "found nobody at MASTER"):
         ranks.join_ranks(Place(rank, 2, rank), 20)
     assert time.monotonic() - start < 30
+    assert dict(os.environ) == environment, "what this process starts next is no rank"
 
 
 def test_a_rank_without_an_address_is_told_which_variables_say_it(monkeypatch: pytest.MonkeyPatch) -> None:

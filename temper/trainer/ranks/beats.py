@@ -8,12 +8,13 @@ done about a silent rank (channel.py).
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+
+from temper.terminal import SafeConsole
 
 EVERY_SECONDS = 0.5
 LOOK_SECONDS = 3.0
@@ -97,7 +98,7 @@ class Watchdog:
 
     def _end(self, why: str, code: int) -> None:
         if not self._closed.wait(GRACE_SECONDS):
-            print(f"temper: this trainer rank ends: {why}", file=sys.stderr, flush=True)
+            SafeConsole(stderr=True, soft_wrap=True).print(f"temper: this trainer rank ends: {why}", highlight=False)
             self._leave(code)
 
 
