@@ -29,6 +29,8 @@ ROOM_SECONDS = 300.0
 ANSWER_SECONDS = 10.0
 JOIN_SECONDS = 90.0
 """For a cluster to let this process in, or to start."""
+STAY_SECONDS = 60.0
+"""Between two looks of who joined whether the cluster was left."""
 OWN_ROOM_SECONDS = 30.0
 """In a cluster that was started for this run: what it lacks does not come."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -76,27 +78,19 @@ class RayPlace:
         require_ray()
         import ray
 
-        self._starts_own = not ray.is_initialized() and address == OWN_CLUSTER
-        if not ray.is_initialized():
-            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            root = str(Path(__file__).resolve().parents[2])
-            path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
-            _require_answer(address)
-            own = {"num_cpus": max(os.cpu_count() or 1, ranks + samplers), "include_dashboard": False}
-            with _gpus_of_others(gpus * (ranks + samplers) if self._starts_own else 0) as others:
-                begin = partial(
-                    ray.init,
-                    address=address or "local",
-                    log_to_driver=False,
-                    runtime_env={"env_vars": {"PYTHONPATH": path}},
-                    **((own | others) if self._starts_own else {}),
-                )
-                _join_cluster(begin, address)
-        self._ray = ray
-        self._num_ranks = ranks
+        self._ray, self._num_ranks = ray, ranks
         need: dict[str, float] = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
         self._need = need
-        self._group = _find_room([need] * (ranks + samplers), ROOM_SECONDS if address else OWN_ROOM_SECONDS)
+        if ray.is_initialized():
+            _require_same(address, ray.get_runtime_context().gcs_address)
+            self._left = None
+        else:
+            self._left = _enter(address, ranks + samplers, gpus)
+        try:
+            self._group = _find_room([need] * (ranks + samplers), ROOM_SECONDS if address else OWN_ROOM_SECONDS)
+        except BaseException:
+            self._leave()
+            raise
         self.host: str = ray.util.get_node_ip_address()
 
     def start_rank(self, rank: int, name: str, main: str, environment: Mapping[str, str]) -> RayProcess:
@@ -120,8 +114,13 @@ class RayPlace:
 
     def close(self) -> None:
         self._ray.util.remove_placement_group(self._group)
-        if self._starts_own:
+        self._leave()
+
+    def _leave(self) -> None:
+        """A cluster that was started here ends with it. Whoever was in one before stays."""
+        if self._left is not None:
             self._ray.shutdown()
+            self._left.set()
 
     def _start(self, bundle: int, name: str, environment: Mapping[str, str], work: Any, *arguments: Any) -> RayProcess:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -167,6 +166,36 @@ def _gpus_of_others(needed: int) -> Iterator[dict[str, int]]:
             os.environ[VISIBLE] = visible
 
 
+def _enter(address: str, num_processes: int, gpus: int) -> threading.Event:
+    """This process is in a cluster from now on. Returns what to set when it has left."""
+    import ray
+
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
+    _require_answer(address)
+    starts_own = address == OWN_CLUSTER
+    own = {"num_cpus": max(os.cpu_count() or 1, num_processes), "include_dashboard": False}
+    with _gpus_of_others(gpus * num_processes if starts_own else 0) as others:
+        begin = partial(
+            ray.init,
+            address=address or "local",
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": path}},
+            **((own | others) if starts_own else {}),
+        )
+        return _join_cluster(begin, address)
+
+
+def _require_same(address: str, joined: str) -> None:
+    """UserError where a recipe names another cluster than that in which this process is already."""
+    if address not in (OWN_CLUSTER, "auto", joined):
+        raise UserError(
+            f'cluster.address = "{address}", and this process is in the Ray cluster at {joined} already: leave the key '
+            f"out, or call ray.shutdown() before the run"
+        )
+
+
 def _require_answer(address: str) -> None:
     """Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -178,23 +207,32 @@ def _require_answer(address: str) -> None:
         raise UserError(f'cluster.address = "{address}": no Ray answers there: {error}') from error
 
 
-def _join_cluster(begin: Callable[[], object], address: str) -> None:
-    """Waits for: Ray, for JOIN_SECONDS. Something else that listens there is asked by Ray without end."""
+def _join_cluster(begin: Callable[[], object], address: str) -> threading.Event:
+    """Waits for: Ray, for JOIN_SECONDS. Something else that listens there is asked by Ray without end. Returns what to
+    set when the cluster was left."""
     failed: list[Exception] = []
+    joined, left = threading.Event(), threading.Event()
 
     def work() -> None:
         try:
             begin()
         except Exception as error:  # Ray's own, of many types
             failed.append(error)
+            return
+        finally:
+            joined.set()
+        # What Ray starts asks the kernel to end it with its parent, and that is the thread which started it.
+        while not left.wait(STAY_SECONDS):
+            pass
 
-    thread = threading.Thread(target=work, name="joining a Ray cluster", daemon=True)
-    thread.start()
-    thread.join(JOIN_SECONDS)
-    if thread.is_alive() or failed:
-        why = failed[0] if failed else f"what listens there has said nothing for {JOIN_SECONDS:g} s"
+    threading.Thread(target=work, name="member of a Ray cluster", daemon=True).start()
+    is_late = not joined.wait(JOIN_SECONDS)
+    if is_late or failed:
+        left.set()
+        why = f"what listens there has said nothing for {JOIN_SECONDS:g} s" if is_late else failed[0]
         where = f'cluster.address = "{address}": no Ray answers there' if address else "Ray could not be started here"
-        raise UserError(f"{where}: {why}") from (failed[0] if failed else None)
+        raise UserError(f"{where}: {why}") from (None if is_late else failed[0])
+    return left
 
 
 def _find_room(bundles: Sequence[Mapping[str, float]], seconds: float) -> Any:
