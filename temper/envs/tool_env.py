@@ -36,8 +36,10 @@ MAX_CHARACTERS = 100_000
 """Most characters kept of a tool's words, before secrets are looked for, and of arguments in a record: a tool, or a
 server behind it, may answer with more than memory holds three times. Observations are cut to observation_characters."""
 NO_COST = "Say what tools cost, e.g. @tool(cost=0.5), or leave it out"
-_MARKERS = re.compile(r"<(?=\||/?(?:s|think|tools?|tool_\w+|\w+_of_turn)>)|\[(?=/?(?:INST|SYSTEM_|TOOL_|AVAILABLE_))")
-"""Where the common chat markers begin: <|im_end|>, </s>, <tool_call>, <end_of_turn>, [INST], [TOOL_CALLS] ..."""
+_MARKERS = re.compile(
+    r"<(?=[|\uff5c]|/?(?:s|think|tools?|tool_\w+|\w+_of_turn)>)|\[(?=/?(?:INST|SYSTEM_|TOOL_|AVAILABLE_))"
+)
+"""Where the common chat markers begin: <|im_end|> (or with wide bars), </s>, <tool_call>, <end_of_turn>, [INST] ..."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -220,9 +220,9 @@ class Renderer:
         is_drawn: what assistants say is the text of drawn ids, with the control tokens among them, and is compared with
         such text, never encoded.
         """
+        messages = [m if is_drawn and m.role == "assistant" else self.take_apart(m) for m in messages]
         if not self.has_tool_role:  # then the user speaks for the tools
             messages = [_as_user(message) if message.role == "tool" else message for message in messages]
-        messages = [m if is_drawn and m.role == "assistant" else self.take_apart(m) for m in messages]
         text = self._render_as_given(messages, for_generation, self._markers.take_apart_all(tools))
         if tools and text == self._render_as_given(messages, for_generation, ()):
             raise ToolsUnseen(
@@ -237,8 +237,8 @@ class Renderer:
 
         Policies too: where a template rewrites history, what they drew as ordinary letters is encoded again.
         """
-        content = self._markers.take_apart(message.content, is_spoken=message.role == "assistant")
-        return replace(message, content=content, name=self._markers.take_apart(message.name))
+        content = self._markers.take_apart(message.content, message.role)
+        return replace(message, content=content, name=self._markers.take_apart(message.name, "tool"))
 
     def _render_as_given(self, messages: Sequence[Message], for_generation: bool, tools: Tools) -> str:
         conversation = [message.as_dict() for message in messages]
