@@ -27,6 +27,8 @@ class RecordedEpisode:
 
     id: str
     """Name of the session, or "chatcmpl-.../0": id of the request and number of the choice."""
+    origin: str
+    """Request and choice of its oldest completion, which are equal in copies of a file and nowhere else."""
     first: int
     """Its oldest completion in the file."""
     last: int
@@ -80,7 +82,15 @@ def _episode(name: str, rows: Sequence[Recorded], scores: Mapping[int, tuple[Sco
         result=None if turns[-1].completion is newest.completion else newest.message.content,
     )
     speeches = frozenset(row.speech for row in rows)
-    return RecordedEpisode(id=name, first=rows[0].id, last=rows[-1].id, speeches=speeches, played=played, judge=judge)
+    return RecordedEpisode(
+        id=name,
+        origin=f"{rows[0].request_id}/{rows[0].choice}",
+        first=rows[0].id,
+        last=rows[-1].id,
+        speeches=speeches,
+        played=played,
+        judge=judge,
+    )
 
 
 def _scores(path: Path) -> dict[int, tuple[Score, str]]:

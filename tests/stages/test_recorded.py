@@ -6,6 +6,7 @@ Planted faults: a log-probability that is off by a thousandth, scores that chang
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -47,7 +48,7 @@ def reader(needs: RecordNeeds = POLICY, **changes: Any) -> RecordReader:
 
 def read(path: Path, *, skip_bad: bool = False, needs: RecordNeeds = POLICY, **changes: Any) -> RecordReader:
     found = reader(needs, **changes)
-    found.read(StageSource(records=str(path), skip_bad=skip_bad))
+    found.read([StageSource(records=str(path), skip_bad=skip_bad)])
     return found
 
 
@@ -55,8 +56,8 @@ def source_of(
     path: Path, credit: Callable[[StepGroups], Batch], settings: RecordedSettings = SETTINGS
 ) -> RecordedGroups:
     found = reader()
-    tasks = found.read(StageSource(records=str(path)))
-    return RecordedGroups(Stream([tasks], [1.0], seed=0), found.members, settings, credit)
+    tasks = found.read([StageSource(records=str(path))])
+    return RecordedGroups(Stream(tasks, [1.0], seed=0), found.members, settings, credit)
 
 
 def as_it_is(taken: StepGroups) -> Batch:
@@ -272,6 +273,119 @@ def test_prompts_that_are_held_out_are_not_trained_on(tmp_path: Path) -> None:
     held_out = fingerprint(Task(id="h", messages=(ask("question  5"),)))
     found = read(tmp_path / "r.db", excluded=frozenset({held_out}))
     assert [own[0].opening[0].content for own in found.members.values()] == ["question 6"]
+
+
+def write_days(folder: Path, days: dict[str, list[tuple[str, int, float]]]) -> dict[str, StageSource]:
+    """A file chats.db for every day: name, last id of the prompt, and score of each of its episodes."""
+    for day, episodes in days.items():
+        (folder / day).mkdir()
+        file = RecordFile(folder / day / "chats.db", SPEECH)
+        for number, (name, prompt, _) in enumerate(episodes):
+            turn = say(name, completion([2, prompt], [10 + number, 1]))
+            write_episode(file, f"{day}-{name}", [turn], [ask(f"question {prompt}")])
+        file.close()
+        scores = {number: Score.of(score) for number, (_, _, score) in enumerate(episodes, 1)}
+        write_scores(folder / day / "chats.db", scores, "exact")
+    return {day: StageSource(records=str(folder / day / "chats.db")) for day in days}
+
+
+def said_to(found: RecordReader) -> dict[str, list[str]]:
+    """By the words of a task's attempts: what was answered."""
+    return {own[0].opening[0].content: [one.turns[0].message.content for one in own] for own in found.members.values()}
+
+
+MONDAY = [("a", 5, 1.0), ("b", 5, 0.0)]
+
+
+def test_files_of_one_name_keep_their_attempts_apart(tmp_path: Path) -> None:
+    parts = write_days(tmp_path, {"mon": MONDAY, "tue": [("c", 6, 0.5), ("d", 6, 1.0)]})
+    found = reader()
+    sources = found.read([*parts.values()])
+    assert said_to(found) == {"question 5": ["a", "b"], "question 6": ["c", "d"]}
+    assert [found.members[task.id][0].opening for source in sources for task in source.tasks] == [
+        task.messages for source in sources for task in source.tasks
+    ]
+    assert [task.id for source in sources for task in source.tasks] == ["1/chats.db:1", "2/chats.db:1"]
+
+
+def test_a_stage_of_several_files_resumes_with_the_next_groups_also_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [*write_days(tmp_path, {"mon": MONDAY, "tue": [("c", 6, 0.5), ("d", 6, 1.0)], "wed": MONDAY}).values()]
+
+    def opened(parts: list[StageSource]) -> RecordedGroups:
+        found = reader()
+        sources = found.read(parts)
+        weights = [float(bool(source.size)) for source in sources]
+        one = replace(SETTINGS, groups_per_step=1)
+        return RecordedGroups(Stream(sources, weights, seed=1), found.members, one, as_it_is)
+
+    whole, first = opened(parts), opened(parts)
+    wanted = [asyncio.run(whole.take(step)).groups for step in range(1, 6)]
+    assert {len(group.trajectories) for groups in wanted for group in groups} == {2, 4}, "not drawn from both"
+    found = [asyncio.run(first.take(step)).groups for step in (1, 2)]
+    monkeypatch.chdir(tmp_path)
+    second = opened([StageSource(records=f"{day}/chats.db") for day in ("mon", "tue", "wed")])
+    second.load_state(first.state())
+    assert found + [asyncio.run(second.take(step)).groups for step in (3, 4, 5)] == wanted
+
+
+def test_equal_prompts_of_several_files_are_one_group(tmp_path: Path) -> None:
+    parts = write_days(tmp_path, {"mon": [("a", 5, 1.0), ("b", 6, 0.0)], "tue": [("c", 6, 1.0), ("d", 5, 0.5)]})
+    found = reader()
+    first, second = found.read([*parts.values()])
+    assert said_to(found) == {"question 5": ["a", "d"], "question 6": ["b", "c"]}
+    assert (first.size, second.size) == (2, 0), "a prompt is the task of one source"
+    cut = reader()
+    cut.read([parts["mon"].model_copy(update={"size": 1}), parts["tue"]])
+    assert said_to(cut) == {"question 5": ["a", "d"]}
+    with pytest.raises(UserError, match=r"tue/chats.db: weight=2 acts on nothing.* have all its prompts"):
+        reader().read([parts["mon"], parts["tue"].model_copy(update={"weight": 2.0})])
+
+
+def test_a_file_that_nothing_is_trained_on_is_refused_also_beside_others(tmp_path: Path) -> None:
+    parts = write_days(tmp_path, {"mon": [*MONDAY, ("e", 6, 1.0)], "tue": [("c", 6, 0.5)]})
+    with pytest.raises(UserError, match=r"tue/chats.db: nothing is left to train on: .* cut off by the size"):
+        reader().read([parts["mon"].model_copy(update={"size": 1}), parts["tue"]])
+
+
+def test_a_prompt_with_too_few_attempts_in_all_files_is_refused_or_left_out(tmp_path: Path) -> None:
+    parts = write_days(tmp_path, {"mon": MONDAY, "tue": [("c", 6, 0.5), ("d", 5, 1.0)]})
+    with pytest.raises(UserError, match=r"tue/chats.db: 1 of 2 .*first: tue-c\): fewer than 2 attempts"):
+        reader().read([*parts.values()])
+    found = reader()
+    found.read([parts["mon"], parts["tue"].model_copy(update={"skip_bad": True})])
+    assert said_to(found) == {"question 5": ["a", "b", "d"]}
+
+
+def test_a_copy_of_a_file_counts_once(tmp_path: Path) -> None:
+    parts = write_days(tmp_path, {"mon": MONDAY})
+    shutil.copy(tmp_path / "mon" / "chats.db", tmp_path / "copy.db")
+    file = RecordFile(tmp_path / "copy.db", SPEECH)
+    write_episode(file, "later", [say("later", completion([2, 5], [9, 1]))], [ask("question 5")])
+    file.close()
+    write_scores(tmp_path / "copy.db", {3: Score.of(0.5)}, "people")
+    copy = StageSource(records=str(tmp_path / "copy.db"))
+    with pytest.raises(UserError, match=r"2 of 3 .*first: mon-a\): it is in .*mon/chats.db, too: a copy counts once"):
+        reader().read([parts["mon"], copy])
+    found = reader()
+    found.read([parts["mon"], copy.model_copy(update={"skip_bad": True})])
+    assert said_to(found) == {"question 5": ["a", "b", "later"]}
+
+
+def test_plain_completions_are_refused_where_chats_become_rows(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "r.db")
+    file = RecordFile(tmp_path / "r.db", SPEECH)
+    write_episode(file, "cmpl-1", [say("x", completion([2, 5], [7, 1]))], [], has_session=False)
+    file.close()
+    write_scores(tmp_path / "r.db", {5: Score.of(1.0)}, "people")
+    needs = KINDS["rejection"].reading.needs_of_records
+    assert needs is not None
+    wanted = needs(resolve_preset("grpo"))
+    with pytest.raises(UserError, match=r"1 of 5 .*first: cmpl-1/0\): it is a plain completion, and only chats"):
+        read(tmp_path / "r.db", needs=wanted)
+    assert len(read(tmp_path / "r.db", needs=wanted, skip_bad=True).members) == 2
+    assert len(read(tmp_path / "r.db").members) == 2, "a policy gradient takes it for an attempt at its prompt"
 
 
 @pytest.mark.parametrize(

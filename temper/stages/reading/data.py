@@ -123,7 +123,7 @@ def open_data(
     heldout, is_compared = _heldout(config, reading, room)
     longest_row = min(config.trainer.max_length or shape.max_context, shape.max_context)
     reader = _record_reader(config, objective, reading, renderer, heldout, Speech.of(tokenizer), longest_row)
-    sources = [_labelled(part, config, reader.read if part.records else source_of) for part in config.train]
+    sources = _training_sources(config, reader)
     share = 0.0
     if not config.is_recorded:
         share = reading.share_sampled(objective, _peek(_open_stream(config, sources, heldout), 1))
@@ -184,6 +184,12 @@ def _record_reader(
         # Clients have asked in their own words, or in those that the recipe would show.
         excluded=frozenset(fingerprint(task) for task in (*heldout, *shown)),
     )
+
+
+def _training_sources(config: RunConfig, reader: RecordReader) -> list[TaskSource]:
+    """Of records all files together: what was asked in several of them is one group."""
+    opened = reader.read(config.train) if config.is_recorded else [source_of(part) for part in config.train]
+    return [_labelled(source, part, config) for source, part in zip(opened, config.train, strict=True)]
 
 
 def require_judge(config: RunConfig, data: StageData) -> None:
@@ -287,12 +293,14 @@ def _known(sources: Sequence[TaskSource], probe: Sequence[Task], heldout: Sequen
 
 def _open_stream(config: RunConfig, sources: Sequence[TaskSource], heldout: Sequence[Task]) -> Stream:
     excluded = frozenset(fingerprint(task) for task in heldout)
-    return Stream(sources, [part.weight for part in config.train], seed=config.seed, excluded=excluded)
+    # Records whose prompts are all tasks of a file before them have none to draw.
+    weights = [0.0 if source.size == 0 else part.weight for source, part in zip(sources, config.train, strict=True)]
+    return Stream(sources, weights, seed=config.seed, excluded=excluded)
 
 
 def _heldout(config: RunConfig, reading: Reading, room: _Room) -> tuple[tuple[Task, ...], bool]:
     """Held-out tasks, and whether their answers are compared. Those that are to be answered must fit."""
-    sources = [_labelled(part, config) for part in config.heldout]
+    sources = [_labelled(source_of(part), part, config) for part in config.heldout]
     tasks = [source.task(index) for source in sources for index in range(source.size or 0)]
     is_compared = bool(tasks) and reading.compares is not None and reading.compares(tasks)
     if not is_compared:
@@ -300,12 +308,10 @@ def _heldout(config: RunConfig, reading: Reading, room: _Room) -> tuple[tuple[Ta
     return take_all(sources), is_compared
 
 
-def _labelled(
-    part: StageSource, config: RunConfig, read: Callable[[StageSource], TaskSource] = source_of
-) -> TaskSource:
+def _labelled(source: TaskSource, part: StageSource, config: RunConfig) -> TaskSource:
     """The source, whose tasks bear its name where the stage tells its sources apart."""
     is_told_apart = part.is_particular or len(config.train) > 1 or len(config.heldout) > 1
-    return NamedSource(read(part), part.label) if is_told_apart else read(part)
+    return NamedSource(source, part.label) if is_told_apart else source
 
 
 def _words(config: RunConfig) -> dict[str, tuple[str, str]]:

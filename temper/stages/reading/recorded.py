@@ -1,15 +1,15 @@
 """Recorded episodes as tasks with attempts: which of them a stage may train on, and which belong together.
 
-Owns: what is asked of records, groups of one prompt, the words for what is wrong. Refuses: the file (serve/records.py),
-scores (serve/episodes.py), drawing groups for a step (stages/recorded.py).
+Owns: what is asked of records, groups of one prompt over all files of a stage, the words for what is wrong. Refuses:
+the file (serve/records.py), scores (serve/episodes.py), drawing groups for a step (stages/recorded.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,16 +39,45 @@ class RecordNeeds:
     """Turns that stand in the order in which they came, which credit along tokens takes for granted."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _RecordFile:
+    """What a [[train]] table names."""
+
+    part: StageSource
+    path: Path
+    name: str
+    """What its prompts are called by: its own name, after the number of its table where several files have that name.
+    A name holds no slash, so no other file is called the same."""
+    episodes: Sequence[RecordedEpisode]
+    problems: dict[str, str] = field(default_factory=dict)
+    """Why an episode cannot be trained on, by its id."""
+
+    @property
+    def sound(self) -> list[RecordedEpisode]:
+        return [episode for episode in self.episodes if episode.id not in self.problems]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempts:
-    """All attempts at one prompt."""
+    """All attempts at one prompt, in the order of the files and of their episodes in them."""
 
-    task: Task
+    files: tuple[_RecordFile, ...]
+    """Where each of the episodes lies."""
     episodes: tuple[RecordedEpisode, ...]
+
+    @property
+    def owner(self) -> _RecordFile:
+        """The first file that has the prompt: its weight and size are the prompt's."""
+        return self.files[0]
+
+    @property
+    def task(self) -> Task:
+        first = self.episodes[0]
+        return Task(id=f"{self.owner.name}:{first.first}", messages=first.played.opening)
 
 
 class RecordReader:
-    """Reads files of records for one stage, and remembers what it has read."""
+    """Reads the files of records of one stage, and remembers what it has read."""
 
     def __init__(
         self, *, needs: RecordNeeds, speech: Speech, params: SamplingParams, longest_row: int, excluded: frozenset[str]
@@ -62,30 +91,50 @@ class RecordReader:
         self.left_out: tuple[str, ...] = ()
         """Episodes that skip_bad left out: name and reason of each."""
 
-    def read(self, part: StageSource) -> FileSource:
-        """The prompts of a file, each a task. Raises UserError for episodes that cannot be trained on, unless skip_bad
-        leaves them out."""
-        path = Path(part.records).expanduser()
-        episodes = read_episodes(path)
-        problems = {episode.id: problem for episode in episodes if (problem := self._problem(episode))}
-        prompts = _by_prompt(path.name, [episode for episode in episodes if episode.id not in problems])
-        for attempts in prompts:
-            if len(attempts.episodes) < self._needs.min_members:
-                problems |= dict.fromkeys((episode.id for episode in attempts.episodes), self._too_few)
-        if problems and not part.skip_bad:
-            raise UserError(f"{path}: {_listed(problems, len(episodes))}. train.skip_bad = true leaves them out")
-        kept = [attempts for attempts in prompts if attempts.episodes[0].id not in problems]
-        kept = [attempts for attempts in kept if fingerprint(attempts.task) not in self._excluded]
-        if not kept:
-            why = _listed(problems, len(episodes)) if problems else "every prompt is held out, or nothing was recorded"
-            raise UserError(f"{path}: nothing is left to train on: {why}")
-        if len(kept) < part.size:
-            raise UserError(f"{path}: size={part.size} is more than its {len(kept)} prompts. Use size = 0 for all")
-        kept = kept[: part.size or len(kept)]
-        self.left_out += tuple(f"{name}: {problem}" for name, problem in problems.items())
-        self.members |= {attempts.task.id: tuple(map(_member, attempts.episodes)) for attempts in kept}
+    def read(self, parts: Sequence[StageSource]) -> list[FileSource]:
+        """The prompts of each file, as tasks; one that several files have is a task of the first. Raises UserError for
+        episodes that cannot be trained on, unless skip_bad leaves them out."""
+        files = self._open(parts)
+        groups = _by_prompt(files)
+        for group in groups:
+            if len(group.episodes) < self._needs.min_members:
+                for file, episode in zip(group.files, group.episodes, strict=True):
+                    file.problems[episode.id] = self._too_few
+        for file in files:
+            if file.problems and not file.part.skip_bad:
+                raise UserError(f"{file.path}: {_listed(file)}. train.skip_bad = true leaves them out")
+            self.left_out += tuple(f"{name}: {problem}" for name, problem in file.problems.items())
+        kept = [group for group in groups if self._is_kept(group)]
+        own = [_cut(file, [group for group in kept if group.owner is file]) for file in files]
+        used = {id(file) for groups in own for group in groups for file in group.files}
+        for file, groups in zip(files, own, strict=True):
+            _require_use(file, is_used=id(file) in used, has_own=bool(groups))
+        self.members = {group.task.id: tuple(map(_member, group.episodes)) for groups in own for group in groups}
         # A run goes on with the same episodes and scores, or not at all: the stream compares names.
-        return FileSource(f"{path.name} {_digest(kept)}", tuple(attempts.task for attempts in kept))
+        return [
+            FileSource(f"{file.path.name} {_digest(groups)}", tuple(group.task for group in groups))
+            for file, groups in zip(files, own, strict=True)
+        ]
+
+    def _open(self, parts: Sequence[StageSource]) -> list[_RecordFile]:
+        """Every file, with what is wrong with single episodes."""
+        paths = [Path(part.records).expanduser() for part in parts]
+        shared = {name for name, count in Counter(path.name for path in paths).items() if count > 1}
+        files, seen = list[_RecordFile](), dict[str, Path]()
+        for place, (part, path) in enumerate(zip(parts, paths, strict=True), 1):
+            name = f"{place}/{path.name}" if path.name in shared else path.name
+            file = _RecordFile(part=part, path=path, name=name, episodes=read_episodes(path))
+            for episode in file.episodes:
+                before = seen.get(episode.origin)
+                problem = f"it is in {before}, too: a copy counts once" if before else self._problem(episode)
+                if problem:
+                    file.problems[episode.id] = problem
+            seen |= {episode.origin: path for episode in file.sound}
+            files.append(file)
+        return files
+
+    def _is_kept(self, group: _Attempts) -> bool:
+        return len(group.episodes) >= self._needs.min_members and fingerprint(group.task) not in self._excluded
 
     @property
     def _too_few(self) -> str:
@@ -134,15 +183,33 @@ class RecordReader:
         return None
 
 
-def _by_prompt(name: str, episodes: Sequence[RecordedEpisode]) -> list[_Attempts]:
-    """Episodes whose first prompts are equal, id by id, in the order in which they began."""
-    by_ids: dict[tuple[int, ...], list[RecordedEpisode]] = {}
-    for episode in episodes:
-        by_ids.setdefault(episode.played.turns[0].completion.prompt_ids, []).append(episode)
-    return [
-        _Attempts(task=Task(id=f"{name}:{own[0].first}", messages=own[0].played.opening), episodes=tuple(own))
-        for own in by_ids.values()
-    ]
+def _by_prompt(files: Sequence[_RecordFile]) -> list[_Attempts]:
+    """Episodes whose first prompts are equal, id by id, in the order of files and in that in which they began."""
+    by_ids: dict[tuple[int, ...], list[tuple[_RecordFile, RecordedEpisode]]] = {}
+    for file in files:
+        for episode in file.sound:
+            by_ids.setdefault(episode.played.turns[0].completion.prompt_ids, []).append((file, episode))
+    pairs = (zip(*own, strict=True) for own in by_ids.values())
+    return [_Attempts(files=files, episodes=episodes) for files, episodes in pairs]
+
+
+def _cut(file: _RecordFile, groups: list[_Attempts]) -> list[_Attempts]:
+    """As many of a file's own prompts as the recipe asks for."""
+    if len(groups) < (size := file.part.size):
+        raise UserError(f"{file.path}: size={size} is more than its {len(groups)} prompts. Use size = 0 for all")
+    return groups[: size or len(groups)]
+
+
+def _require_use(file: _RecordFile, *, is_used: bool, has_own: bool) -> None:
+    """Refuses a file that nothing is trained on, and a weight that acts on nothing."""
+    if not is_used:
+        why = "every prompt is held out or cut off by the size of a table before, or nothing was recorded"
+        raise UserError(f"{file.path}: nothing is left to train on: {_listed(file) if file.problems else why}")
+    if not has_own and file.part.weight != 1.0:
+        raise UserError(
+            f"{file.path}: weight={file.part.weight:g} acts on nothing, for files before it in the recipe have all its "
+            "prompts and their weights count. Leave it out"
+        )
 
 
 def _member(episode: RecordedEpisode) -> Trajectory:
@@ -160,9 +227,9 @@ def _digest(prompts: Sequence[_Attempts]) -> str:
     return hashlib.blake2b(repr(said).encode(), digest_size=6).hexdigest()
 
 
-def _listed(problems: Mapping[str, str], total: int) -> str:
+def _listed(file: _RecordFile) -> str:
     """The commonest problems, each with the first episode that has it."""
-    first = {problem: name for name, problem in reversed([*problems.items()])}
-    counts = Counter(problems.values()).most_common(MAX_NAMED)
+    first = {problem: name for name, problem in reversed([*file.problems.items()])}
+    counts = Counter(file.problems.values()).most_common(MAX_NAMED)
     said = "; ".join(f"{count} (first: {first[problem]}): {problem}" for problem, count in counts)
-    return f"{len(problems)} of {total} episodes cannot be trained on: {said}"
+    return f"{len(file.problems)} of {len(file.episodes)} episodes cannot be trained on: {said}"

@@ -14,10 +14,14 @@ from temper.build import first_model, resolve_objective
 from temper.commands.training.train import train_stages
 from temper.config import resolve
 from temper.errors import UserError
+from temper.models.load import load_tokenizer
 from temper.runs.reader import RunReader
+from temper.serve.episodes import write_scores
+from temper.serve.records import RecordFile, Speech
 from temper.stages.kinds import kind_of
 from temper.stages.reading.data import StageData, open_data
-from temper.types import Trajectory
+from temper.types import Score, Trajectory
+from tests.fakes.recorded import ask, completion, say, write_episode
 
 
 def opened(table: dict[str, Any], folder: Path) -> StageData:
@@ -105,3 +109,23 @@ def test_held_out_answers_are_judged_by_the_verifier_that_their_set_names(
 
     assert asyncio.run(parts(first)) == ["exact", "letters"]
     assert asyncio.run(parts(last)) == ["letters"]
+
+
+def test_a_file_of_records_whose_prompts_all_lie_in_one_before_it_adds_its_attempts(
+    tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    table = {key: value for key, value in tiny_recipe.items() if key not in ("heldout", "reward")}
+    table["train"] = [{"records": str(tmp_path / day / "chats.db")} for day in ("mon", "tue")]
+    table["stage"] = [{"kind": "preference"}]
+    (config,) = resolve(table, [], where="test")
+    model = first_model(config, tmp_path / "model")
+    for day in ("mon", "tue"):
+        (tmp_path / day).mkdir()
+        file = RecordFile(tmp_path / day / "chats.db", Speech.of(load_tokenizer(model)))
+        write_episode(file, day, [say(day, completion([2, 5], [6, 1]))], [ask("q")])
+        file.close()
+        write_scores(tmp_path / day / "chats.db", {1: Score.of(0.5)}, "people")
+    data = open_data(config, resolve_objective(config), kind_of(config).reading, model)
+    assert {data.stream.next()[1].id for _ in range(20)} == {"1/chats.db:1"}
+    assert [len(own) for own in data.recorded.values()] == [2]
+    assert {task.source for task in data.probe} == {"chats"}
