@@ -50,9 +50,22 @@ def find_checkpoint(path: str, key: str = "model.path", *, has_weights: bool = T
             f'name on the hub, or make one with "temper model fetch smollm2-135m --out {path}"'
         )
     if not (folder / "config.json").is_file():
-        raise UserError(f'{key} "{path}" has no config.json, so it is not a Hugging Face checkpoint')
+        instead = _say_checkpoints(path) if (folder / "run.db").is_file() else "so it is not a Hugging Face checkpoint"
+        raise UserError(f'{key} "{path}" has no config.json, {instead}')
     verify(folder)
     return folder
+
+
+def _say_checkpoints(run: str) -> str:
+    """What to give in place of a run, which is no checkpoint: what is its newest changes while it trains, and whoever
+    begins with it must find the same when it is resumed."""
+    newest = dict[str, tuple[int, str]]()
+    for file in Path(run).expanduser().glob("checkpoints/*-*/step-*/config.json"):
+        step, stage = file.parent.name, file.parent.parent.name
+        newest[stage] = max(newest.get(stage, (-1, "")), (int(step.partition("-")[2]), step))
+    stages = sorted(newest, key=lambda stage: int(stage.partition("-")[0]))
+    found = ", ".join(f'"{run.rstrip("/")}/checkpoints/{stage}/{newest[stage][1]}"' for stage in stages)
+    return f"for it is a run. Give one of its checkpoints: {found or 'it has none yet'}"
 
 
 def is_model_name(text: str) -> bool:

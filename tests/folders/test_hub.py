@@ -257,3 +257,20 @@ def test_reading_a_checkpoint_opens_no_connection(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(socket.socket, "connect", refuse)
     load_tokenizer(tmp_path)
     load_model(tmp_path, torch.float32, torch.device("cpu"))
+
+
+def test_a_run_in_place_of_a_checkpoint_is_refused_with_the_newest_checkpoint_of_each_stage(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    run.mkdir()
+    (run / "run.db").touch()
+    with pytest.raises(UserError, match=r'model.path ".*/mine" .* it is a run.* its checkpoints: it has none yet'):
+        find_checkpoint(str(run))
+    for place in ("0-sft/step-9", "0-sft/step-20", "1-rl/step-4", "10-rl/step-2", "2-rl/step-1"):
+        (run / "checkpoints" / place).mkdir(parents=True)
+        (run / "checkpoints" / place / "config.json").touch()
+    with pytest.raises(UserError) as caught:
+        find_checkpoint(f"{run}/")
+    named = ", ".join(
+        f'"{run}/checkpoints/{place}"' for place in ("0-sft/step-20", "1-rl/step-4", "2-rl/step-1", "10-rl/step-2")
+    )
+    assert str(caught.value).endswith(f"Give one of its checkpoints: {named}")
