@@ -105,7 +105,13 @@ def check_stage(config: RunConfig) -> Objective:
 
 
 def _check_four_bits(config: RunConfig, objective: Objective) -> None:
-    """Raises UserError for what cannot be done over a base in 4 bits. Its family is looked at when it is read."""
+    if (problem := problem_with_four_bits(config, objective)) is not None:
+        raise UserError(f'model.lora.base="4bit": {problem}, or use base = "full"')
+
+
+def problem_with_four_bits(config: RunConfig, objective: Objective) -> str | None:
+    """What cannot be done over a base in 4 bits, and what to do; None: all can. Its family is looked at when it is
+    read."""
     problem = None
     if config.engine.kind != "local":
         problem = f'engine.kind="{config.engine.kind}" reads merged weights in full. Use engine.kind="local"'
@@ -115,8 +121,7 @@ def _check_four_bits(config: RunConfig, objective: Objective) -> None:
         problem = "a reference that moves needs weights of its own. Leave out objective.reference"
     elif "scores" in objective.needs:
         problem = "a reward model is read in full by the stages that use it. Train it over the full model"
-    if problem is not None:
-        raise UserError(f'model.lora.base="4bit": {problem}, or use base = "full"')
+    return problem
 
 
 def _check_parts(config: RunConfig, objective: Objective) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from temper.build.check import problem_with_parts
+from temper.build.check import problem_with_four_bits, problem_with_parts
 from temper.build.models import pick_device, pick_dtype
 from temper.cluster.devices import trainers_here
 from temper.config import RunConfig
@@ -250,6 +250,7 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         has_float8_sampler=config.engine.weights == "fp8" and data.is_rolling,
         offload=config.optim.offload,
         frozen=_frozen(config, objective, shape, model_folder),
+        has_own_reference="reference" in objective.needs and objective.reference is None and lora is None,
         offload_frozen=config.model.offload,
         has_critic=isinstance(objective, PolicyObjective) and objective.critic is not None,
         has_own_head=is_scorer,
@@ -258,6 +259,7 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         parts=config.cluster.parts,
         may_be_cut=_may_be_cut(config, objective),
         may_have_adapter=_may_have_adapter(config, is_scorer=is_scorer),
+        may_have_four_bits=problem_with_four_bits(config, objective) is None,
         draws_here=_draws_here(config),
         experts=config.cluster.experts,
         context=config.cluster.together,

@@ -122,12 +122,14 @@ def _weight_bytes(shape: DecoderShape, itemsize: int) -> float:
 
 def _weights(work: Workload) -> float:
     """Of the policy: all of them, or this trainer's part."""
-    shape = work.shape
     factors = 4 * work.trained_parameters if work.adapter is not None else 0  # factors are float32
-    if not work.has_four_bit_base:
-        return (_weight_bytes(shape, work.itemsize) + factors) / work.share
-    outside = (shape.parameters - shape.layers) * work.itemsize
-    return (FOUR_BIT_BYTES * shape.layers + outside + factors) / work.share
+    whole = _four_bit_weights(work) if work.has_four_bit_base else _weight_bytes(work.shape, work.itemsize)
+    return (whole + factors) / work.share
+
+
+def _four_bit_weights(work: Workload) -> float:
+    """Matrices of layers in 4 bits; embeddings and head as ever."""
+    return FOUR_BIT_BYTES * work.shape.layers + (work.shape.parameters - work.shape.layers) * work.itemsize
 
 
 def _gathered(work: Workload) -> dict[str, float]:
@@ -155,6 +157,8 @@ def _engine(work: Workload) -> dict[str, float]:
     shape, own = work.shape, 0.0
     if work.has_float8_sampler:
         own = float(shape.layers)
+    elif work.engine == "copied" and work.has_four_bit_base:  # a process with a base of its own
+        own = _four_bit_weights(work)
     elif work.engine == "copied":  # below an adapter only what that changes is copied
         own = shape.layers * work.itemsize if work.adapter is not None else _weight_bytes(shape, work.itemsize)
     blocks = -(-work.choice.kv_tokens // BLOCK_TOKENS) + work.max_running + 2

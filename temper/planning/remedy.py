@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from temper.config.memory import KEYS
-from temper.models.decoder import WALKED_FAMILIES
+from temper.models.decoder import FAMILIES, WALKED_FAMILIES
 from temper.planning.choice import (
     KV_SHARES,
     MICROBATCHES,
@@ -28,6 +28,8 @@ from temper.planning.workload import AdapterShape, Workload
 
 REMEDY_RANK = 32
 """Of the adapter that is proposed where nothing else fits."""
+WORTHWHILE_BYTES = GIB
+"""Of a row's inputs, that they wait on the host: of shorter rows fewer in a microbatch are enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ def find_remedy(work: Workload, free_bytes: float, host_bytes: float = math.inf)
     for change in ladder:
         if fits(_all(work, [change])[0], free_bytes, host_bytes):
             return _remedy(work, [change])
-    staying = [change for change in ladder if change[0] not in _AWAY]  # a host has not room for all that a GPU lacks
-    for changes in (ladder, staying):
+    for left_out in _LEFT_OUT:
+        changes = [change for change in ladder if change[0] not in left_out]
         for count in range(2, len(changes) + 1):
             if fits(_all(work, changes[:count])[0], free_bytes, host_bytes):
                 return _without_needless(work, changes[:count], free_bytes, host_bytes)
@@ -80,9 +82,13 @@ def _all(work: Workload, changes: Sequence[Change]) -> tuple[Workload, dict[str,
 
 
 def _without_needless(work: Workload, changes: Sequence[Change], free_bytes: float, host_bytes: float) -> Remedy:
-    """Those that cost least go last: what another makes needless is mostly a cheaper one."""
-    kept = list(changes)
+    """The dearest stay longest: what another makes needless is mostly a cheaper one. But of one key the least that
+    does is what is written."""
+    by_key: dict[tuple[str, ...], list[Change]] = {}
     for change in changes:
+        by_key.setdefault(tuple(_all(work, [change])[1]), []).append(change)
+    kept = list(changes)
+    for change in (change for same in by_key.values() for change in reversed(same)):
         others = [other for other in kept if other is not change]
         if fits(_all(work, others)[0], free_bytes, host_bytes):
             kept = others
@@ -95,10 +101,12 @@ def _changes(work: Workload) -> list[Change]:
     if work.trains:
         changes += [
             (_checkpointed, lambda changed: {KEYS["gradient_checkpointing"]: "true"}),
+            (_inputs_away, lambda changed: {KEYS["gradient_checkpointing"]: '"offload"'}),
             (_in_parts, _write_parts),
             (_compact, lambda changed: {KEYS["states"]: f'"{changed.choice.states}"'}),
             (_offloaded, lambda changed: {"optim.offload": "true"}),
             (_adapted, lambda changed: {"model.lora": f"{{rank = {REMEDY_RANK}}}"}),
+            (_four_bit, _write_base if work.adapter is None else lambda changed: {"model.lora.base": '"4bit"'}),
         ]
     if work.frozen:
         changes.append((_frozen_away, lambda changed: {"model.offload": "true"}))
@@ -130,6 +138,16 @@ def _checkpointed(work: Workload) -> Workload | None:
     return None if work.choice.gradient_checkpointing else _chosen(work, gradient_checkpointing=True)
 
 
+def _inputs_away(work: Workload) -> Workload | None:
+    """Of long rows alone. Gradients keep their bits, which narrower states would change."""
+    if work.choice.gradient_checkpointing == "offload":
+        return None
+    one_row = _chosen(work, gradient_checkpointing="offload", tokens_per_microbatch=1)
+    sent = plan_memory(one_row).host_bytes - plan_memory(work).host_bytes
+    is_long = sent >= WORTHWHILE_BYTES * work.trainers_per_host
+    return _chosen(work, gradient_checkpointing="offload") if is_long else None
+
+
 def _in_parts(work: Workload) -> Workload | None:
     """The sampler in a trainer's own process then needs a copy of the weights. States in 8 bits are refused with parts;
     where a recipe asks for them it may not be cut, so here they were chosen, and others will be."""
@@ -157,7 +175,24 @@ def _adapted(work: Workload) -> Workload | None:
     if work.adapter is not None or not work.may_have_adapter:
         return None
     engine = "copied" if work.engine == "shared" else work.engine
-    return replace(work, adapter=AdapterShape(rank=REMEDY_RANK), engine=engine)
+    frozen = work.frozen[1:] if work.has_own_reference else work.frozen
+    return replace(
+        work, adapter=AdapterShape(rank=REMEDY_RANK), engine=engine, frozen=frozen, has_own_reference=False
+    )  # fmt: skip
+
+
+def _four_bit(work: Workload) -> Workload | None:
+    """Below an adapter, which is added where none is. An engine in the same process draws with the very same base."""
+    is_possible = work.may_have_four_bits and not work.parts and work.shape.family in FAMILIES
+    adapted = work if work.adapter is not None else _adapted(work)
+    if not is_possible or work.has_four_bit_base or adapted is None:
+        return None
+    is_shared = work.draws_here or not work.rolls
+    return replace(adapted, has_four_bit_base=True, engine="shared" if is_shared else work.engine)
+
+
+def _write_base(changed: Workload) -> dict[str, str]:
+    return {"model.lora": f'{{rank = {REMEDY_RANK}, base = "4bit"}}'}
 
 
 def _frozen_away(work: Workload) -> Workload | None:
@@ -178,8 +213,10 @@ def _inputs_back(work: Workload) -> Workload | None:
     return _chosen(work, gradient_checkpointing=True) if is_away else None
 
 
-_AWAY = (_offloaded, _frozen_away)
+_AWAY = (_inputs_away, _offloaded, _frozen_away)
 """What leaves a GPU for the memory of the host."""
+_LEFT_OUT = ((), _AWAY, (_in_parts,), (*_AWAY, _in_parts))
+"""Of several changes at once: a host has not room for all that a GPU lacks, and a base in 4 bits is held whole."""
 _CHANGES_BACK: list[Change] = [
     (_inputs_back, lambda changed: {KEYS["gradient_checkpointing"]: "true"}),
     (_frozen_back, lambda changed: {"model.offload": "false"}),

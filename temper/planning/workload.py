@@ -41,6 +41,8 @@ class Workload:
     """Whether moments and masters live in the memory of the host."""
     frozen: tuple[DecoderShape, ...] = ()
     """References and teachers with weights of their own."""
+    has_own_reference: bool = False
+    """Whether the first of them is the model that the policy began as: below an adapter it takes nothing."""
     offload_frozen: bool = False
     has_critic: bool = False
     has_own_head: bool = False
@@ -58,6 +60,8 @@ class Workload:
     """Whether the rest of the recipe lets trainers hold parts."""
     may_have_adapter: bool = True
     """Whether the rest of the recipe lets an adapter be trained."""
+    may_have_four_bits: bool = True
+    """Whether it lets what is below an adapter be held in 4 bits."""
     draws_here: bool = False
     """Whether the engine is in the trainer's process, where with parts there is no whole model to draw with."""
     experts: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from temper.stages.reading.data import open_data
 from tests.build.conftest import with_keys
 
 ROOT = Path(__file__).parents[2]
+BOUND = 'objective.regularizers=[{name="kl", coefficient=0.1, estimator="k3"}]'
 SMALL = replace(GPUS["t4"], memory_bytes=2 * GIB)
 
 
@@ -93,7 +95,7 @@ def test_a_stage_is_read_as_it_will_be_built(config: RunConfig, opened: Callable
     assert workload_of(ahead, *opened(ahead)).engine == "copied"
     adapted = with_keys(config, "model.lora.rank=4")
     assert workload_of(adapted, *opened(adapted)).trained_parameters == work.shape.adapter_parameters(4)
-    bound = with_keys(config, 'objective.regularizers=[{name="kl", coefficient=0.1, estimator="k3"}]')
+    bound = with_keys(config, BOUND)
     assert workload_of(bound, *opened(bound)).frozen == (work.shape,)
     judged = with_keys(config, "objective.preset=ppo")
     assert workload_of(judged, *opened(judged)).has_critic
@@ -122,6 +124,36 @@ def test_what_checks_of_a_recipe_refuse_is_not_proposed(
         cut = with_keys(changed, "cluster.parts=true", "cluster.trainers=2", "engine.place=process")
         with pytest.raises(UserError, match=r"cluster\.parts: "):
             check_stage(cut)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_possible"),
+    [
+        ((), True),
+        (("model.lora={rank=4}",), True),
+        (("engine.weights=fp8",), False),
+        (("engine.kind=vllm",), False),
+        ((BOUND, "objective.reference={name='reset', every=5}"), False),
+    ],
+    ids=str,
+)
+def test_a_base_in_4_bits_may_be_proposed_where_checks_of_a_recipe_take_it(
+    keys: tuple[str, ...], is_possible: bool, config: RunConfig, opened: Callable[..., Any]
+) -> None:
+    changed = with_keys(config, *keys)
+    assert workload_of(changed, *opened(changed)).may_have_four_bits == is_possible
+    held = with_keys(changed, "model.lora={rank=4, base='4bit'}")
+    with nullcontext() if is_possible else pytest.raises(UserError, match=r'model\.lora\.base="4bit": '):
+        check_stage(held)
+
+
+def test_the_models_own_reference_takes_nothing_below_an_adapter(config: RunConfig, opened: Callable[..., Any]) -> None:
+    bound = with_keys(config, BOUND)
+    assert workload_of(bound, *opened(bound)).has_own_reference
+    moving = with_keys(bound, "objective.reference={name='reset', every=5}")
+    adapted = with_keys(bound, "model.lora.rank=4")
+    for other in (config, moving, adapted):
+        assert not workload_of(other, *opened(other)).has_own_reference
 
 
 def test_states_that_are_chosen_for_parts_are_not_refused_with_them(

@@ -10,7 +10,7 @@ import pytest
 from temper.planning.choice import fits
 from temper.planning.memory import plan_memory
 from temper.planning.remedy import find_remedy
-from temper.planning.workload import Workload
+from temper.planning.workload import AdapterShape, Workload
 
 Make = Callable[..., Workload]
 GIB = 2**30
@@ -57,7 +57,84 @@ def test_a_remedy_fits_and_none_of_its_changes_is_needless(make_workload: Make) 
     remedy = find_remedy(work, 23.5 * GIB)
     assert remedy is not None
     assert len(remedy.changes) > 1
-    assert find_remedy(make_workload("7b"), 10 * GIB) is None, "weights alone are more"
+    work = make_workload("7b", draws_here=True)
+    held = 0.53125 * work.shape.layers + 2 * (work.shape.parameters - work.shape.layers)
+    assert find_remedy(work, held) is None, "weights alone are more, in 4 bits and nothing beside them"
+    assert find_remedy(work, held + 6 * GIB) is not None
+
+
+def test_a_base_in_4_bits_is_named_where_an_adapter_is_not_enough(make_workload: Make) -> None:
+    """7B on a GPU of 24 GB, at about one row a microbatch, recomputed already and with a small cache."""
+    work = make_workload("7b", microbatch=1024, recomputes=True, draws_here=True)
+    work = replace(work, choice=replace(work.choice, kv_tokens=20000))
+    free = 23.5 * GIB
+    assert str(find_remedy(work, free)) == 'model.lora = {rank = 32, base = "4bit"}'
+    adapter = AdapterShape(rank=16, targets=("q_proj",))
+    adapted = replace(work, adapter=adapter, engine="copied")
+    assert str(find_remedy(adapted, free)) == 'model.lora.base = "4bit"', "the rest of its table stays"
+    held = replace(work, adapter=adapter, has_four_bit_base=True)
+    assert find_remedy(adapted, plan_memory(held).needed_bytes) == find_remedy(adapted, free)
+    assert find_remedy(adapted, plan_memory(held).needed_bytes - 1) != find_remedy(adapted, free)
+
+
+def test_a_base_in_4_bits_is_proposed_only_where_the_recipe_may_have_it(make_workload: Make) -> None:
+    work = make_workload("7b", microbatch=1024, recomputes=True, adapter=AdapterShape(rank=32), draws_here=True)
+    whole = replace(work, adapter=None, engine="shared")
+    for refused in (
+        replace(work, may_have_four_bits=False),
+        replace(work, shape=replace(work.shape, family="gemma2")),
+        replace(work, trainers=2, parts=True),
+        replace(work, trains=False),
+        replace(whole, may_have_adapter=False),
+    ):
+        assert "4bit" not in str(find_remedy(refused, 15 * GIB))
+    assert "4bit" in str(find_remedy(work, 15 * GIB))
+
+
+def test_trainers_that_could_hold_parts_are_told_of_4_bits_where_parts_are_not_enough(make_workload: Make) -> None:
+    work = make_workload("7b", microbatch=16384, trainers=2, draws_here=True)
+    remedy = find_remedy(work, 15 * GIB)
+    assert remedy is not None
+    assert remedy.changes["model.lora"] == '{rank = 32, base = "4bit"}'
+    assert "cluster.parts" not in remedy.changes, "a base in 4 bits is held whole"
+
+
+def test_a_reference_takes_nothing_below_an_adapter(make_workload: Make) -> None:
+    work = make_workload("7b", microbatch=1024, recomputes=True, frozen=(make_workload("7b").shape,))
+    adapted = replace(work, adapter=AdapterShape(rank=32), engine="copied", frozen=())
+    free = plan_memory(adapted).needed_bytes
+    assert str(find_remedy(replace(work, has_own_reference=True), free)) == "model.lora = {rank = 32}"
+    assert str(find_remedy(work, free)) != "model.lora = {rank = 32}", "a teacher stays"
+
+
+def test_inputs_of_long_rows_leave_for_the_host_before_states_are_narrower(make_workload: Make) -> None:
+    work = make_workload("7b", new=32000, microbatch=4096, recomputes=True)
+    away = replace(work, choice=replace(work.choice, gradient_checkpointing="offload"))
+    plan = plan_memory(away)
+    said = f'model.gradient_checkpointing = "offload" (with {plan.host_bytes / GIB:.1f} GiB of the memory of each host)'
+    assert str(find_remedy(work, plan.needed_bytes)) == said
+    narrow = replace(work, choice=replace(work.choice, states="8bit"))
+    assert plan_memory(narrow).needed_bytes < plan.needed_bytes, "else the order would not show"
+    assert str(find_remedy(work, plan.needed_bytes, plan.host_bytes - 1)) == 'optim.states = "8bit"', "no room there"
+    alone = replace(work, engine="elsewhere", may_have_adapter=False)
+    wide = replace(alone, choice=replace(work.choice, tokens_per_microbatch=65536))
+    free = plan_memory(replace(alone, choice=narrow.choice)).needed_bytes
+    remedy = find_remedy(wide, free, 0)
+    assert remedy is not None, "without the host several others do"
+    assert remedy.changes == {"trainer.tokens_per_microbatch": "32768", "optim.states": '"8bit"'}
+
+
+def test_of_one_key_the_least_that_does_is_written(make_workload: Make) -> None:
+    """Not the last of those that were tried before."""
+    work = make_workload("1.5b", microbatch=65536, may_have_adapter=False)
+    narrow = replace(work.choice, tokens_per_microbatch=16384, states="8bit", gradient_checkpointing=True)
+    remedy = find_remedy(work, plan_memory(replace(work, choice=narrow)).needed_bytes)
+    assert remedy is not None
+    assert remedy.changes == {
+        "trainer.tokens_per_microbatch": "16384",
+        "model.gradient_checkpointing": "true",
+        "optim.states": '"8bit"',
+    }
 
 
 def test_trainers_that_hold_parts_are_not_told_to_use_8_bit_states(make_workload: Make) -> None:
