@@ -118,8 +118,8 @@ def test_inputs_of_long_rows_leave_for_the_host_before_states_are_narrower(make_
     assert str(find_remedy(work, plan.needed_bytes, plan.host_bytes - 1)) == 'optim.states = "8bit"', "no room there"
     alone = replace(work, engine="elsewhere", may_have_adapter=False)
     wide = replace(alone, choice=replace(work.choice, tokens_per_microbatch=65536))
-    free = plan_memory(replace(alone, choice=narrow.choice)).needed_bytes
-    remedy = find_remedy(wide, free, 0)
+    least = replace(narrow.choice, tokens_per_microbatch=32768)
+    remedy = find_remedy(wide, plan_memory(replace(alone, choice=least)).needed_bytes, 0)
     assert remedy is not None, "without the host several others do"
     assert remedy.changes == {"trainer.tokens_per_microbatch": "32768", "optim.states": '"8bit"'}
 
