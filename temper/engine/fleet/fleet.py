@@ -275,18 +275,18 @@ class Fleet:
         """Until one lives at that place, or none may be started any more. Publications do not wait for one that opens
         its model: it is fed when it has."""
         while place.health.standing is Standing.LOST and not self._is_closed:
-            await place.sampler.close()
-            if self._is_closed:
-                return
-            self._losses.sampler_restarts += 1
             try:
-                place.sampler = self._start(self._places.index(place))
-                await place.sampler.opened(self._silent_seconds)
-            except TemperError as error:  # it could not be started, ended at once, or is none of ours any more
+                await place.sampler.close()
                 if self._is_closed:
                     return
-                place.health = place.health.restarted().ended(str(error), max_restarts=self._settings.max_restarts)
-                self._note(str(error))
+                self._losses.sampler_restarts += 1
+                place.sampler = self._start(self._places.index(place))
+                await place.sampler.opened(self._silent_seconds)
+            except Exception as error:  # Ray's and the system's, too: unseen, all wait for one that nobody starts
+                if self._is_closed:
+                    return
+                place.health = place.health.restarted().ended(_why(error), max_restarts=self._settings.max_restarts)
+                self._note(_why(error))
                 continue
             place.health = place.health.restarted()
             try:
@@ -296,8 +296,8 @@ class Fleet:
             except _OtherNumbers as error:
                 # Where it reads the trainer's own memory the next step may have begun, and that is no error.
                 self._note(f"{error}; it waits for the next publication")
-            except TemperError as error:  # it does not take what the others took
-                place.health = place.health.ended(str(error), max_restarts=self._settings.max_restarts)
+            except Exception as error:  # it does not take what the others took, or there is no room to hand it over
+                place.health = place.health.ended(_why(error), max_restarts=self._settings.max_restarts)
                 self._note(f"{place.sampler.name} was not fed, and is ended: {error}")
         async with self._changed:
             self._changed.notify_all()
@@ -315,6 +315,10 @@ class Fleet:
 async def _warm(expected: ExpectedRequests, tell: Callable[[int, int], None], seconds: float, sampler: Member) -> None:
     await sampler.opened(seconds)
     await sampler.warm_up(expected, tell)
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, TemperError) else f"no other sampler could take its place: {error!r}"
 
 
 def _describe(who: str, version: int, names: Collection[str]) -> str:

@@ -415,6 +415,43 @@ def test_one_that_cannot_be_started_is_tried_again_and_given_up() -> None:
     play(2, use, max_restarts=2)
 
 
+@pytest.mark.parametrize("where", ["start", "close", "feed"])
+def test_an_error_of_the_system_while_one_is_replaced_is_one_more_try(where: str) -> None:
+    """Unseen it would end the task that replaces it, and all would wait for a sampler that nobody starts."""
+    full = OSError(24, "Too many open files")
+
+    async def use(world: World) -> None:
+        await world.fleet.load(weights(1))
+        start, close = world.start, world.started[0].close
+        tried: list[int] = []
+
+        def starts(place: int) -> FakeSampler:
+            tried.append(place)
+            if where == "start" and len(tried) == 1:
+                raise full
+            sampler = start(place)
+            if where == "feed" and len(tried) == 1:
+                sampler.feed = closes  # type: ignore[method-assign]
+            return sampler
+
+        async def closes(*_: Any) -> Any:
+            world.started[0].close = close  # type: ignore[method-assign]
+            raise full
+
+        if where == "close":
+            world.started[0].close = closes  # type: ignore[method-assign]
+        world.fleet._start = starts
+        world.started[0].die()
+        asking = asyncio.create_task(world.fleet.generate(asked("a")))
+        await settle(60)
+        world.drawing["a"].answer("a")
+        await asking
+        assert "Too many open files" in world.notes[1]
+        assert world.fleet.stats()["samplers"] == 1
+
+    play(1, use)
+
+
 def test_where_the_last_weights_are_gone_one_that_comes_back_waits_for_the_next() -> None:
     async def use(world: World) -> None:
         await world.fleet.load(weights(1))
