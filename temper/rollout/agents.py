@@ -54,9 +54,9 @@ class EpisodeCalls:
         """Tokens that calls under way may draw, by request."""
         self._calls: list[DrawnCall] = []
         self.cut: Status | None = None
-        """The limit that a call was refused for; None: none was."""
+        """The limit that a call was refused for; None: none was, or another call was granted since."""
         self.full: ContextFull | None = None
-        """A prompt that left no room for an answer; None: all had some."""
+        """A prompt that left no room for an answer; None as above."""
         self.broken: asyncio.Future[BackendError] = asyncio.get_running_loop().create_future()
         """Done when the sampler failed, or put the episode off."""
 
@@ -85,6 +85,8 @@ class EpisodeCalls:
         except LimitReached as problem:
             self.cut = problem.status
             raise
+        # It could go on: a crash or a hang that comes now is its own. With a stale refusal it would be judged as cut.
+        self.cut = self.full = None
         return [self._request(*one) for one in zip(prompts, wanted, granted, strict=True)]
 
     def _request(self, prompt_ids: tuple[int, ...], params: SamplingParams, granted: int) -> Request:
@@ -136,7 +138,7 @@ class EpisodeCalls:
 
     @property
     def limit(self) -> Status | None:
-        """The status of an episode that was refused for a limit, or None: none was, or there is nothing to judge."""
+        """The status of an episode that is refused for a limit, or None: it is not, or there is nothing to judge."""
         if not self._calls or (self.cut is None and self.full is None):
             return None
         return self.cut or Status.TRUNCATED_LENGTH
@@ -300,8 +302,9 @@ def _with_posted(end: AgentEnd, posted: Posted, keys: Sequence[str]) -> AgentEnd
 def _judge(calls: EpisodeCalls, end: AgentEnd, played: Played) -> Status:
     """The status, and the result of an agent that ended as it should.
 
-    An agent that was refused for a limit may end as it likes: the policy used its limit up, and is judged by what was
-    handed in, '' where that is nothing. Every other end but a good one is a failure of the episode.
+    An agent that was refused for a limit, and was granted nothing since, may end as it likes: the policy used its limit
+    up, and is judged by what was handed in, '' where that is nothing. Every other end but a good one is a failure of
+    the episode.
     """
     problem = end.problem
     if not calls.num_calls:

@@ -377,6 +377,76 @@ def solve(task):
     assert first.status is Status.TOO_LONG
 
 
+REFUSED_ONCE = {
+    "a full context": "refused([user('x' * 600)])",
+    "more answers than any episode has": "refused(task['messages'], n=9)",
+    "more answers than are left": "ask(task['messages'], n=7); refused(task['messages'], n=2)",
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSED_ONCE.values(), ids=REFUSED_ONCE)
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("raise KeyError('a bug')", Status.TOOL_ERROR),
+        ("__import__('time').sleep(60)", Status.TIMEOUT),
+        ("return '42'", Status.COMPLETED),
+    ],
+)
+def test_a_refusal_after_which_an_agent_was_answered_is_not_why_it_ends(
+    play: Play, refusal: str, end: str, status: Status
+) -> None:
+    """Else a bug of its own, or a hang, would be the policy's: a score of 0 that is trained."""
+    text = REFUSED.partition("def solve")[0] + f"def solve(task):\n    {refusal}\n    ask(task['messages'])\n    {end}"
+    played = play(text, seconds=2.0 if status is Status.TIMEOUT else 30.0)
+    assert (played.status, played.is_trainable) == (status, status is Status.COMPLETED)
+    assert played.score.value == (1.0 if status is Status.COMPLETED else None)
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "status"),
+    [
+        ({"max_turns": 3}, 3, Status.TRUNCATED_TURNS),
+        ({"max_episode_tokens": 7, "max_turns": 20}, 7, Status.TRUNCATED_LENGTH),
+    ],
+)
+@pytest.mark.parametrize("is_too_much", [True, False])
+def test_an_agent_that_asks_for_more_than_any_episode_has_is_not_cut(
+    play: Play, limits: Any, most: int, status: Status, is_too_much: bool
+) -> None:
+    """It would fail whatever the policy says. One that finds too little left is refused for what the policy used up."""
+    count = most + is_too_much
+    played = play(f"def solve(task):\n    ask(task['messages'])\n    ask(task['messages'], n={count})", **limits)
+    assert played.status is (Status.TOOL_ERROR if is_too_much else status)
+    assert played.score.value == (None if is_too_much else 0.0)
+
+
+def test_what_was_asked_before_a_refusal_and_is_answered_after_it_takes_nothing_back(
+    play: Play, tokenizer: Any
+) -> None:
+    """Answers of calls side by side come when they come: none of them tells that the agent could go on."""
+    text = """
+import threading, time
+def solve(task):
+    ask(task["messages"])
+    slow = threading.Thread(target=ask, args=([user("slow")],))
+    slow.start()
+    time.sleep(0.3)
+    try:
+        ask([user("x" * 600)])
+    finally:
+        slow.join(20)
+"""
+
+    async def delay(request: Request) -> None:
+        if "slow" in tokenizer.decode(request.prompt_ids):
+            await asyncio.sleep(1.0)
+
+    sampler = FakeSampler(lambda request: [*tokenizer.encode("42"), tokenizer.eos_token_id], delay=delay)
+    played = play(text, sampler=sampler)
+    assert (played.status, len(played.turns), played.text) == (Status.TRUNCATED_LENGTH, 2, "")
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [

@@ -20,8 +20,9 @@ LOOK_SECONDS = 15.0
 class LimitReached(TaskError):
     """The episode may draw nothing more. The agent is told, and may still hand in a result."""
 
-    def __init__(self, message: str, status: Status) -> None:
-        """status: that an episode has which was refused for this limit."""
+    def __init__(self, message: str, status: Status | None) -> None:
+        """status: that an episode has which was refused for what it has used up. None: it asked for more than any
+        episode has, which is nothing that the policy did."""
         super().__init__(message)
         self.status = status
 
@@ -95,7 +96,8 @@ class Allowance:
         count = len(longest)
         self._require_calls(count)
         if self._max_tokens and self._left < count:
-            raise LimitReached(self._told + _but(self._left, count), Status.TRUNCATED_LENGTH)
+            status = Status.TRUNCATED_LENGTH if count <= self._max_tokens else None
+            raise LimitReached(self._told + _but(self._left, count), status)
         granted: list[int] = []
         for place, wish in enumerate(longest):
             share = (self._left - sum(granted)) // (count - place) if self._max_tokens else wish
@@ -108,7 +110,8 @@ class Allowance:
         left = self._max_calls - self._num_calls
         if wanted > left:
             told = f"the episode has made its {self._max_calls} calls (rollout.max_turns)"
-            raise LimitReached(told + _but(left, wanted), Status.TRUNCATED_TURNS)
+            status = Status.TRUNCATED_TURNS if wanted <= self._max_calls else None
+            raise LimitReached(told + _but(left, wanted), status)
 
 
 def _but(left: int, wanted: int) -> str:

@@ -93,10 +93,13 @@ def test_what_is_refused_or_given_back_uses_nothing_up() -> None:
         for _ in range(3):
             with pytest.raises(LimitReached, match="made its 2 calls") as refused:
                 await allowance.take([1, 1, 1])
-            assert refused.value.status is Status.TRUNCATED_TURNS
+            assert refused.value.status is None, "no episode has so many"
             (held,) = await allowance.take([10])
             allowance.give_back(held)
         assert await allowance.take([5, 5]) == [5, 5]
+        with pytest.raises(LimitReached, match=r"made its 2 calls \(rollout.max_turns\)$") as refused:
+            await allowance.take([1])
+        assert refused.value.status is Status.TRUNCATED_TURNS
 
     run(play, max_calls=2)
 
@@ -105,11 +108,13 @@ def test_answers_of_one_call_share_what_is_left_or_none_is_begun() -> None:
     async def play(allowance: Allowance) -> None:
         assert await allowance.take([2, 80, 80]) == [2, 4, 4]
         allowance.end_call(10, 8)
-        with pytest.raises(LimitReached, match="no tokens, but for 2, and 3 answers"):
-            await allowance.take([1, 1, 1])
+        for count, status in ((3, Status.TRUNCATED_LENGTH), (11, None)):
+            with pytest.raises(LimitReached, match=f"no tokens, but for 2, and {count} answers") as refused:
+                await allowance.take([1] * count)
+            assert refused.value.status is status, "what was drawn is why, where an episode has so much at all"
         assert await allowance.take([80]) == [2]
 
-    run(play)
+    run(play, max_calls=20)
 
 
 def test_nobody_waits_after_the_end_of_an_episode() -> None:
