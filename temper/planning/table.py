@@ -64,7 +64,9 @@ def cluster_lines(layout: Layout, work: Workload, time: TimePlan, reason: str) -
     values |= {"tensor" if work.tensor > 1 else "context": work.context} if work.context > 1 else {}
     draws = layout.samplers > 1 or layout.is_apart
     table = {key: value for key, value in values.items() if key != "samplers" or draws}
-    written = f"cluster = {to_toml_value(table)}" + (', engine.place = "process"' if draws else "")
+    # A trainer that holds a part has no whole model to draw with, for evaluations either.
+    is_moved = draws or (layout.parts and work.engine == "copied")
+    written = f"cluster = {to_toml_value(table)}" + (', engine.place = "process"' if is_moved else "")
     trainers = "trainers hold a part each" if layout.parts else "trainers hold a copy each"
     trainers += " and compute their own experts for all" if work.sends_to_experts else ""
     do = "compute layers" if work.tensor > 1 else "go over rows"

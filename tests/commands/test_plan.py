@@ -249,3 +249,23 @@ def test_a_model_without_a_tokenizer_is_planned_by_the_length_of_its_prompts(
         assert "has no tokenizer: 4 characters of a prompt are counted as a token" in shown
         rows.append(int(re.search(r"rows of up to ([\d,]+) tokens", shown)[1].replace(",", "")))  # type: ignore[index]
     assert 1000 <= rows[1] - rows[0] <= 1010
+
+
+def test_a_table_that_is_proposed_for_a_stage_that_only_reads_is_taken(
+    tiny_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It draws for evaluations, and a part of a model draws nothing."""
+    (tmp_path / "1.5b").mkdir()
+    numbers = dict(zip(KEYS, SIZES["1.5b"], strict=True))
+    (tmp_path / "1.5b" / "config.json").write_text(json.dumps({**numbers, "max_position_embeddings": 512}))
+    (sft, _) = tiny_recipe["stage"]
+    path = tmp_path / "sft.toml"
+    table = {**tiny_recipe, "model": {"path": str(tmp_path / "1.5b"), "dtype": "bfloat16"}, "stage": [sft]}
+    path.write_text(to_toml(resolve(table, [], where="sft")))
+    assert plan(monkeypatch, path, "--gpu", "4090", "--gpus", "8") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    proposed = 'cluster = {trainers = 8, parts = true}, engine.place = "process": '
+    assert proposed in shown
+    change = [word for key in proposed.removesuffix(": ").split(", engine") for word in ("--set", key)]
+    change[-1] = f"engine{change[-1]}"
+    assert plan(monkeypatch, path, "--gpu", "4090", "--gpus", "8", *change) == 0
