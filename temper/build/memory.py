@@ -188,8 +188,8 @@ def plan_on_cpu(config: RunConfig, objective: Objective, data: StageData, model_
     rounded to blocks and kept by kernels there may be more or less here. Nothing is recorded or offloaded."""
     work = workload_of(config, objective, data, model_folder)
     choice = replace(work.choice, gradient_checkpointing=bool(work.choice.gradient_checkpointing))
-    itemsize = pick_dtype(config.model.dtype, torch.device("cpu")).itemsize
-    here = replace(work, choice=choice, itemsize=itemsize, has_graphs=False, trainers_per_gpu=work.trainers)
+    dtype = pick_dtype(config.model.dtype, torch.device("cpu"))
+    here = replace(work, choice=choice, dtype=dtype, has_graphs=False, trainers_per_gpu=work.trainers)
     plan = plan_memory(replace(here, offload=False, offload_frozen=False))
     phases = {
         phase: {name: size for name, size in parts.items() if name not in CUDA_PARTS}
@@ -244,7 +244,7 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
     work = Workload(
         shape=shape,
         choice=replace(choice, kv_tokens=choice.kv_tokens or enough_kv_tokens(config, data)),
-        itemsize=pick_dtype(config.model.dtype, torch.device("cuda")).itemsize,
+        dtype=pick_dtype(config.model.dtype, torch.device("cuda")),
         adapter=None if lora is None else AdapterShape(rank=lora.rank, targets=tuple(lora.targets)),
         has_four_bit_base=_has_four_bit_base(config),
         has_float8_sampler=config.engine.weights == "fp8" and data.is_rolling,

@@ -112,10 +112,6 @@ def _present(parts: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in parts.items() if value}
 
 
-def _dtype(work: Workload) -> torch.dtype:
-    return torch.bfloat16 if work.itemsize == 2 else torch.float32
-
-
 def _weight_bytes(shape: DecoderShape, itemsize: int) -> float:
     return float(shape.parameters * itemsize)
 
@@ -200,7 +196,7 @@ def _states(work: Workload) -> dict[str, float]:
     each = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=_trained_dtype(work))
     critic = 0.0
     if work.has_critic:
-        whole = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=_dtype(work))
+        whole = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=work.dtype)
         critic = work.shape.parameters * (whole.device - whole.gradients)
     held = each.masters + each.moments - each.host
     return {
@@ -212,7 +208,7 @@ def _states(work: Workload) -> dict[str, float]:
 
 
 def _trained_dtype(work: Workload) -> torch.dtype:
-    return _dtype(work) if work.adapter is None else torch.float32
+    return work.dtype if work.adapter is None else torch.float32
 
 
 def _host(work: Workload) -> float:
@@ -222,7 +218,7 @@ def _host(work: Workload) -> float:
     inputs = work.shape.num_layers * _kept_inputs(work) if _inputs_are_away(work) else 0.0
     states = work.trained_parameters * each.host
     if work.has_critic:
-        whole = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=_dtype(work))
+        whole = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=work.dtype)
         states += work.shape.parameters * whole.host
     return work.trainers_per_host * (states / work.share + away + inputs)
 

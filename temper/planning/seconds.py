@@ -102,7 +102,7 @@ def model_size(work: Workload) -> ModelSize:
 
 
 def _rate(work: Workload, gpu: Gpu) -> float:
-    return gpu.flops("bfloat16" if work.itemsize == 2 else "float32")
+    return gpu.flops(str(work.dtype))
 
 
 def _reach(work: Workload) -> float:

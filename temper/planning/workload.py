@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from temper.config.memory import MemoryChoice
 from temper.planning.shape import DecoderShape
 
@@ -29,8 +31,8 @@ class Workload:
     shape: DecoderShape
     choice: MemoryChoice
     """kv_tokens is a number of tokens here, never 0."""
-    itemsize: int = 2
-    """Bytes of a weight."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of a weight."""
     adapter: AdapterShape | None = None
     """None: all weights are trained."""
     has_four_bit_base: bool = False
@@ -104,6 +106,11 @@ class Workload:
     tokens_per_step: int = 4096
     """Of the engine."""
     has_graphs: bool = True
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight."""
+        return self.dtype.itemsize
 
     @property
     def row_tokens(self) -> int:

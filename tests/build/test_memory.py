@@ -97,6 +97,9 @@ def test_a_stage_is_read_as_it_will_be_built(config: RunConfig, opened: Callable
     assert workload_of(adapted, *opened(adapted)).trained_parameters == work.shape.adapter_parameters(4)
     bound = with_keys(config, BOUND)
     assert workload_of(bound, *opened(bound)).frozen == (work.shape,)
+    for name in ("bfloat16", "float16", "float32"):
+        same = with_keys(config, f"model.dtype={name}")
+        assert workload_of(same, *opened(same)).dtype == getattr(torch, name)
     judged = with_keys(config, "objective.preset=ppo")
     assert workload_of(judged, *opened(judged)).has_critic
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from temper.build.policy import BLOCK_SIZE
 from temper.engine.local.chunks import MOST_TOKENS
 from temper.planning.memory import BLOCK_TOKENS, CHUNK_TOKENS, CONTEXT_BYTES, ROUNDING, SPLINTERS, plan_memory
 from temper.planning.shape import decoder_shape
 from temper.planning.workload import LEAST_SHARED, AdapterShape, Workload, by_gpu
+from temper.trainer.adamw.footprint import bytes_per_parameter
 from temper.trainer.passes.sharing import LEAST_SAVING
 from tests.planning.conftest import EXPERTS
 
@@ -139,9 +141,24 @@ def test_models_beside_the_policy_cost_what_they_hold(make_workload: Make) -> No
 
 
 def test_float32_weights_are_their_own_masters(make_workload: Make) -> None:
-    parts = plan_memory(make_workload("1.5b", itemsize=4)).phases["update"]
+    parts = plan_memory(make_workload("1.5b", dtype=torch.float32)).phases["update"]
     assert parts["weights"] == 4 * 1_543_714_304
     assert parts["optimiser states"] == 8 * 1_543_714_304
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("states", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_states_are_those_of_the_dtype(states: Any, dtype: torch.dtype, offload: bool, make_workload: Make) -> None:
+    """Masters of float16 weights are whole."""
+    work = make_workload("1.5b", states=states, dtype=dtype, offload=offload)
+    each, plan = bytes_per_parameter(states, offload=offload, dtype=dtype), plan_memory(work)
+    held, trained = each.masters + each.moments - each.host, work.trained_parameters
+    assert plan.phases["update"].get("optimiser states", 0.0) == pytest.approx(held * trained)
+    assert plan.host_bytes == pytest.approx(each.host * trained)
+    judged = plan_memory(replace(work, has_critic=True))
+    assert judged.phases["update"]["critic"] == pytest.approx((each.device - each.gradients) * trained)
+    assert judged.host_bytes == pytest.approx(2 * each.host * trained)
 
 
 def test_numbers_taken_over_from_other_parts_are_theirs() -> None:
@@ -180,6 +197,12 @@ def test_a_base_in_four_bits_by_hand(make_workload: Make) -> None:
     outside = work.shape.parameters - work.shape.layers
     assert parts["weights"] == 0.53125 * work.shape.layers + 2 * outside + 4 * work.trained_parameters
     assert "sampler's weights" not in parts
+
+
+def test_a_process_that_draws_over_a_base_in_four_bits_has_one_of_its_own(make_workload: Make) -> None:
+    work = make_workload("7b", adapter=AdapterShape(rank=32), has_four_bit_base=True, engine="copied")
+    parts = plan_memory(work).phases["rollout"]
+    assert parts["sampler's weights"] == pytest.approx(parts["weights"] - 4 * work.trained_parameters)
 
 
 def test_a_float8_sampler_has_a_byte_for_every_matrix_of_a_layer(make_workload: Make) -> None:
