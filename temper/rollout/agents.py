@@ -8,11 +8,13 @@ turns.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextvars
 import dataclasses
 import hashlib
+from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -188,18 +190,35 @@ def in_rows(calls: Sequence[DrawnCall]) -> list[DrawnCall]:
     earlier answers is prompt there, so that every token is trained once.
     """
     rows: list[list[DrawnCall]] = []
-    ends: list[tuple[int, ...]] = []
+    ends: dict[tuple[int, bytes], list[int]] = {}
+    """Places of rows, the first one first, by how many ids they hold and a digest of them."""
     for call in calls:
-        prompt = call.completion.prompt_ids
-        fitting = [place for place, end in enumerate(ends) if prompt[: len(end)] == end]
-        place = max(fitting, key=lambda place: len(ends[place]), default=None)
-        if place is None:
-            place = len(rows)
+        prompt, drawn = call.completion.prompt_ids, call.completion.token_ids
+        *starts, whole = _digests((*prompt, *drawn), {length for length, _ in ends if length <= len(prompt)})
+        fitting = [start for start in starts if start in ends]
+        place = _take_first(ends, fitting[-1]) if fitting else len(rows)
+        if not fitting:
             rows.append([])
-            ends.append(())
         rows[place].append(call)
-        ends[place] = (*prompt, *call.completion.token_ids)
+        bisect.insort(ends.setdefault(whole, []), place)
     return [call for row in rows for call in row]
+
+
+def _digests(ids: Sequence[int], lengths: Collection[int]) -> Iterator[tuple[int, bytes]]:
+    """Of so many of the first ids, shortest first, and then of all; each with its length. Every id is read once: rows
+    compared id by id would each cost the whole prompt, which conversations of one agent mostly share."""
+    data, digest, done = memoryview(array("q", ids)), hashlib.blake2b(digest_size=16), 0
+    for length in (*sorted(lengths), len(ids)):
+        digest.update(data[done:length])
+        yield length, digest.digest()
+        done = length
+
+
+def _take_first(ends: dict[tuple[int, bytes], list[int]], end: tuple[int, bytes]) -> int:
+    place = ends[end].pop(0)
+    if not ends[end]:
+        del ends[end]
+    return place
 
 
 Posted = asyncio.Future["str | TaskError"]
