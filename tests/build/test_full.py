@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from temper.build import full as build_full
+from temper.build import plan as build_plan
 from temper.build import trainer as build_trainer
 from temper.build.full import LESS, explain_out_of_memory
 from temper.build.memory import workload_of
+from temper.build.stage import Stage
+from temper.build.warm import warm_engine
 from temper.commands.training.train import train_stages
 from temper.config import RunConfig
 from temper.config.memory import CPU_CHOICE, with_choice
@@ -30,7 +33,7 @@ from tests.planning.conftest import MakeWorkload
 GIB = 2**30
 
 
-@pytest.mark.parametrize("where", ["loading", "trainer", "engine"])
+@pytest.mark.parametrize("where", ["loading", "recording", "trainer", "engine"])
 def test_a_full_gpu_is_explained_and_the_run_goes_on_after(
     where: str, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,8 +58,22 @@ def test_a_full_gpu_is_explained_and_the_run_goes_on_after(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
         return decode(self, *arguments)
 
+    def full_recordings(*arguments: Any) -> Any:
+        count[0] += 1
+        return [full_recording] if count[0] == 1 else []
+
+    def full_recording() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
+
+    async def warm_as_on_a_gpu(stage: Stage, first_step: int) -> None:
+        work = workload_of(stage.config, stage.objective, stage.data, stage.origin)
+        await warm_engine(stage, work)
+
     if where == "loading":
         monkeypatch.setattr(build_trainer, "load_models", full_load)
+    elif where == "recording":
+        monkeypatch.setattr(build_plan, "warm_up", warm_as_on_a_gpu)
+        monkeypatch.setattr(Runner, "recordings", full_recordings)
     elif where == "trainer":
         monkeypatch.setattr(PolicyStep, "gradient", full_gradient)
     else:
@@ -66,6 +83,7 @@ def test_a_full_gpu_is_explained_and_the_run_goes_on_after(
     said = str(found.value)
     phase, key = {
         "loading": ("loading", "Set engine.kv_tokens = "),
+        "recording": ("rollout", "Set engine.kv_tokens = "),
         "trainer": ("forward_backward", "Set model.gradient_checkpointing = true; then"),
         "engine": ("rollout", "Set engine.kv_tokens = "),
     }[where]

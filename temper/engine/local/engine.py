@@ -187,12 +187,15 @@ class LocalEngine:
             expected, num_rows=rows, longest=min(expected.longest, self._settings.max_length),
             num_prompts=min(expected.num_prompts, rows),
         )  # fmt: skip
-        recordings = self._runner.recordings(expected, self._settings.tokens_per_step)
-        with self.paused():
-            for done, record in enumerate(recordings):
-                tell(done, len(recordings))
-                record()
-                await asyncio.sleep(0)  # a run may be stopped meanwhile
+        try:
+            recordings = self._runner.recordings(expected, self._settings.tokens_per_step)
+            with self.paused():
+                for done, record in enumerate(recordings):
+                    tell(done, len(recordings))
+                    record()
+                    await asyncio.sleep(0)  # a run may be stopped meanwhile
+        except torch.OutOfMemoryError as error:  # the steps themselves would not fit either
+            raise _failed(error) from error
 
     def stats(self) -> Mapping[str, float]:
         """Since the last call. kv_use is the peak; running, waiting and occupancy are means over steps; tokens per
