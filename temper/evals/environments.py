@@ -222,13 +222,13 @@ async def _check_time(trial: EnvTrial) -> tuple[bool, str]:
 
 
 async def _check_reach(trial: EnvTrial) -> tuple[bool, str]:
-    """What these episodes called and wrote outside, what tools are declared to do, and a probe of a sandbox."""
+    """What these episodes called and changed outside, what tools are declared to do, and a probe of a sandbox."""
     with watching() as sight:
         await _play_all(trial, trial.tasks)
     temporary = os.path.realpath(tempfile.gettempdir())
-    outside = sorted(path for path in sight.written if not os.path.realpath(path).startswith(temporary + os.sep))
+    outside = sorted(path for path in sight.changed if not path.startswith(temporary + os.sep))
     problems = [f"calls {', '.join(sorted(sight.called)[:3])}"] if sight.called else []
-    problems += [f"writes {', '.join(outside[:3])}"] if outside else []
+    problems += [f"changes {', '.join(outside[:3])}"] if outside else []
     env = trial.make_env(trial.tasks[0].env)
     notes = list[str]()
     try:
@@ -241,7 +241,7 @@ async def _check_reach(trial: EnvTrial) -> tuple[bool, str]:
                 notes.append(f"{name} {'ran no program of ours' if reached is None else 'is probed'}")
     finally:
         await call(env.close(), CLOSE_SECONDS, "close()")
-    seen = ", ".join(problems) or "no other machine was called and nothing written outside"
+    seen = ", ".join(problems) or "no other machine was called and nothing changed outside"
     return not problems, "; ".join((seen, *notes))
 
 

@@ -224,7 +224,7 @@ def test_calls_to_other_machines_and_files_outside_are_found(monkeypatch: pytest
             os.remove(tmp_path / "note")
             return await super().step(message)
 
-    assert wrong(verdicts(Writes)) == {"reach": f"writes {tmp_path / 'note'}"}
+    assert wrong(verdicts(Writes)) == {"reach": f"changes {tmp_path / 'note'}"}
 
 
 def test_tools_are_listed_with_what_they_may_do_and_programs_are_probed() -> None:
