@@ -20,7 +20,7 @@ from temper.models.nf4.blocks import BLOCK
 from temper.planning.exchange import GRADIENT_BYTES, exchanged_bytes
 from temper.planning.shape import DecoderShape
 from temper.planning.workload import Workload
-from temper.trainer.adamw.footprint import bytes_per_parameter
+from temper.trainer.adamw.footprint import BytesPerParameter, bytes_per_parameter
 from temper.trainer.adamw.layout import BUCKET_VALUES
 from temper.trainer.passes.logprobs import chunk_bytes_of
 
@@ -193,7 +193,7 @@ def _states(work: Workload) -> dict[str, float]:
     """Moments and masters of the policy, and all of the critic, which is trained by turns."""
     if not work.trains:
         return {}
-    each = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=_trained_dtype(work))
+    each = state_bytes(work)
     critic = 0.0
     if work.has_critic:
         whole = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=work.dtype)
@@ -207,13 +207,15 @@ def _states(work: Workload) -> dict[str, float]:
     }
 
 
-def _trained_dtype(work: Workload) -> torch.dtype:
-    return work.dtype if work.adapter is None else torch.float32
+def state_bytes(work: Workload) -> BytesPerParameter:
+    """Of a trained parameter; factors of an adapter are float32."""
+    dtype = work.dtype if work.adapter is None else torch.float32
+    return bytes_per_parameter(work.choice.states, offload=work.offload, dtype=dtype)
 
 
 def _host(work: Workload) -> float:
     """Every trainer of a machine has its own copy there, or its own part; so has a critic."""
-    each = bytes_per_parameter(work.choice.states, offload=work.offload, dtype=_trained_dtype(work))
+    each = state_bytes(work)
     away = sum(_weight_bytes(shape, work.itemsize) for shape in work.frozen) if work.offload_frozen else 0.0
     inputs = work.shape.num_layers * _kept_inputs(work) if _inputs_are_away(work) else 0.0
     states = work.trained_parameters * each.host

@@ -13,7 +13,7 @@ import numpy as np
 
 from temper.planning.exchange import exchange_seconds, layer_sums_seconds, publishing_seconds
 from temper.planning.gpus import Gpu
-from temper.planning.memory import kv_bytes_per_token
+from temper.planning.memory import FOUR_BIT_BYTES, kv_bytes_per_token, state_bytes
 from temper.planning.workload import Workload
 from temper.runs.flops import ModelSize, PassWork
 
@@ -26,9 +26,13 @@ ROLLOUT_REACH = 0.85
 """Share of bandwidth and matrix rate that a decode step reaches."""
 LAYER_SECONDS = 50e-6
 """Of one layer of a decode step, however small: its kernels follow each other."""
-UPDATE_TRAFFIC = {"float32": 320.0, "bfloat16": 160.0, "8bit": 130.0}
-"""Bytes of bandwidth that an update takes for each parameter, by optim.states: 0.51 s in float32 for 7.6 billion
-parameters on an H200, 0.042 s in 8 bits for 1.5 billion; bfloat16 by the bytes it moves more than those."""
+FOUR_BIT_SECONDS = 84e-6
+"""Of such a layer whose matrices are in 4 bits, beside those: for each of seven one kernel that makes the weight, two
+that round factors, two narrow products and a sum, 42 at 2 microseconds each."""
+UPDATE_TRAFFIC = {"float32": 93.0, "bfloat16": 160.0, "8bit": 130.0}
+"""Bytes of bandwidth that an update takes for each parameter, by optim.states. 8 bits: 0.042 s for 1.5 billion
+parameters on an H200; bfloat16 by the bytes it moves more than those. float32 by count, not measured: norm 4, clipped
+8, masters joined 8, torch's kernel 28, measured 12, split 10, at three quarters of the bandwidth."""
 
 
 SUMS = "links between GPUs: layers are added up"
@@ -162,14 +166,23 @@ def decode_cost(work: Workload, gpu: Gpu) -> DecodeCost:
     bandwidth = gpu.bandwidth * ROLLOUT_REACH
     seen = sum(length if window is None else min(window, length) for window in shape.windows)
     rows, each = _running_rows(work), 1 / work.engine_gpus
-    read = shape.read_layers(rows) + shape.embedding
+    moved = shape.read_layers(rows) * _matrix_traffic(work) + shape.embedding * work.itemsize
+    layer_seconds = LAYER_SECONDS + (FOUR_BIT_SECONDS if work.has_four_bit_base else 0.0)
     return DecodeCost(
-        weights=each * read * work.itemsize / bandwidth,
-        kernels=shape.num_layers * LAYER_SECONDS,
+        weights=each * moved / bandwidth,
+        kernels=shape.num_layers * layer_seconds,
         sums=layer_sums_seconds(work, rows, gpu),
         row=each * 2 * active / (_rate(work, gpu) * ROLLOUT_REACH),
         cached_token=each * seen / length * kv_bytes_per_token(shape, work.itemsize) / shape.num_layers / bandwidth,
     )
+
+
+def _matrix_traffic(work: Workload) -> float:
+    """Bytes for each parameter of a layer in a decode step. Codes of 4 bits are read, the weight is written in full and
+    read by its product. That products of float8 are faster, too, is not counted: states are quantised for them."""
+    if work.has_four_bit_base:
+        return FOUR_BIT_BYTES + 2 * work.itemsize
+    return 1.0 if work.has_float8_sampler else float(work.itemsize)
 
 
 def _mid_length(work: Workload) -> float:
@@ -234,8 +247,7 @@ def _training(work: Workload, gpu: Gpu) -> tuple[float, str]:
 def _update(work: Workload, gpu: Gpu) -> tuple[float, str]:
     trained = (work.trained_parameters + (work.shape.parameters if work.has_critic else 0)) / work.share
     computed = trained * UPDATE_TRAFFIC[work.choice.states] / gpu.bandwidth
-    each = {"float32": 10.0, "bfloat16": 6.0, "8bit": 4.03}[work.choice.states]
-    moved = trained * each / gpu.link if work.offload else 0.0
+    moved = trained * state_bytes(work).host / gpu.link
     why = "link to the host: states come and go" if moved > computed else "bandwidth: states are read and written"
     return work.updates * work.epochs * max(moved, computed), why
 
