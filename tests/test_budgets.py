@@ -159,7 +159,7 @@ DONE_ALREADY = {
     ("engine/local/engine.py", "self._may_step.wait()"),  # under a deadline, like the next
     ("rollout/controls/joined.py", "self._may_draw.wait()"),
     ("engine/fleet/fleet.py", "self._changed.wait()"),
-    ("envs/agents/launch.py", "self._process.wait()"),
+    ("envs/agents/launch.py", "process.wait()"),
     ("engine/vllm/engine.py", "queue.get()"),  # awaited in slices, under a deadline without progress
 }
 

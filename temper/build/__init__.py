@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from temper.build.agents import require_free_ports
+from temper.build.agents import require_free_ports, require_functions
 from temper.build.check import check_stage, check_stages
 from temper.build.environments import Environments
 from temper.build.full import explain_out_of_memory
@@ -44,6 +44,7 @@ __all__ = [
     "plan_on_cpu",
     "plan_stage",
     "require_free_ports",
+    "require_functions",
     "resolve_objective",
     "settle_for_cpu",
     "with_sampler_correction",

@@ -6,7 +6,8 @@ Owns: what they are wired to, and which stages cannot have them. Refuses: runnin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from temper.config import RunConfig
 from temper.envs.adapters.verifiers import VerifiersEnv
 from temper.envs.adapters.verifiers_models import is_address
 from temper.envs.agents.agent import NAME, AgentEnv, AgentSettings
-from temper.envs.agents.launch import Nursery
+from temper.envs.agents.launch import Nursery, ProcessEnd
 from temper.envs.agents.service import AgentService
 from temper.envs.env import find_env
 from temper.errors import UserError
@@ -26,7 +27,7 @@ from temper.rollout.agents import AgentPlayer, AgentRunner
 from temper.rollout.episode import TURN_LOOP, Player
 from temper.rollout.judged import JudgedPlayer, JudgeModel
 from temper.runs.store.run_store import DATABASE, RUNS
-from temper.serve.agents import AgentEndpoint
+from temper.serve.agents import AgentEndpoint, Heard
 from temper.serve.conversation import Conversations
 from temper.serve.text import Words
 from temper.stages.kinds import kind_of
@@ -38,11 +39,21 @@ JUDGED_TOGETHER = 16
 """Answers that a judge of the run's own draws at one time: its cache has room for them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentListeners:
+    """Who hears of agents what their episodes do not tell."""
+
+    answered: Heard | None = None
+    """Of each request that an agent sent."""
+    ended: Callable[[ProcessEnd], object] = lambda end: None
+    """How each that Temper started ended."""
+
+
 def check_agent(config: RunConfig) -> None:
     """Raises UserError for what an agent cannot do."""
     if config.env.name != NAME:
         return
-    affordable_tokens(config, _agent_settings(config))
+    affordable_tokens(config, agent_settings(config))
     if config.rollout.max_turns == 1:
         raise UserError(
             'env "agent": rollout.max_turns is the number of calls that an agent may make in an episode, and it is 1. '
@@ -58,9 +69,21 @@ def check_agent(config: RunConfig) -> None:
 def require_free_ports(stages: Iterable[RunConfig]) -> None:
     """Raises UserError for a port that agents would find the model at and that is taken: a stage of agents binds it
     with its first episode, and that may come after hours of other stages."""
-    played = (_agent_settings(config).addresses for config in stages if config.env.name == NAME)
+    played = (agent_settings(config).addresses for config in stages if config.env.name == NAME)
     for host, port in dict.fromkeys((one.host, one.port) for one in played):
         listen(host, port).close()
+
+
+async def require_functions(stages: Iterable[RunConfig]) -> None:
+    """Raises UserError for a function that the process which starts agents cannot import: a stage of agents imports it
+    with its first episode, and that may come after hours of other stages. Nothing is imported into this process."""
+    played = (agent_settings(config) for config in stages if config.env.name == NAME)
+    for settings in {(one.function, one.python, one.passed): one for one in played if one.function}.values():
+        nursery = Nursery(settings)
+        try:
+            await nursery.start()
+        finally:
+            await nursery.close()
 
 
 def check_judge(config: RunConfig) -> None:
@@ -85,24 +108,27 @@ def may_stop_at_text(config: RunConfig) -> bool:
     return bool(config.sampling.stop) or config.env.name == NAME or answers_env(config)
 
 
-def make_player(config: RunConfig, data: StageData, run: Path | None = None) -> Player:
+def make_player(
+    config: RunConfig, data: StageData, run: Path | None = None, listeners: AgentListeners = AgentListeners()
+) -> Player:
     """Who leads the episodes of a stage. run: where its run is written down, and no agent behind a wall may look."""
     if answers_env(config):
         return _make_judged(config, data)
     if config.env.name != NAME:
         return TURN_LOOP
-    settings = _agent_settings(config)
+    settings = agent_settings(config)
     return AgentPlayer(
-        _open_endpoint(data, settings),
-        _make_runner(settings, run),
+        _open_endpoint(data, settings, listeners.answered),
+        _make_runner(settings, run, listeners),
         max_running=settings.max_running,
         affordable_tokens=affordable_tokens(config, settings),
     )
 
 
-def _make_runner(settings: AgentSettings, run: Path | None) -> AgentRunner:
-    service = settings.addresses.service
-    return Nursery(settings, run_folders(run)) if service is None else AgentService(service, settings.service_key)
+def _make_runner(settings: AgentSettings, run: Path | None, listeners: AgentListeners) -> AgentRunner:
+    if (service := settings.addresses.service) is not None:
+        return AgentService(service, settings.service_key)
+    return Nursery(settings, run_folders(run), listeners.ended)
 
 
 def run_folders(run: Path | None) -> tuple[str, ...]:
@@ -112,7 +138,7 @@ def run_folders(run: Path | None) -> tuple[str, ...]:
     return tuple(map(str, (RUNS.absolute(), *own, *sorted(beside))))
 
 
-def _agent_settings(config: RunConfig) -> AgentSettings:
+def agent_settings(config: RunConfig) -> AgentSettings:
     env = find_env(NAME, config.env.options)()
     assert isinstance(env, AgentEnv), "a recipe cannot replace it"
     return env.settings
@@ -132,7 +158,7 @@ def affordable_tokens(config: RunConfig, settings: AgentSettings) -> int:
     return tokens
 
 
-def _open_endpoint(data: StageData, settings: AgentSettings | None = None) -> AgentEndpoint:
+def _open_endpoint(data: StageData, settings: AgentSettings | None = None, heard: Heard | None = None) -> AgentEndpoint:
     """settings: of agents; None: environments ask, from this process."""
     if settings is None:
         return AgentEndpoint(
@@ -148,6 +174,7 @@ def _open_endpoint(data: StageData, settings: AgentSettings | None = None) -> Ag
         max_length=data.shape.max_context,
         address=settings.addresses.told,
         has_socket=settings.is_sandboxed,
+        heard=heard,
     )
 
 

@@ -150,7 +150,7 @@ def build_stage(
         opponent = make_opponent(config, objective, data, models.others.reference, sampler_model)
     environments = Environments(config.env, max_cost=config.rollout.max_episode_cost)
     player = make_player(config, data, around.run)
-    setup = _episode_setup(config, objective, data, sampler, environments, player)
+    setup = episode_setup(config, objective, data, sampler, environments, player)
     everybody = sampler if opponent is None else WithOpponent(sampler, opponent)
     pressure = Pressure(everybody.stats)
     parts = Parts(
@@ -210,7 +210,7 @@ def check_data(config: RunConfig, kind: StageKind, objective: Objective, data: S
         require_rows(config, make_rows, data)
 
 
-def _episode_setup(
+def episode_setup(
     config: RunConfig,
     objective: Objective,
     data: StageData,
@@ -218,6 +218,7 @@ def _episode_setup(
     environments: Environments,
     player: Player,
 ) -> EpisodeSetup:
+    """What every episode of a stage shares, as the recipe says it."""
     scorer: Scorer = data.rubric if config.reward else NoReward()
     return EpisodeSetup(
         sampler=sampler,

@@ -35,6 +35,8 @@ from temper.serve.refusals import CONTEXT_FULL, Refused
 from temper.types import Completion, Request
 
 SESSION = "episode"
+Heard = Callable[[str, int, bytes], object]
+"""Is told of each request that was answered: its path, the status and the body."""
 MAX_AT_ONCE = 64
 """Completions of one episode under way at the same time."""
 SHUTDOWN_SECONDS = 5.0
@@ -139,6 +141,21 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def _overheard(send: Send, heard: Callable[[int, bytes], object]) -> Send:
+    """Sends the same, and tells the status and the whole body of the answer."""
+    status, body = 0, b""
+
+    async def deliver(message: MutableMapping[str, Any]) -> None:
+        nonlocal status, body
+        await send(message)
+        status = message.get("status", status)
+        body += message.get("body", b"")
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            heard(status, body)
+
+    return deliver
+
+
 class AgentEndpoint:
     """Implements rollout.agents.AgentDoor and the ASGI interface. Lives in the event loop of the run."""
 
@@ -151,11 +168,14 @@ class AgentEndpoint:
         max_length: int,
         address: str = "",
         has_socket: bool = False,
+        heard: Heard | None = None,
     ) -> None:
         """converse: how the model talks, with what was said before in one episode. place: host and port where it
         listens from the first episode on; port 0: any that is free. address: the same as agents are told it; empty: as
-        it is bound. has_socket: agents behind a wall ask through a socket in the file system."""
+        it is bound. has_socket: agents behind a wall ask through a socket in the file system. heard: None: nobody wants
+        to know."""
         self._converse = converse
+        self._heard = heard
         self._place = place
         self._address = address
         self._hosts: frozenset[str] | None = frozenset()
@@ -210,6 +230,8 @@ class AgentEndpoint:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if self._heard is not None:
+            send = _overheard(send, partial(self._heard, scope["path"]))
         kind, _, key = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
         found = self._gateways.get(key.strip().decode("latin-1")) if kind.lower() == b"bearer" else None
         if found is not None:

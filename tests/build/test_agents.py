@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from temper.build import agents, check_stages
+from temper.build import agents, check_stages, require_functions
 from temper.commands.checkpoints import evaluate_checkpoint
 from temper.commands.training.train import train_stages
 from temper.config import load_recipe, to_toml
@@ -89,6 +90,31 @@ def test_a_port_that_is_taken_is_said_before_anything_is_trained(tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("mine.py:solv", "mine.py:solv cannot be started: AttributeError"), ("no_such_pkg:f", "ModuleNotFoundError")],
+)
+def test_a_function_that_cannot_be_imported_is_said_before_anything_is_trained(
+    tmp_path: Path, function: str, message: str
+) -> None:
+    stages = recipe(tmp_path, f"env.options.function={function}")
+    with pytest.raises(UserError, match=message):
+        train_stages(stages, run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_functions_are_imported_once_for_a_run_and_in_a_process_that_ends(tmp_path: Path) -> None:
+    stages = recipe(tmp_path)
+    note = tmp_path / "pids"
+    imported = f"import os\nopen({str(note)!r}, 'a').write(f'{{os.getpid()}} ')\n"
+    (tmp_path / "mine.py").write_text(imported + "def solve(task): raise SystemExit('not called')")
+    assert [config.env.name for config in stages] == ["agent", "agent"]
+    asyncio.run(require_functions(stages))
+    (process,) = map(int, note.read_text().split())
+    assert process != os.getpid()
+    assert not Path(f"/proc/{process}").exists()
+
+
 def test_a_stage_that_plays_nothing_binds_no_port(tmp_path: Path) -> None:
     """So a recipe is looked at, and its environment, beside a run of it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -104,6 +130,12 @@ def test_a_command_that_cannot_be_taken_apart_is_said_before_anything_is_read(tm
         check_stages(recipe(tmp_path, "env.options.function=", "env.options.command=python 'a.py"))
 
 
+def test_a_command_whose_script_is_not_there_is_said_before_anything_is_read(tmp_path: Path) -> None:
+    """Where temper was called, and not beside the recipe: there is one of the name."""
+    with pytest.raises(UserError, match=r"mine\.py, which options.command names, is not there"):
+        check_stages(recipe(tmp_path, "env.options.function=", "env.options.command=python mine.py"))
+
+
 def test_an_agent_behind_a_wall_does_not_look_into_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither into its own, nor into those beside it, nor into those that name no folder."""
     for name in ("mine", "earlier", "data"):
@@ -111,7 +143,7 @@ def test_an_agent_behind_a_wall_does_not_look_into_runs(tmp_path: Path, monkeypa
     (tmp_path / "out" / "earlier" / "run.db").touch()
     monkeypatch.chdir(tmp_path)
     given: list[Any] = []
-    monkeypatch.setattr(agents, "Nursery", lambda settings, closed: given.append(closed))
+    monkeypatch.setattr(agents, "Nursery", lambda settings, closed, heard: given.append(closed))
     data: Any = SimpleNamespace(tokenizer=None, renderer=None, shape=SimpleNamespace(max_context=64))
     agents.make_player(recipe(tmp_path)[-1], data, Path("out/mine"))
     agents.make_player(recipe(tmp_path)[-1], data)

@@ -1,7 +1,7 @@
 """`temper train --dry-run`: everything that can be known in seconds, without weights.
 
 Owns: the table of what a run would do, and what stands in for outputs of stages that have not run. Refuses: trying
-environments and rewards (trials.py).
+environments and rewards (trials.py), and agents (agent_trial.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from temper.build import (
     plan_stage,
 )
 from temper.cluster.ranks import find_place
+from temper.commands.training.agent_trial import try_agent
 from temper.commands.training.ranks import check_ranks
 from temper.commands.training.train import starts_elsewhere
 from temper.commands.training.trials import IN_DOUBT, try_environment, try_reward
 from temper.config import FIRST, RewardConfig, RunConfig, SourceConfig, load_recipe, refer
 from temper.config.memory import CPU_CHOICE, settled_choice, with_choice
+from temper.envs.agents.agent import NAME as AGENT
 from temper.errors import UserError
 from temper.evals import contamination
 from temper.models.load import find_checkpoint
@@ -187,7 +189,8 @@ def _describe(stage: OpenedStage) -> str:
     rows["memory"], table = _planned_memory(stage, objective, data)
     if config.model.lora is not None:
         rows["adapter"] = ", ".join(f"{name} {value}" for name, value in config.model.lora.model_dump().items())
-    rows |= calls.run(try_environment(config, data))
+    plays = config.env.name == AGENT
+    rows |= calls.run(try_agent(config, objective, data) if plays else try_environment(config, data))
     readable = stage.readable
     if readable.reward and kind.leaves != "scorer":
         rows |= calls.run(try_reward(config, data, data.rubric, readable.reward, "reward"))

@@ -27,6 +27,7 @@ from temper.build import (
     first_model,
     make_plan,
     require_free_ports,
+    require_functions,
     settle_for_cpu,
     with_sampler_correction,
 )
@@ -62,6 +63,7 @@ def train_stages(stages: Sequence[RunConfig], *, run: Path | None = None, resume
     """Trains resolved stages and returns the run directory."""
     check_stages(stages)
     require_free_ports(stages)
+    calls.run(require_functions(stages))
     stages = [with_sampler_correction(config) for config in stages]  # the run's recipe says what is trained
     folder = run or choose_folder(stages[0].name, resume=resume)
     with full_disk_explained(folder):

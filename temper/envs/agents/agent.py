@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -31,6 +32,9 @@ RESULT_BYTES = 1 << 20
 """Most that an agent may hand in."""
 RESULT_PATH = "/result"
 """Where it posts its result, below OPENAI_BASE_URL."""
+LEADS = "an agent asks for itself: it is played by temper train, not step by step"
+NO_VALUE_FLAGS = frozenset("-bBdEiIOPqsSuvx")
+"""Letters of Python's options that take no word of their own."""
 PASSED = ("HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
 """Variables that an agent gets from Temper's own environment. Keys and tokens are not among them."""
 
@@ -139,11 +143,10 @@ class AgentEnv:
             _require_startable(where, self.settings)
 
     async def start(self, task: Task, seed: int) -> EnvOpening:
-        """For a dry run: the task as it is asked. Nothing is started."""
-        return EnvOpening(messages=task.messages)
+        raise TaskError(LEADS)
 
     async def step(self, message: Message) -> EnvReply:
-        raise TaskError("an agent asks for itself: it is played by temper train, not step by step")
+        raise TaskError(LEADS)
 
     async def close(self) -> None:
         """Nothing was started."""
@@ -226,8 +229,22 @@ def _require_startable(where: str, settings: AgentSettings) -> None:
     program = words[0]
     if shutil.which(program, path=settings.variables()["PATH"]) is None:
         raise UserError(f"{where}: there is no program {program!r}. Give its path in options.command")
+    script = _script_of(words)
+    if script and not Path(script).exists():
+        raise UserError(
+            f"{where}: {script}, which options.command names, is not there.{nearest_file(Path(script))} A command runs "
+            f"in {Path.cwd()}, where temper was called, wherever the recipe lies: give the path from there"
+        )
     if settings.is_sandboxed:
         show_files(words, settings.python, hide=settings.hidden)
+
+
+def _script_of(words: list[str]) -> str:
+    """The file of "python file.py"; '' where that is not clear, as of modules (-m) and of options with values."""
+    if not re.fullmatch(r"python[0-9.]*", Path(words[0]).name):
+        return ""
+    first = next((word for word in words[1:] if not NO_VALUE_FLAGS.issuperset(word)), "")
+    return first if first.endswith(".py") else ""
 
 
 def _read_command(where: str, command: str) -> list[str]:

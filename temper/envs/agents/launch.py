@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ END_SECONDS = nursery.KILL_SECONDS + nursery.GRACE_SECONDS + 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ProcessEnd:
+class ProcessEnd:
     """How its supervisor says that an agent ended."""
 
     code: int | None
@@ -44,25 +44,41 @@ class _ProcessEnd:
     why: str
 
     @property
+    def last_words(self) -> str:
+        """The end of what it wrote to standard error."""
+        return self.stderr.strip()[-400:]
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        if self.why:
+            return f"was ended: {self.why}"
+        if self.code and self.code < 0:
+            return f"ended with signal {-self.code}"
+        left = f" and left {self.left} processes running" if self.left and not self.code else ""
+        return f"ended with exit code {self.code}{left}"
+
+    @property
     def problem(self) -> str | None:
         """What was wrong with it, or None."""
-        said = self.stderr.strip()[-400:]
-        tail = f". It said: {said}" if said else ""
-        if self.why:
-            return f"the agent was ended: {self.why}{tail}"
-        if self.code:
-            how = f"exit code {self.code}" if self.code > 0 else f"signal {-self.code}"
-            return f"the agent ended with {how}{tail}"
-        return f"the agent left {self.left} processes running{tail}" if self.left else None
+        tail = f". It said: {self.last_words}" if self.last_words else ""
+        return f"the agent {self.how}{tail}" if self.why or self.code or self.left else None
 
 
 class Nursery:
     """Implements rollout.agents.AgentRunner. Starts with the first agent; close() ends it and everything it started."""
 
-    def __init__(self, settings: AgentSettings, closed: Sequence[str] = ()) -> None:
-        """closed: folders of which an agent behind a wall sees only what its command names."""
+    def __init__(
+        self,
+        settings: AgentSettings,
+        closed: Sequence[str] = (),
+        heard: Callable[[ProcessEnd], object] = lambda end: None,
+    ) -> None:
+        """closed: folders of which an agent behind a wall sees only what its command names. heard: is told how each
+        agent ended, also those that are ended from here."""
         self._settings = settings
         self._closed = closed
+        self._heard = heard
         self._homes = find_homes() if settings.is_sandboxed else None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -71,7 +87,7 @@ class Nursery:
     async def run(self, task: Mapping[str, Any], variables: Mapping[str, str], posted: object = None) -> AgentEnd:
         """Plays one episode. Cancelling it ends the agent; it returns when nothing of the agent is left. posted: of no
         interest here, for a program ends by itself, whatever it has handed in before."""
-        path = await self._started()
+        path = await self.start()
         try:
             reader, writer = await asyncio.open_unix_connection(path, limit=2 * nursery.OUTPUT_BYTES)
         except OSError as error:
@@ -83,11 +99,12 @@ class Nursery:
             if group is not None:  # rlimits do not count the processes of root
                 order["group"] = str(group.limit_processes(MOST_TASKS))
             writer.write(json.dumps(order).encode() + b"\n")
-            return _end_of(await reader.read())
+            return self._end_of(await reader.read())
         finally:
-            with contextlib.suppress(OSError, TimeoutError):
+            with contextlib.suppress(OSError, TimeoutError, TaskError):
                 writer.write_eof()  # hanging up ends the agent; the answer says that all is gone
-                await asyncio.wait_for(reader.read(), END_SECONDS)
+                if late := await asyncio.wait_for(reader.read(), END_SECONDS):
+                    self._end_of(late)
             writer.close()
             if group is not None:
                 group.remove()
@@ -109,6 +126,14 @@ class Nursery:
         )
         return {"words": wall, "filter": agent_filter().hex()}
 
+    def _end_of(self, answer: bytes) -> AgentEnd:
+        try:
+            end = ProcessEnd(**json.loads(answer))
+        except (ValueError, TypeError) as error:
+            raise TaskError("the agent's supervisor died without a word") from error
+        self._heard(end)
+        return AgentEnd(problem=end.problem, result=result_of(end.stdout))
+
     @property
     def keys(self) -> tuple[str, ...]:
         return ()
@@ -118,18 +143,13 @@ class Nursery:
 
     async def close(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            assert self._process.stdin is not None, "its end is how it is told to end"
-            self._process.stdin.close()
-            ended = asyncio.ensure_future(self._process.wait())
-            await asyncio.wait((ended,), timeout=END_SECONDS)
-            if not ended.done():
-                self._process.kill()
+            await _end(self._process)
         if self._folder is not None:
             self._folder.cleanup()
         self._process = self._folder = None
 
-    async def _started(self) -> str:
-        """The path of its socket."""
+    async def start(self) -> str:
+        """The path of its socket. Raises UserError for a function that cannot be imported."""
         async with self._lock:
             if self._folder is None:
                 self._folder = tempfile.TemporaryDirectory(prefix="temper-agents-")
@@ -151,26 +171,35 @@ class Nursery:
             env=self._settings.variables(),
             start_new_session=True,
         )
-        assert process.stdout is not None, "it says when it is ready"
-        name = self._settings.function or self._settings.python
-        said, last = b"", b""
         try:
-            async with asyncio.timeout(START_SECONDS):
-                while said != b"ready\n":  # before it comes what modules print when they are imported
-                    last, said = said or last, await process.stdout.readline()
-                    if not said:
-                        break
-        except TimeoutError:
-            process.kill()
-            raise UserError(f'env "agent": {name} was not imported within {START_SECONDS:g} s') from None
-        if not said:
-            raise UserError(f'env "agent": {name} cannot be started: {last.decode(errors="replace").strip()}')
+            await _until_ready(process, self._settings.function or self._settings.python)
+        except BaseException:  # also who cancels this leaves no process
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await _end(process)
+            raise
         return process
 
 
-def _end_of(answer: bytes) -> AgentEnd:
+async def _until_ready(process: asyncio.subprocess.Process, name: str) -> None:
+    assert process.stdout is not None, "it says when it is ready"
+    said, last = b"", b""
     try:
-        end = _ProcessEnd(**json.loads(answer))
-    except (ValueError, TypeError) as error:
-        raise TaskError("the agent's supervisor died without a word") from error
-    return AgentEnd(problem=end.problem, result=result_of(end.stdout))
+        async with asyncio.timeout(START_SECONDS):
+            while said != b"ready\n":  # before it comes what modules print when they are imported
+                last, said = said or last, await process.stdout.readline()
+                if not said:
+                    break
+    except TimeoutError:
+        raise UserError(f'env "agent": {name} was not imported within {START_SECONDS:g} s') from None
+    if not said:
+        raise UserError(f'env "agent": {name} cannot be started: {last.decode(errors="replace").strip()}')
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    assert process.stdin is not None, "its end is how it is told to end"
+    process.stdin.close()
+    ended = asyncio.ensure_future(process.wait())
+    await asyncio.wait((ended,), timeout=END_SECONDS)
+    if not ended.done():
+        process.kill()

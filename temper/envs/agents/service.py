@@ -70,6 +70,10 @@ class AgentService:
             with contextlib.suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError, TimeoutError):
                 await asyncio.wait_for(self._exchange("DELETE", f"/{episode}", b""), TELL_SECONDS)
 
+    async def reach(self) -> None:
+        """Connects and hangs up: nothing is announced. Raises OSError where nobody answers."""
+        (await asyncio.wait_for(self._dialer.connect(), TELL_SECONDS)).close()
+
     async def close(self) -> None:
         """Nothing is held open."""
 

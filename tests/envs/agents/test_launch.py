@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from temper.envs.agents.agent import AgentEnv, result_of, task_for_agent
-from temper.envs.agents.launch import AgentEnd, Nursery
-from temper.errors import UserError
+from temper.envs.agents.launch import AgentEnd, Nursery, ProcessEnd
+from temper.errors import TaskError, UserError
 from temper.types import Message, Task
 
 TASK = {"id": "t", "prompt": "hello", "messages": [], "seed": 0}
@@ -153,6 +153,15 @@ def test_a_function_that_cannot_be_imported_is_the_users_mistake(tmp_path: Path)
         run_agent(function=f"{tmp_path / 'agent.py'}:solve")
 
 
+def test_an_import_that_is_given_up_leaves_no_process(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    slow = f"import os, time\nopen({str(note)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+    script(tmp_path, slow + "def solve(task): return 1")
+    with pytest.raises(TimeoutError):
+        run_agent(seconds=2.0, function=f"{tmp_path / 'agent.py'}:solve")
+    assert not is_running(int(note.read_text()))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -162,6 +171,8 @@ def test_a_function_that_cannot_be_imported_is_the_users_mistake(tmp_path: Path)
         ({"command": "python x.py 'one"}, r"options.command = \"python x.py 'one\" cannot be .* No closing quotation"),
         ({"command": "python x.py \\"}, r"options.command = .* No escaped character"),
         ({"command": " "}, "options.command = ' ' names no program"),
+        ({"command": "python no_such_agent.py"}, "no_such_agent.py, which options.command names, is not there"),
+        ({"command": f"{sys.executable} -u tests/conftst.py x"}, 'not there. Did you mean "tests/conftest.py"'),
         ({"function": "solve"}, "package.module:name"),
         ({"function": "no/such.py:solve"}, "no/such.py is not there"),
         ({"command": "python x.py", "max_running": 0}, "max_running=0"),
@@ -173,6 +184,39 @@ def test_a_function_that_cannot_be_imported_is_the_users_mistake(tmp_path: Path)
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         AgentEnv(**options)
+
+
+@pytest.mark.parametrize(
+    "command", ["python -m x.py", "python -c 1 x.py", "python -W ignore x.py", "bash x.py", "python x", "python"]
+)
+def test_a_command_whose_script_is_not_clear_is_left_to_the_dry_run(command: str) -> None:
+    AgentEnv(command=command)
+
+
+def test_how_an_agent_ended_is_heard_also_when_it_is_ended_from_here(tmp_path: Path) -> None:
+    heard: list[ProcessEnd] = []
+    said = "import sys, time\nprint('last words', file=sys.stderr, flush=True)\n"
+
+    async def play(then: str) -> None:
+        settings = AgentEnv(command=script(tmp_path, said + then)).settings
+        nursery = Nursery(settings, heard=heard.append)
+        try:
+            await asyncio.wait_for(nursery.run(TASK, {}), 2.0)
+        finally:
+            await nursery.close()
+
+    asyncio.run(play("sys.exit(3)"))
+    with pytest.raises(TimeoutError):
+        asyncio.run(play("time.sleep(60)"))
+    assert [end.last_words for end in heard] == ["last words", "last words"]
+    assert [end.how for end in heard] == ["ended with exit code 3", "was ended: hung up"]
+
+
+def test_an_agent_is_not_played_as_an_environment() -> None:
+    env, task = AgentEnv(command="python"), Task(id="t", messages=(Message(role="user", content="hello"),))
+    for act in (env.start(task, 0), env.step(task.messages[0])):
+        with pytest.raises(TaskError, match="an agent asks for itself"):
+            asyncio.run(act)
 
 
 def test_the_gold_answer_is_not_told() -> None:
