@@ -44,7 +44,10 @@ def check_recipe(
             f"{recipe}: no stage plays in an environment and is paid. Give a recipe with a stage of kind rl"
         )
     if config.env.name == "agent":
-        raise UserError("an agent is no environment: it is started by the episode. Try it with temper train --dry-run")
+        raise UserError(
+            f"an agent is no environment: it leads its episodes itself. temper train {recipe} --dry-run plays one "
+            "episode of it against a fixed answer, and says what its reward is worth"
+        )
     if answers_env(config):  # every verdict would be that nobody answers
         judge = config.env.options["judge"]
         raise UserError(

@@ -74,6 +74,13 @@ def test_a_judge_that_only_a_run_answers_is_refused_before_anything_is_made(
         check_recipe(path, checkpoint=tmp_path / "nothing", overrides=address)
 
 
+def test_an_agent_is_refused_and_the_command_named_that_tries_it(recipe: dict[str, Any], tmp_path: Path) -> None:
+    agent = {"env": {"name": "agent", "options": {"command": "python"}}, "rollout": {"max_turns": 2}}
+    path = write({**recipe, **agent}, tmp_path)
+    with pytest.raises(UserError, match=rf"no environment.* temper train {path} --dry-run plays one episode"):
+        check_recipe(path)
+
+
 def test_a_recipe_that_plays_nothing_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no stage plays in an environment"):
         check_recipe(write({**recipe, "stage": [{"kind": "sft"}]}, tmp_path))
