@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,12 @@ def chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return chaotic_world
 
 
-def run(recipe: dict[str, Any], folder: Path, **rollout: Any) -> RunReader:
+def run(recipe: dict[str, Any], folder: Path, keys: Mapping[str, Any] = {}, **rollout: Any) -> RunReader:
     table = {key: recipe[key] for key in ("model", "train", "sampling")}
     table |= {"steps": 8, "reward": [{"kind": "chaotic_world:reward"}], "env": {"name": "chaotic_world:Chaotic"}}
     table["env"] = {"name": "chaotic_world:Chaotic", "options": rollout.pop("options", {})}
     table["rollout"] = {"groups_per_step": 4, "group_size": 8, "episode_seconds": 1.0, **rollout}
+    table |= keys
     store = open_run(folder, config="", resume=False)
     try:
         asyncio.run(run_stages(resolve(table, (), where="test"), folder, RunRecords(store, Display())))
@@ -106,6 +108,19 @@ def test_retries_save_what_can_be_saved(chaos: Any, tiny_recipe: dict[str, Any],
         found = [t for step in reader.steps() for t in reader.trajectories(0, step.step)]
     assert chaos.DONE["exceptions"] > 0
     assert not [t for t in found if t.status in ("tool_error", "timeout")]
+
+
+def test_held_out_episodes_that_fail_now_and_then_are_played_anew_and_no_end(
+    chaos: Any, tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    options, keys = {"often": 2}, {"steps": 1, **{key: tiny_recipe[key] for key in ("heldout", "reward")}}
+    with pytest.raises(BackendError, match=r"held-out task .*the tool fell over.* rollout\.retries=0 is how often"):
+        run(tiny_recipe, tmp_path / "once", keys, options=options)
+    chaos.DONE.clear()
+    with run(tiny_recipe, tmp_path / "anew", keys, options=options, retries=9) as reader:
+        shares = [dict(one.details)["unscorable"]["score"] for one in reader.evaluations()]
+    assert chaos.DONE["exceptions"] > 4
+    assert shares == [0.0] * 4, "greedy and sampled, before and after"
 
 
 def test_too_many_failures_stop_the_run_and_name_one(chaos: Any, tiny_recipe: dict[str, Any], tmp_path: Path) -> None:

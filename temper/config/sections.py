@@ -82,13 +82,15 @@ class RolloutConfig(Section):
     """Cost of one episode, 0: no limit. What tools say that a call costs, or an agent's price_per_token of what it
     drew: what would pass it is refused, and the episode is cut (docs/environments.md)."""
     retries: int = Field(0, ge=0)
-    """How often an episode that failed (environment error, time-out) is played anew before it is given up."""
+    """How often an episode that failed (environment error, time-out) is played anew before it is given up; held-out
+    episodes, too."""
     episode_seconds: float = Field(600.0, gt=0)
     """Deadline of one episode; past it the episode is TIMEOUT and not trained."""
     step_seconds: float = Field(3600.0, gt=0)
     """Deadline for filling one step."""
     error_limit: float = Field(0.1, ge=0, le=1)
-    """Stop when more than this share of a step's episodes failed or could not be scored because of an error."""
+    """Stop when more than this share of a step's episodes failed or could not be scored because of an error; of a
+    held-out evaluation's, too, where the others give the score."""
     transcripts_gb: float = Field(2.0, ge=0)
     """What the newest rollouts may take in run.db with all their words and tokens, in GB; inf: no limit. Older ones
     keep score, status, length and side effects; the ledger of what was trained stays whole. The largest of all stages

@@ -20,7 +20,8 @@ from temper.errors import BackendError
 from temper.evals.audits import HeldOutAttempt, choose, list_effects
 from temper.evals.passk import clustered_interval
 from temper.evals.scores import suite_metrics
-from temper.rollout.episode import EpisodeSetup, Scorer, run_episode
+from temper.rollout.episode import EpisodeSetup, Scorer
+from temper.rollout.group import may_play_anew, play_attempt
 from temper.rollout.thinking import was_closed
 from temper.runs.records import AuditRecord, EffectRecord
 from temper.runs.results import PromptResult, SampleResult
@@ -62,6 +63,8 @@ class HeldOut:
     """What the commonest answer scores, by name of the set; "" is all of them together."""
     error_limit: float = 0.0
     """Largest share of attempts that may fail without a score; they are left out and counted."""
+    retries: int = 0
+    """How often an attempt whose environment failed is played anew."""
 
 
 async def evaluate(
@@ -77,7 +80,7 @@ async def evaluate(
     params = _params_of(setup.params, evaluation)
     attempts = await _play(heldout, params, f"eval/{stage}/{step}/{evaluation.name}", evaluation.samples)
     _require_version(attempts, version, setup.sampler.version)
-    _require_scores(attempts, heldout.error_limit)
+    _require_scores(attempts, heldout)
     everyone = [attempt for members in attempts for attempt in members]
     parts = {name: [m for m in attempts if not name or m[0].task.source == name] for name in heldout.constant_scores}
     results = [
@@ -171,7 +174,7 @@ async def _play(heldout: HeldOut, params: SamplingParams, prefix: str, samples: 
 
     async def attempt(task: Task, index: int) -> HeldOutAttempt:
         name = f"{prefix}/{task.id}/{index}"
-        trajectory = await run_episode(setup, task, group_id=task.id, index=index, request_id=name)
+        trajectory = await play_attempt(setup, task, task.id, index, name, retries=heldout.retries)
         score = trajectory.score
         if heldout.verifier is not setup.scorer and trajectory.status in TRAINABLE_STATUSES:
             score, _ = await heldout.verifier.score(task, trajectory)
@@ -197,14 +200,20 @@ def _require_version(attempts: Sequence[Sequence[HeldOutAttempt]], version: int,
         )
 
 
-def _require_scores(attempts: Sequence[Sequence[HeldOutAttempt]], limit: float) -> None:
+def _require_scores(attempts: Sequence[Sequence[HeldOutAttempt]], heldout: HeldOut) -> None:
     everyone = [one for members in attempts for one in members]
     failed = [one for one in everyone if one.heldout.value is None]
-    if len(failed) > limit * len(everyone) or len(failed) == len(everyone):
-        raise BackendError(
-            f"held-out task {failed[0].task.id} could not be scored: {failed[0].heldout.reason} ({len(failed)} of "
-            f"{len(everyone)} attempts)"
-        )
+    if len(failed) <= heldout.error_limit * len(everyone) and len(failed) < len(everyone):
+        return
+    said = [
+        f"held-out task {failed[0].task.id} could not be scored: {failed[0].heldout.reason} ({len(failed)} of "
+        f"{len(everyone)} attempts)"
+    ]
+    if any(may_play_anew(one.trajectory) for one in failed):
+        said.append(f"rollout.retries={heldout.retries} is how often an episode that fails is played anew")
+    if len(failed) < len(everyone):
+        said.append(f"rollout.error_limit={heldout.error_limit:g} is the share of attempts that may be left out")
+    raise BackendError(". ".join(said))
 
 
 def _prompt_result(members: Sequence[HeldOutAttempt], has_budget: bool) -> PromptResult:

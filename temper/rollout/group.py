@@ -1,7 +1,7 @@
 """All attempts at one draw of one task.
 
-Owns: running the members, their opponents and their baseline side by side, and whether the group carries a learning
-signal.
+Owns: running the members, their opponents and their baseline side by side, playing anew what failed, and whether the
+group carries a learning signal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Extras:
     steps: StepSplit | None = None
     """How answers are cut into steps whose values are estimated; None: not at all."""
     retries: int = 0
-    """How often a member whose environment failed is played anew."""
+    """How often an attempt whose environment failed is played anew."""
     opponent: EpisodeSetup | None = None
     """Who plays the second half of the members. None: the policy plays them all."""
 
@@ -63,7 +63,8 @@ async def run_group(
                 members.create_task(_opponent(extras, task, group_id, index, f"{name}/opponent {index}"))
                 for index in range(num_own, group_size)
             ]
-        baselines = [members.create_task(_greedy(setup, task, group_id, f"{name}/greedy"))] if extras.greedy else []
+        played = [_greedy(setup, task, group_id, f"{name}/greedy", extras.retries)] if extras.greedy else []
+        baselines = [members.create_task(one) for one in played]
     trajectories = [member.result() for member in running]
     greedy = next((member.result() for member in baselines), None)
     if greedy is not None:  # which is not recorded: what it did to the world stands with the first member
@@ -88,7 +89,7 @@ def reason_to_drop(group: Group, *, min_members: int, drop_degenerate: bool) -> 
 async def _member(
     setup: EpisodeSetup, task: Task, group_id: str, index: int, request_id: str, extras: Extras
 ) -> Trajectory:
-    trajectory = await _attempt(setup, task, group_id, index, request_id, extras.retries)
+    trajectory = await play_attempt(setup, task, group_id, index, request_id, retries=extras.retries)
     if extras.steps is None:
         return trajectory
     return await estimate_steps(setup, task, trajectory, extras.steps, request_id)
@@ -97,20 +98,20 @@ async def _member(
 async def _opponent(extras: Extras, task: Task, group_id: str, index: int, request_id: str) -> Trajectory:
     """An attempt that must not pass for one of the policy."""
     assert extras.opponent is not None, "somebody has to play"
-    trajectory = await _attempt(extras.opponent, task, group_id, index, request_id, extras.retries)
+    trajectory = await play_attempt(extras.opponent, task, group_id, index, request_id, retries=extras.retries)
     assert trajectory.is_opponents or not trajectory.num_tokens, "what an opponent draws has no version of the policy"
     return trajectory
 
 
-async def _attempt(
-    setup: EpisodeSetup, task: Task, group_id: str, index: int, request_id: str, retries: int
+async def play_attempt(
+    setup: EpisodeSetup, task: Task, group_id: str, index: int, request_id: str, *, retries: int
 ) -> Trajectory:
-    """Played anew when the environment failed, as often as allowed. What failed is never trained; what it did to the
-    world stays done, and is recorded with the attempt that replaces it."""
+    """Played anew when the environment failed, as often as allowed. What failed is neither trained nor a score; what it
+    did to the world stays done, and is recorded with the attempt that replaces it."""
     trajectory = await run_episode(setup, task, group_id=group_id, index=index, request_id=request_id)
     done: tuple[Event, ...] = ()
     for retry in range(1, retries + 1):
-        if trajectory.status in (*TRAINABLE_STATUSES, Status.TOO_LONG):  # which would be as long again
+        if not may_play_anew(trajectory):
             break
         done += lasting(trajectory.events, f"attempt {retry}, which failed")
         again = f"{request_id}/retry {retry}"
@@ -118,7 +119,12 @@ async def _attempt(
     return dataclasses.replace(trajectory, unplaced_events=(*done, *trajectory.unplaced_events))
 
 
-async def _greedy(setup: EpisodeSetup, task: Task, group_id: str, request_id: str) -> Trajectory:
+def may_play_anew(trajectory: Trajectory) -> bool:
+    """Whether an attempt came to no end, and another might. A prompt that is too long would be as long again."""
+    return trajectory.status not in (*TRAINABLE_STATUSES, Status.TOO_LONG)
+
+
+async def _greedy(setup: EpisodeSetup, task: Task, group_id: str, request_id: str, retries: int) -> Trajectory:
     """One attempt at temperature 0."""
     greedy = dataclasses.replace(setup, params=setup.params.greedy())
-    return await run_episode(greedy, task, group_id=group_id, index=GREEDY_INDEX, request_id=request_id)
+    return await play_attempt(greedy, task, group_id, GREEDY_INDEX, request_id, retries=retries)

@@ -69,6 +69,7 @@ async def _held_out(parts: Parts) -> HeldOut:
         verifier_name=data.verifier_name,
         constant_scores=await constant_scores(data.verifier, data.heldout),
         error_limit=parts.config.rollout.error_limit,
+        retries=parts.config.rollout.retries,
     )
 
 

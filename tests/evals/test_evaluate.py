@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from temper.envs.env import make_env
+from temper.envs.single_turn import SingleTurn
 from temper.errors import BackendError
 from temper.evals.evaluate import Evaluation, HeldOut, constant_answer_score, constant_scores, evaluate, prompts_hash
+from temper.protocols import EnvReply
 from temper.rollout.episode import EpisodeSetup
 from temper.types import Message, Publication, Request, SamplingParams, Score, Task, Trajectory
 from tests.fakes.episodes import FakeScorer
@@ -207,8 +209,53 @@ def test_a_few_failures_within_the_limit_are_left_out_and_counted() -> None:
     assert unscorable["score"] == 0.5
     assert {audit.heldout for audit in audits if audit.kind == "random"} == {1.0, None}
     everything = dataclasses.replace(heldout, tasks=tasks("broken"), error_limit=1.0)
-    with pytest.raises(BackendError, match="1 of 1 attempts"):
+    with pytest.raises(BackendError, match=r"\(1 of 1 attempts\)$"):
         asyncio.run(evaluate(everything, GREEDY, stage=0, step=0))
+
+
+class FailsFirst(SingleTurn):
+    """Its first `failures` episodes break, whichever they are."""
+
+    begun = failures = 0
+
+    async def step(self, message: Message) -> EnvReply:
+        FailsFirst.begun += 1
+        if FailsFirst.begun <= FailsFirst.failures:
+            raise RuntimeError("no connection")
+        return await super().step(message)
+
+
+def failing(failures: int, **changes: Any) -> HeldOut:
+    """Two tasks, both answered rightly where their episodes do not break."""
+    FailsFirst.begun, FailsFirst.failures = 0, failures
+    made = held_out(FakeSampler(echo), tasks("0", "1"), **changes)
+    return dataclasses.replace(made, setup=dataclasses.replace(made.setup, make_env=lambda name: FailsFirst()))
+
+
+def test_a_held_out_episode_that_fails_is_played_anew_as_in_training() -> None:
+    heldout = failing(2, retries=2)
+    (result,), *_ = asyncio.run(evaluate(heldout, GREEDY, stage=0, step=0))
+    assert result.score == 1.0
+    assert result.details["unscorable"]["score"] == 0.0
+    ids = [request.id for request in heldout.setup.sampler.requests]
+    assert sorted(ids) == [
+        "eval/0/0/greedy/t0/0/0", "eval/0/0/greedy/t0/0/retry 1/0",
+        "eval/0/0/greedy/t1/0/0", "eval/0/0/greedy/t1/0/retry 1/0",
+    ], "each attempt draws other numbers, and nothing else changes them"  # fmt: skip
+
+
+def test_held_out_episodes_that_fail_name_the_keys_that_help() -> None:
+    with pytest.raises(BackendError, match=r"no connection, .* \(1 of 2 attempts\)\. ") as caught:
+        asyncio.run(evaluate(failing(1, error_limit=0.1), GREEDY, stage=0, step=0))
+    assert "rollout.retries=0 is how often an episode that fails is played anew" in str(caught.value)
+    assert "rollout.error_limit=0.1 is the share of attempts that may be left out" in str(caught.value)
+    with pytest.raises(BackendError, match=r"\(2 of 2 attempts\)") as caught:
+        asyncio.run(evaluate(failing(4, error_limit=0.1, retries=1), GREEDY, stage=0, step=0))
+    assert "rollout.retries=1 is" in str(caught.value)
+    assert "error_limit" not in str(caught.value), "without any score there is no result, whatever the limit"
+    with pytest.raises(BackendError, match="verifier crashed") as caught:
+        asyncio.run(evaluate(held_out(FakeSampler(echo), tasks("0", "broken")), GREEDY, stage=0, step=0))
+    assert "retries" not in str(caught.value), "an answer that cannot be judged is not played anew"
 
 
 def test_the_commonest_answer_is_scored_on_every_task() -> None:

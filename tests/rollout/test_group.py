@@ -236,6 +236,22 @@ def test_a_failed_episode_is_played_anew_as_often_as_allowed(retries: int, is_sc
     assert len(ids) == len(set(ids)) == min(retries, 2) + 1, "every attempt draws other numbers"
 
 
+def test_a_greedy_baseline_that_fails_is_played_anew_like_a_member() -> None:
+    sampler = FakeSampler(script)
+    setup = EpisodeSetup(
+        sampler=sampler, renderer=Letters(), scorer=Judge(by_index), make_env=flaky(2),
+        params=SamplingParams(max_new_tokens=8, stop_ids=(STOP,)), max_turns=1, episode_seconds=5.0, seed=0,
+    )  # fmt: skip
+    extras = Extras(greedy=True, retries=1)
+    group = asyncio.run(run_group(setup, TASK, draw=0, group_size=1, prefix="s", extras=extras))
+    assert group.greedy is not None
+    assert (group.greedy.index, group.greedy.score.is_value) == (-1, True)
+    assert {request.params.temperature for request in sampler.requests if "/greedy" in request.id} == {0.0}
+    assert [request.id for request in sampler.requests if "/greedy" in request.id] == [
+        "s/t#0/greedy/0", "s/t#0/greedy/retry 1/0",
+    ]  # fmt: skip
+
+
 def test_what_failed_attempts_and_the_baseline_did_to_the_world_is_not_lost() -> None:
     """Nobody has a row of theirs: a charge that an attempt made before it failed would never have been made."""
     made: list[int] = []
