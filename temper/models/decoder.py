@@ -27,6 +27,7 @@ from temper.models.experts.routing import (
     router_logits,
     weights_of,
 )
+from temper.models.families import WINDOWED
 from temper.models.float8.arithmetic import float8_linear
 from temper.models.float8.inputs import Inputs, States, float8_inputs, plain_inputs
 from temper.models.float8.layers import Float8Linear
@@ -37,9 +38,6 @@ from temper.models.nf4.products import four_bit_linear, is_four_bit
 from temper.models.ops import Ops, ops_of, product
 
 Numerics = Literal["fast", "exact"]
-
-WINDOWED = ("mistral", "mixtral")
-"""Families whose configuration has the window of all layers."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Norm, attention, norm, gated feed-forward with SiLU; nothing else. By model_type."""

@@ -3,7 +3,8 @@
 A family that keeps other state than keys and values, or writes attention in its own way, would give wrong text without
 an error. families.json says which of transformers' families were tried and what was seen (benchmarks/families.py makes
 it). A family that is not in it is neither: whoever loads it compares it with itself first (proof.py).
-Owns: that decision, and up to which length it holds. Refuses: loading anything; a configuration is enough.
+Owns: that decision, up to which length it holds, and what families call their settings. Refuses: loading anything; a
+configuration is enough.
 """
 
 from __future__ import annotations
@@ -35,6 +36,30 @@ MASKED_WINDOWS = {
 }
 """Families that apply this window by a mask, which Temper's attention never sees. Of a text that fits into the window
 nothing is masked."""
+
+WINDOWED = ("ministral3", "mistral", "mixtral", "phi3", "starcoder2")
+"""Families whose configuration has the window of all layers."""
+OTHER_NAMES = {
+    "expert_ffn_hidden_size": "moe_intermediate_size",
+    "ffn_dim": "intermediate_size",
+    "ffn_hidden_size": "intermediate_size",
+    "moe_k": "num_experts_per_tok",
+    "moe_layer_interval": "decoder_sparse_step",
+    "moe_layer_start_index": "first_k_dense_replace",
+    "moe_num_experts": "num_experts",
+    "moe_num_shared_experts": "num_shared_experts",
+    "moe_topk": "num_experts_per_tok",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_routed_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
+    "num_dense_layers": "first_k_dense_replace",
+    "num_local_experts": "num_experts",
+    "shared_intermediate_size": "shared_expert_intermediate_size",
+}
+"""What some families call a setting, and what most call it."""
 
 EXAMPLES = ("llama", "mistral", "qwen3", "gemma3_text", "olmo2")
 
@@ -106,11 +131,46 @@ def _table() -> dict[str, Any]:
     return json.loads(TABLE.read_text())  # type: ignore[no-any-return]
 
 
-def attention_windows(table: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """By layer, how many tokens a token sees, itself included; None: all before it. `table`: a text configuration."""
-    count = int(table["num_hidden_layers"])
-    window = table.get("sliding_window") or None
-    if kinds := table.get("layer_types"):
-        by_kind = {"sliding_attention": window, "chunked_attention": table.get("attention_chunk_size")}
+def common_settings(text: Mapping[str, Any]) -> dict[str, Any]:
+    """A text configuration, with every setting also under the name that most families give it."""
+    found = {common: text[name] for name, common in OTHER_NAMES.items() if text.get(name) and not text.get(common)}
+    if text.get("model_type") == "longcat_flash":  # each of its layers is two, and one of both has experts
+        found |= {"num_hidden_layers": 2 * int(text["num_layers"]), "decoder_sparse_step": 2}
+    return {**text, **found}
+
+
+def experts_of(text: Mapping[str, Any]) -> tuple[int, float]:
+    """Experts that a layer with experts chooses from, and how many work on a token; 0 and 0 of a dense model.
+
+    Of numbers by layer (HunYuan) the mean. Where some of those that are chosen do nothing (LongCat), these are left
+    out, as if all were chosen equally often.
+    """
+    settings = common_settings(text)
+    num_experts = int(_mean(settings.get("num_experts")))
+    if not num_experts:
+        return 0, 0.0
+    chosen = _mean(settings.get("num_experts_per_tok"))
+    return num_experts, chosen * num_experts / (num_experts + idle_experts(settings))
+
+
+def idle_experts(text: Mapping[str, Any]) -> int:
+    """Experts of a layer that can be chosen and do nothing: they hand on what they are given."""
+    return int(text.get("zero_expert_num") or 0)
+
+
+def _mean(given: Any) -> float:
+    """Of a number, or of one for each layer; 0 where nothing is given."""
+    by_layer = given if isinstance(given, list | tuple) else [given or 0]
+    return sum(by_layer) / max(1, len(by_layer))
+
+
+def attention_windows(text: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """By layer of a text configuration, how many tokens a token sees, itself included; None: all before it."""
+    count = int(common_settings(text)["num_hidden_layers"])
+    window = text.get("sliding_window") or None
+    if kinds := text.get("layer_types"):
+        by_kind = {"sliding_attention": window, "chunked_attention": text.get("attention_chunk_size")}
         return tuple(by_kind.get(kind) for kind in kinds)[:count]
-    return (window if table.get("model_type") == "mistral" else None,) * count
+    family = text.get("model_type")
+    has_window = family in WINDOWED or (family == "qwen3_moe" and text.get("use_sliding_window"))
+    return (window if has_window else None,) * count

@@ -86,7 +86,7 @@ class ModelSize:
         )
 
 
-def active_parameters(sizes: Mapping[str, int], *, num_experts: int = 0, experts_per_token: int = 0) -> float:
+def active_parameters(sizes: Mapping[str, int], *, num_experts: int = 0, experts_per_token: float = 0) -> float:
     """Parameters that work on one token: all by name, of experts only as many as are chosen."""
     share = experts_per_token / num_experts if num_experts else 1.0
     return sum(size * (share if ".experts." in f".{name}." else 1.0) for name, size in sizes.items())

@@ -21,7 +21,7 @@ from tests.planning.conftest import EXPERTS
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
+    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
 CHOSEN: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GROUPED: dict[str, Any] = {
@@ -32,6 +32,7 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
     "v_head_dim": 14,
 }  # fmt: skip
+ERNIE: dict[str, Any] = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "head_dim": 16}
 MORE: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "mistral": {"tie_word_embeddings": False, "sliding_window": 16},
@@ -48,7 +49,40 @@ MORE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**GROUPED, **LATENT},
     "deepseek_v3, two dense and two shared": {**GROUPED, **LATENT, "first_k_dense_replace": 2, "n_shared_experts": 2},
     "deepseek_v3, shared as wide as dense": {**GROUPED, **LATENT, "n_shared_experts": 4, "q_lora_rank": None},
-}
+    "deepseek_v2": {**GROUPED, **LATENT},
+    "glm4_moe_lite": {**GROUPED, **LATENT},
+    "axk1": {**GROUPED, **LATENT},
+    "dots1": GROUPED,
+    "exaone_moe": {**CHOSEN, "head_dim": 16},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "hy_v3": {**CHOSEN, "head_dim": 16},
+    "mellum": {**CHOSEN, "head_dim": 16},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "solar_open": {**GROUPED, "head_dim": 16, "first_k_dense_replace": 0},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2},
+    "afmoe": {**CHOSEN, "head_dim": 16, "num_dense_layers": 1, "num_shared_experts": 2},
+    "ernie4_5_moe": ERNIE,
+    "ernie4_5_moe, one between": {
+        **ERNIE, "moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2
+    },
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 16},
+    "hunyuan_v1_moe, a number for every layer": {"num_experts": 4, "moe_topk": [1, 2, 3], "head_dim": 16},
+    "laguna": {**CHOSEN, "head_dim": 16, "shared_expert_intermediate_size": 40},
+    "laguna, a gate for every number": {
+        **CHOSEN, "head_dim": 16, "shared_expert_intermediate_size": 40, "gating": "per-element"
+    },
+    "longcat_flash": {
+        **LATENT, "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 24,
+        "n_routed_experts": 4, "zero_expert_num": 4, "moe_topk": 2,
+    },
+    "arcee": {},
+    "exaone4": {},
+    "gemma3_text": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+}  # fmt: skip
 
 
 def made(name: str, folder: Path) -> tuple[Any, DecoderShape]:
@@ -84,6 +118,31 @@ def test_adapters_are_as_large_as_those_that_are_put_on(name: str, tmp_path: Pat
     model, shape = made(name, tmp_path)
     sizes = dict(model.named_parameters())
     assert shape.adapter_parameters(8) == 8 * sum(sum(sizes[weight].shape) for weight in weights_to_adapt(model, ()))
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["apertus", "bitnet", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "hyperclovax", "jais2", "nanochat", "olmo", "opt",
+     "phi", "phi3", "starcoder2"],
+)  # fmt: skip
+def test_families_of_another_kind_are_estimated_to_two_percent(family: str) -> None:
+    """At the sizes of their own defaults: without biases, positions, and what only they have."""
+    config = AutoConfig.for_model(family)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    real = sum(parameter.numel() for parameter in model.parameters())
+    assert decoder_shape(config.to_dict()).parameters == pytest.approx(real, rel=0.02)
+    size_of(model)
+
+
+def test_more_experts_in_some_layers_are_planned_as_the_mean_and_up() -> None:
+    """Of 1, 2 and 2 experts by layer the trainer counts 5/3, and the plan 2."""
+    config = AutoConfig.for_model("hunyuan_v1_moe", **SIZES, num_experts=4, moe_topk=[1, 2, 2], head_dim=16)
+    with torch.device("meta"):
+        counted = size_of(AutoModelForCausalLM.from_config(config)).trained
+    shape = decoder_shape(config.to_dict())
+    assert shape.experts_per_token == 2
+    assert shape.active_layers - counted == pytest.approx(3 * shape.experts / 4 * (2 - 5 / 3))
 
 
 def test_seven_billion_by_hand() -> None:
@@ -131,6 +190,11 @@ def test_many_tokens_need_nearly_all_experts_between_them() -> None:
 def test_windows_are_known_by_layer() -> None:
     mistral = decoder_shape({**SIZES, "model_type": "mistral", "sliding_window": 16})
     assert mistral.windows == (16, 16, 16)
+    for family in ("mixtral", "phi3", "starcoder2"):
+        assert decoder_shape({**SIZES, "model_type": family, "sliding_window": 16}).windows == (16, 16, 16)
+    switched = {**SIZES, "model_type": "qwen3_moe", "sliding_window": 16}
+    assert decoder_shape({**switched, "use_sliding_window": True}).windows == (16, 16, 16)
+    assert decoder_shape({**switched, "use_sliding_window": False}).windows == (None, None, None)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     assert decoder_shape({**SIZES, "model_type": "x", "sliding_window": 8, "layer_types": kinds}).windows == (
         8,

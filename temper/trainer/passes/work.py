@@ -6,6 +6,7 @@ Owns: the count of one model. Refuses: what a FLOP is counted for (runs/flops.py
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from temper.models.experts.balance import is_balanced
-from temper.models.families import attention_windows
+from temper.models.families import attention_windows, experts_of
 from temper.models.load import shape_of
 from temper.models.nf4.layers import four_bit_sizes
 from temper.runs.flops import ModelSize, PassWork, active_parameters
@@ -29,22 +30,28 @@ def size_of(model: Any, *, has_head: bool = True) -> ModelSize:
     head = model.get_output_embeddings() if has_head else None
     apart = {id(part.weight) for part in (model.get_input_embeddings(), head) if part is not None}
     inside = {n: p for n, p in model.named_parameters() if p.dim() > 1 and id(p) not in apart}
-    experts = {
-        "num_experts": getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0) or 0,
-        "experts_per_token": getattr(config, "num_experts_per_tok", 0) or 0,
-    }
+    settings = config.to_dict()
+    num_experts, experts_per_token = experts_of(settings)
+    active = partial(active_parameters, num_experts=num_experts, experts_per_token=experts_per_token)
     trained, frozen = (
-        {name: p.numel() for name, p in inside.items() if p.requires_grad is is_trained} for is_trained in (True, False)
+        {name: _size(p, num_experts) for name, p in inside.items() if p.requires_grad is is_trained}
+        for is_trained in (True, False)
     )
     frozen |= four_bit_sizes(model)
     return ModelSize(
-        trained=active_parameters(trained, **experts),
-        frozen=active_parameters(frozen, **experts),
+        trained=active(trained),
+        frozen=active(frozen),
         head=0 if head is None else head.weight.numel(),
         is_head_trained=head is not None and head.weight.requires_grad,
         attention_width=config.num_attention_heads * shape_of(model.config).head_dim,
-        windows=attention_windows(config.to_dict()),
+        windows=attention_windows(settings),
     )
+
+
+def _size(weight: nn.Parameter, num_experts: int) -> int:
+    """Without what a family holds for experts that do nothing (LongCat): stacks are of matrices, expert by expert."""
+    is_longer = weight.dim() == 3 and 0 < num_experts < len(weight)
+    return weight[:num_experts].numel() if is_longer else weight.numel()
 
 
 def work_of(microbatch: Microbatch, *, shares: bool, has_backward: bool) -> PassWork:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from temper.batching.pack import pack
 from temper.models.load import load_model
@@ -72,6 +72,17 @@ def flops_of(model: Any, rows: Sequence[Sample], *, objective: Objective = PRESE
 def test_a_model_is_taken_apart_into_layers_and_head(folder: Path) -> None:
     assert size_of(load(folder)) == SIZE
     assert size_of(load(folder), has_head=False).head == 0
+
+
+def test_the_window_and_the_experts_of_mixtral_are_counted() -> None:
+    """Router and two of four experts of 3 x 16 x 24, and attention, in each of two layers."""
+    config = MixtralConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+    )  # fmt: skip
+    size = size_of(AutoModelForCausalLM.from_config(config))
+    assert size.windows == (8, 8)
+    assert size.trained == 2 * (2 * 16 * (16 + 8) + 4 * 16 + 2 * 3 * 16 * 24)
 
 
 def test_a_shared_prompt_is_computed_once(folder: Path) -> None:
