@@ -12,6 +12,7 @@ from torch import nn
 
 from temper.errors import UserError, did_you_mean
 from temper.models.experts.routing import EXPERT_FAMILIES
+from temper.models.families import experts_of, idle_experts
 from temper.models.lora.low_rank import is_adapted, weight_name
 from temper.models.nf4.layers import FourBitLinear
 
@@ -33,13 +34,19 @@ def plain_name(name: str) -> str:
 
 
 def weights_to_adapt(model: Any, names: tuple[str, ...]) -> set[str]:
-    """Full names of the weights to adapt: of linear layers of the decoder, so neither embeddings nor head, and of
-    experts where they are asked for."""
+    """Full names of the weights to adapt: of linear layers of the decoder, so neither embeddings nor head, but routers,
+    and of experts where they are asked for."""
     inside = set(model.get_decoder().modules())
     kinds = (nn.Linear, FourBitLinear)
-    linears = {name for name, module in model.named_modules() if type(module) in kinds and module in inside}
+    text = model.config.get_text_config()
+    scored = _scored_experts(text)
+    linears = {
+        name
+        for name, module in model.named_modules()
+        if type(module) in kinds and module in inside and not _is_router(name, module, scored)
+    }
     known = {name.rpartition(".")[2] for name in linears}
-    family = model.config.get_text_config().model_type
+    family = text.model_type
     is_known = family in EXPERT_FAMILIES
     experts = {name for name, _ in model.named_parameters() if is_known and name.endswith(EXPERT_WEIGHTS)}
     if EXPERTS in names and not experts:
@@ -56,3 +63,16 @@ def weights_to_adapt(model: Any, names: tuple[str, ...]) -> set[str]:
             )
     chosen = {f"{name}.weight" for name in linears if not names or name.rpartition(".")[2] in names}
     return chosen | experts if EXPERTS in names else chosen
+
+
+def _scored_experts(text: Any) -> int:
+    """Outputs of a router, of a text configuration; 0: it has none."""
+    settings = text.to_dict()
+    num_experts, _ = experts_of(settings)
+    return num_experts + idle_experts(settings)
+
+
+def _is_router(name: str, linear: Any, scored: int) -> bool:
+    """Whether it scores experts: most families' routers are no linear layers, those of AFMoE, Aria, HunYuan and LongCat
+    are. Its name alone does not say so: a feed-forward part may call a matrix "gate"."""
+    return linear.out_features == scored and bool({"gate", "router"} & set(name.split(".")))
