@@ -24,6 +24,7 @@ from temper.config.section import Section
 from temper.config.sections import EnvConfig
 from temper.config.sources import PromptConfig, RewardConfig, SourceConfig
 from temper.config.thinking import ThinkingConfig
+from temper.envs.agents.agent import NAME as AGENT
 from temper.envs.library.problems import READERS, read_problems, read_rows
 from temper.errors import UserError, did_you_mean, install_line
 from temper.evals.scores import CORRECT_AT
@@ -111,6 +112,15 @@ class Suite(Section):
     your own (text in, text or None out). Empty: the suite has none, and no majority."""
     say: str = "{answer}"
     """How the commonest gold answer is said to the verifier, for its score. Empty: gold answers cannot be said."""
+
+    @model_validator(mode="after")
+    def _leads_its_episodes(self) -> Suite:
+        if self.env.name == AGENT:
+            raise ValueError(
+                'env.name = "agent": a suite leads its episodes turn by turn, and an agent leads its own. Name another '
+                "environment, or let temper train play the agent: it scores its [heldout] tasks"
+            )
+        return self
 
     @property
     def is_sample(self) -> bool:

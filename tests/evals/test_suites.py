@@ -101,6 +101,7 @@ def test_rows_may_be_a_list_compressed_or_parquet(tmp_path: Path, ending: str) -
         ("[[reward]]", "[decoding]\ntemperature = 0\n[[reward]]", "same answer"),
         ('[[reward]]\nkind = "math"', "", "reward"),
         ('about = "sums"', "about = sums", "not valid TOML"),
+        ("[[reward]]", '[env]\nname = "agent"\n[[reward]]', r'env.name = "agent": .* temper train .* \[heldout\]'),
     ],
 )
 def test_mistakes_in_a_suite_are_named_with_the_file(tmp_path: Path, old: str, new: str, words: str) -> None:
