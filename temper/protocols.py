@@ -110,9 +110,12 @@ class Trainer(Protocol):
         ...
 
     def score(
-        self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic"]
+        self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic", "routers"]
     ) -> Sequence[Sequence[float]]:
-        """Log-probability of each drawn token of each row (0.0 elsewhere), or its value; without gradient."""
+        """Log-probability of each drawn token of each row (0.0 elsewhere), or its value; without gradient.
+
+        "routers": of the recorded experts that each was drawn by, the share that the policy's routers would not choose.
+        """
         ...
 
     def step(self, batch: Batch) -> TrainResult:

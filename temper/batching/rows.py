@@ -84,11 +84,10 @@ def _sample(
 ) -> Sample:
     """`optional`: columns of lists to fill, each with one of its kind."""
     columns: dict[str, Any] = {name: _lists(row, name, like) for name, like in optional.items()}
-    if all(stretch.drawn.routes is not None for stretch in row):
-        # Each turn's are over all of its prompt, the turns before it included.
-        columns["routes"] = reduce(continue_routes, (ragged(stretch.drawn.routes or ()) for stretch in row))
     num_given = [len(stretch.given) for stretch in row]
-    zeros = Column[float](np.zeros(sum(num_given) + sum(len(stretch.drawn.token_ids) for stretch in row)))
+    length = sum(num_given) + sum(len(stretch.drawn.token_ids) for stretch in row)
+    columns["routes"] = _routes(row, length)
+    zeros = Column[float](np.zeros(length))
     return Sample(
         group_id=trajectory.group_id,
         index=trajectory.index,
@@ -102,6 +101,16 @@ def _sample(
         reward=trajectory.score.value if trajectory.score.value is not None else 0.0,
         **columns,
     )
+
+
+def _routes(row: Sequence[_Stretch], length: int) -> Ragged[Any] | None:
+    """None: some turn that drew tokens tells none, and they take their routers' choice (route/recorded_frac)."""
+    told = [stretch.drawn for stretch in row if stretch.drawn.token_ids]  # of a turn that drew nothing nobody may know
+    if any(completion.routes is None for completion in told):
+        return None
+    # Each turn's are over all of its prompt, the turns before it included.
+    routes = reduce(continue_routes, (ragged(completion.routes or ()) for completion in told))
+    return join_ragged([routes, no_lists(length - len(routes), routes)])
 
 
 def _column(row: Sequence[_Stretch], name: str, given: Sequence[NDArray[Any]]) -> Column[Any]:

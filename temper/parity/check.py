@@ -18,7 +18,18 @@ from torch import Tensor
 from temper.batching.rows import rows_of
 from temper.errors import BackendError, UserError
 from temper.parity.budgets import Budget
-from temper.parity.diagnosis import NO_ROUTES, Agreement, Evidence, Probe, diagnose, measure, rounded_head
+from temper.parity.diagnosis import (
+    MOST_MOVED,
+    NO_ROUTES,
+    Agreement,
+    Evidence,
+    Probe,
+    diagnose,
+    has_wrong_routes,
+    measure,
+    moved_share,
+    rounded_head,
+)
 from temper.protocols import Sampler
 from temper.rollout.episode import EpisodeSetup, run_episode
 from temper.types import (
@@ -36,7 +47,7 @@ from temper.types import (
     Turn,
 )
 
-Recompute = Callable[[Sequence[Sample], Literal["policy"]], Sequence[Sequence[float]]]
+Recompute = Callable[[Sequence[Sample], Literal["policy", "routers"]], Sequence[Sequence[float]]]
 """Trainer.score."""
 FindStale = Callable[[], Sequence[str]]
 """Returns the names of tensors that differ between sampler and trainer."""
@@ -106,12 +117,13 @@ class Canary:
             return None
         name, sides = f"{self._name}/{version}", self._sides
         rows = _rows(await _draw(sides, self._prompts, name), name)
-        agreement = measure(rows, await _score(sides, rows), version=version)
-        if 0 < sides.budget.mean_gap < agreement.mean_gap and not await _asked_stale(sides):
+        agreement = await _compare(sides, rows, version)
+        is_off = 0 < sides.budget.mean_gap < agreement.mean_gap or agreement.moved > MOST_MOVED
+        if is_off and not await _asked_stale(sides):
             # One unlucky token among a few tips their mean; a broken publication is as far off on many.
             sides = self._second_look
             rows = _rows(await _draw(sides, self._prompts * SECOND_LOOK, f"{name}/again"), name)
-            agreement = measure(rows, await _score(sides, rows), version=version)
+            agreement = await _compare(sides, rows, version)
         return await _judge(sides, rows, agreement, version=version, name=name)
 
 
@@ -148,7 +160,7 @@ async def prove_parity(
     rows = [row for trajectory in trajectories if trajectory.num_tokens for row in rows_of(trajectory)]
     if sides.replays_routes and any(row.routes is None for row in rows):
         raise BackendError(f"{name}: the sampler tells no routes, and model.replay_routes asks for them")
-    agreement = measure(rows, await _score(sides, rows), version=version)
+    agreement = await _compare(sides, rows, version)
     agreement = await _judge(sides, rows, agreement, version=version, name=name)
     await require_float32_heads(sides, [_prompt_of(row) for row in rows], name=name)
     return agreement, rows
@@ -163,15 +175,18 @@ async def require_float32_heads(sides: Sides, prompts: Sequence[tuple[int, ...]]
 
 
 def require_agreement(agreement: Agreement, *, budget: Budget, when: str) -> None:
-    """Raises BackendError with the numbers and the cause when a gap is above the budget or a tensor is stale."""
+    """Raises BackendError with the numbers and the cause when a gap is above the budget, a tensor is stale or routes
+    are not those that were taken."""
     is_within = agreement.mean_gap <= budget.mean_gap and agreement.max_gap <= budget.max_gap
-    if is_within and not agreement.stale:
+    if is_within and not agreement.stale and not has_wrong_routes(agreement):
         return
+    moved = f"Of the experts that the sampler tells, the trainer's routers would not choose {agreement.moved:.0%}. "
     raise BackendError(
         f"{when}: sampler and trainer disagree. Over {agreement.num_tokens} tokens their log-probabilities differ by "
         f"{agreement.mean_gap:.3g} on average and by {agreement.max_gap:.3g} at most; the budget is "
-        f"{budget.mean_gap:.3g} and {budget.max_gap:.3g}. {diagnose(agreement)}. Training on this would be silently "
-        f"off-policy. If the gap is expected, set engine.max_logprob_gap"
+        f"{budget.mean_gap:.3g} and {budget.max_gap:.3g}. {moved if agreement.moved > MOST_MOVED else ''}"
+        f"{diagnose(agreement)}. Training on this would be silently off-policy"
+        f"{'' if is_within else '. If the gap is expected, set engine.max_logprob_gap'}"
     )
 
 
@@ -199,11 +214,20 @@ async def _judge(sides: Sides, rows: Sequence[Sample], agreement: Agreement, *, 
     if not is_within and sides.find_stale is None:
         stale = await _asked_stale(sides)
     agreement = dataclasses.replace(agreement, stale=stale)
-    if not is_within and not stale:
+    if not stale and (not is_within or agreement.moved > MOST_MOVED):
         evidence = await _gather(sides, rows, version=version, name=name)
         agreement = dataclasses.replace(agreement, evidence=evidence)
     require_agreement(agreement, budget=sides.budget, when=f"{name}, weights version {version}")
     return agreement
+
+
+async def _compare(sides: Sides, rows: Sequence[Sample], version: int) -> Agreement:
+    agreement = measure(rows, await _score(sides, rows), version=version)
+    return dataclasses.replace(agreement, moved=await _moved(sides, rows)) if sides.replays_routes else agreement
+
+
+async def _moved(sides: Sides, rows: Sequence[Sample]) -> float:
+    return moved_share(rows, await asyncio.to_thread(sides.recompute, rows, "routers"))
 
 
 async def _asked_stale(sides: Sides) -> tuple[str, ...] | None:
@@ -216,15 +240,18 @@ async def _gather(sides: Sides, rows: Sequence[Sample], *, version: int, name: s
     other_starts = {}
     for change, changed in _other_starts(rows, sides.bos_id):
         other_starts[change] = measure(changed, await _score(sides, changed), version=version).mean_gap
-    other_routes = {}
+    other_routes, other_moved = {}, {}
     for change, changed in _other_routes(rows) if sides.replays_routes else ():
         other_routes[change] = measure(changed, await _score(sides, changed), version=version).mean_gap
+        if change != NO_ROUTES:
+            other_moved[change] = await _moved(sides, changed)
     return Evidence(
         temperature=sides.params.temperature or 1.0,
         probes=tuple(await _probe(sides, [_prompt_of(row) for row in rows], name)),
         alone_gap=measure(rows, alone, version=version).mean_gap,
         other_starts=other_starts,
         other_routes=other_routes,
+        other_moved=other_moved,
     )
 
 

@@ -166,6 +166,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("mismatch/veto_frac", "share", TOKENS, SHARE, "In responses that the veto dropped"),
         Metric("route/moved_frac", "share", "experts of trained tokens", SHARE,
                "Experts that the sampler took and the trainer's routers would not choose. With model.replay_routes"),
+        Metric("route/recorded_frac", "share", TOKENS, SHARE,
+               "Tokens whose routes the sampler told; the others take their routers' choice. With model.replay_routes"),
         Metric("route/load_max", "factor", TOKENS, "mean over layers",
                "Tokens of the most chosen expert over the mean of all experts: 1 is even"),
         Metric("route/entropy", "nats", TOKENS, "mean over tokens and layers", "Entropy of the routers' probabilities"),

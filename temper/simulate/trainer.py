@@ -42,7 +42,7 @@ class SimulatedTrainer:
         return Publication(version=self._version, tensors={})
 
     def score(
-        self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic"]
+        self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic", "routers"]
     ) -> Sequence[Sequence[float]]:
         return [[0.0] * len(sample.token_ids) for sample in samples]
 

@@ -29,7 +29,7 @@ from temper.trainer.memory import PeakMemory
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at
 from temper.trainer.passes.epochs import fill_once, measure_epochs
 from temper.trainer.passes.forward import Checkpointing, StepFacts
-from temper.trainer.passes.scoring import ScoringPasses, Share
+from temper.trainer.passes.scoring import ScoringPasses, Share, Who
 from temper.trainer.passes.states import set_ordered
 from temper.trainer.passes.work import FlopCounter
 from temper.trainer.policy_step import PolicyStep
@@ -149,7 +149,7 @@ class LocalTrainer:
         return self._scales
 
     def score(
-        self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic"]
+        self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic", "routers"]
     ) -> list[Sequence[float]]:
         """Of several ranks the first has all rows, others those that they scored."""
         found: dict[int, Sequence[float]] = {}
@@ -163,7 +163,7 @@ class LocalTrainer:
         found = gather_to_first(found)
         return [found.get(number, []) for number in range(len(samples))]
 
-    def _scored(self, microbatch: Microbatch, who: Literal["policy", "reference", "teacher", "critic"]) -> Tensor:
+    def _scored(self, microbatch: Microbatch, who: Who | Literal["critic"]) -> Tensor:
         with self._one_pass:
             return self._values(microbatch) if who == "critic" else self._passes.score(microbatch, who)
 

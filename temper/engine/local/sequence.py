@@ -91,7 +91,8 @@ class Sequence:
     entropies: Growing = field(default_factory=lambda: Growing(np.dtype(np.float32)))
     keep_ids: Growing = field(default_factory=lambda: Growing(np.dtype(np.int32)))
     routes: Recorded | None = None
-    """[n, experts of all layers] of its first n tokens, as they were computed first. None: nobody records them."""
+    """[n, experts of all layers] of its first n tokens, as they were computed first; begins with none. None: nobody
+    records them."""
     blocks: Blocks = field(default_factory=_no_blocks)
     num_computed: int = 0
     """Tokens whose keys and values are in `blocks`."""

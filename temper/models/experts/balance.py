@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from temper.errors import UserError
 from temper.models.decoder import has_seen_routers
-from temper.models.experts.routes import Replay
+from temper.models.experts.routes import Replay, replays
 from temper.models.experts.routing import EXPERT_FAMILIES, expert_layers, has_bias
 
 
@@ -116,19 +116,26 @@ class RouterWatch:
         """Of one drawn token at one layer."""
         self._replay: Replay | None = None
         self._where_A = self._rows_A = torch.empty(0, dtype=torch.int64)
+        self.is_recorded = replays(model)
+        """Whether tokens should have records of their routes."""
+        self.is_routed_A = torch.empty(0, dtype=torch.bool)
+        """Drawn tokens that have one."""
         self._num_rows = 0
         self.loads: dict[int, Tensor] = {}
         """[E] how many drawn tokens each expert was chosen for."""
         self.entropies: dict[int, Tensor] = {}
         """Sum over drawn tokens of the entropy of the router's probabilities."""
         self.moved: dict[int, Tensor] = {}
-        """How many recorded experts of drawn tokens the router would not choose now. Empty: nothing is replayed."""
+        """[A] how many recorded experts of each drawn token the router would not choose now. Empty: there are no
+        records."""
         self.num_chosen = 0
         self.losses: dict[str, dict[int, Tensor]] = {"balance": {}, "router_z": {}}
 
     def begin(self, where_A: Tensor, rows_A: Tensor, num_rows: int, replay: Replay | None) -> None:
         """where: the computed token that scores each drawn one. rows: the row of each."""
         self._where_A, self._rows_A, self._num_rows, self._replay = where_A, rows_A, num_rows, replay
+        nothing_A = torch.zeros_like(where_A, dtype=torch.bool)
+        self.is_routed_A = nothing_A if replay is None else replay.is_routed_T[where_A]
 
     @property
     def pulls(self) -> bool:
@@ -148,7 +155,7 @@ class RouterWatch:
         if self._replay is None:
             return logits_TE, chosen_TK
         routed = self._replay.route(layer, logits_TE, chosen_TK)
-        self.moved[layer] = self._replay.moved[layer][self._where_A].sum()
+        self.moved[layer] = self._replay.moved[layer][self._where_A]
         return routed
 
     def _measure(self, layer: int, logits_AE: Tensor, chosen_AK: Tensor) -> Tensor | None:

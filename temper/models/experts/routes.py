@@ -108,6 +108,7 @@ class Replay:
         )
         routes_TLK = routes_TW.long().view(-1, len(shape.layers), shape.num_chosen)
         self._by_layer = dict(zip(shape.layers, routes_TLK.unbind(1), strict=True))
+        self.is_routed_T = is_routed_T
         self._is_routed_T1 = is_routed_T.unsqueeze(1)
         self._asked = dict.fromkeys(shape.layers, 0)
         self.moved: dict[int, Tensor] = {}

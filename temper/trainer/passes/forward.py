@@ -145,6 +145,15 @@ def _watch(model: Any, facts: StepFacts) -> RouterWatch | None:
     return RouterWatch(model, facts.num_batch_tokens, facts.loss_scale)
 
 
+def moved_share(model: nn.Module, microbatch: Microbatch) -> Tensor:
+    """[A] of the recorded experts that each drawn token was drawn by, the share that the routers would not choose."""
+    watch = RouterWatch(model, num_batch_tokens=0)
+    drawn_states(model, microbatch, watch=watch)
+    if not watch.moved:  # not one row of this microbatch has a record
+        return torch.zeros(watch.num_drawn)
+    return torch.stack([*watch.moved.values()]).double().mean(0) / watch.num_chosen
+
+
 def router_sums(watch: RouterWatch | None) -> MetricSums:
     """What a pass showed of its routers, over drawn tokens and layers."""
     if watch is None or not watch.loads:
@@ -154,7 +163,10 @@ def router_sums(watch: RouterWatch | None) -> MetricSums:
     counts = {"route/entropy": count}
     if watch.moved:
         sums["route/moved_frac"] = torch.stack([*watch.moved.values()]).double().sum()
-        counts["route/moved_frac"] = count * watch.num_chosen
+        counts["route/moved_frac"] = watch.is_routed_A.double().sum() * len(watch.loads) * watch.num_chosen
+    if watch.is_recorded:
+        sums["route/recorded_frac"] = watch.is_routed_A.double().sum() * len(watch.loads)
+        counts["route/recorded_frac"] = count
     terms = {f"loss/{name}": torch.stack([*by.values()]).double().sum() for name, by in watch.losses.items() if by}
     loads = {str(layer): load.double() for layer, load in watch.loads.items()}
     return MetricSums(totals=terms, sums=sums, counts=counts, loads=loads)

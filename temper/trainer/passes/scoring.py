@@ -19,7 +19,7 @@ from temper.models.states import Head
 from temper.objectives import Objective, PolicyObjective, Scored, Tokens, join, measure_batch, measures_batch
 from temper.trainer.offload import on_device
 from temper.trainer.passes.divergence import classes, narrow
-from temper.trainer.passes.forward import StepFacts, keep_sets, score_drawn
+from temper.trainer.passes.forward import StepFacts, keep_sets, moved_share, score_drawn
 from temper.trainer.passes.logprobs import drawn_logprobs, top_tokens
 from temper.trainer.passes.routers import chosen_routes
 from temper.trainer.passes.scores import read_scores
@@ -29,7 +29,7 @@ from temper.trainer.ranks.parts import within
 from temper.trainer.ranks.sums import gather_over_ranks
 from temper.types import Microbatch
 
-Who = Literal["policy", "reference", "teacher"]
+Who = Literal["policy", "reference", "teacher", "routers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,16 @@ class ScoringPasses:
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch, who: Who) -> Tensor:
-        """Log-probabilities [T] on the CPU, by the same pass as training; 0 where nothing was drawn."""
+        """Log-probabilities [T] on the CPU, by the same pass as training; 0 where nothing was drawn. Of "routers" the
+        share of recorded experts that those of the policy would not choose."""
         plain = replace(microbatch, top_ids=None, router_ids=None)
         if who == "reference":  # compared with the policy as a whole, whatever the sampler drew among
             plain = replace(plain, keep_ids=None, keep_counts=None)
         if who == "teacher":
             (logprobs_A,) = self._ask_teachers(plain, self._logprobs)
+        elif who == "routers":
+            model = self._model("policy")
+            return spread(within(model, lambda: moved_share(model, plain)), microbatch)
         else:
             with on_device(self._model(who)) as model:
                 (logprobs_A,) = self._logprobs(model, plain)

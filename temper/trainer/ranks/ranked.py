@@ -69,7 +69,7 @@ class RankedTrainer:
         return self._own.scales
 
     def score(
-        self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic"]
+        self, samples: Sequence[Sample], who: Literal["policy", "reference", "teacher", "critic", "routers"]
     ) -> list[Sequence[float]]:
         return self._together.do("score", (samples, who), lambda: self._own.score(samples, who))
 
