@@ -7,13 +7,16 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from temper.children import die_with_parent
 from temper.engine.process.server import serve
 from temper.errors import EngineLost
 from temper.types import Completion, Finish, Publication, Request
+
+if TYPE_CHECKING:
+    from temper.engine.local.warming import ExpectedRequests
 
 
 class NoWeights:
@@ -61,8 +64,11 @@ class FakeSampler:
     async def interrupt(self, request_id: str) -> None:
         """There is nothing to end."""
 
-    async def warm_up(self, expected: object, tell: object) -> None:
-        """There is nothing to compile."""
+    async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
+        """One kernel for each row, a second for each token of a prompt, and the process does nothing else meanwhile."""
+        for done in range(expected.num_rows):
+            tell(done, expected.num_rows)
+            time.sleep(expected.prompt_tokens)
 
     async def close(self) -> None:
         """There is nothing to close."""

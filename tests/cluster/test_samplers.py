@@ -18,6 +18,7 @@ import torch
 from temper.cluster.child import Child
 from temper.cluster.samplers import start_sampler
 from temper.engine.fleet.member import SamplerLost
+from temper.engine.local.warming import ExpectedRequests
 from temper.engine.process import client as client_module
 from temper.engine.process.client import ProcessSampler
 from temper.engine.process.weights import SharedWeights, anonymous_file
@@ -206,3 +207,43 @@ def test_a_sampler_that_is_stopped_while_it_opens_its_model_is_ended_after_the_s
         assert ends(child.pid)
 
     with_sampler(use, order="slow")
+
+
+def expect(num_rows: int, seconds: int) -> ExpectedRequests:
+    return ExpectedRequests(num_rows=num_rows, num_prompts=1, prompt_tokens=seconds, longest=8, params=SamplingParams())
+
+
+def test_a_sampler_that_is_stopped_while_it_warms_up_is_ended_after_the_silent_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "LEAST_SILENT_SECONDS", 0.0)
+
+    async def use(sampler: ProcessSampler, child: Child) -> None:
+        told: list[tuple[int, int]] = []
+        await sampler.load(weights(1))
+        await asyncio.sleep(4.5)  # it owes nothing, and says nothing
+        warming = asyncio.create_task(sampler.warm_up(expect(2, 600), lambda *far: told.append(far), 4.0))
+        async with asyncio.timeout(SECONDS):  # torch is imported for it
+            while not told:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(5.0)
+        assert not warming.done(), "it warms up, and says so"
+        os.kill(child.pid, signal.SIGSTOP)
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(SamplerLost, match=r"it did not say a word for 4 s, and was ended"):
+                await warming
+        assert ends(child.pid)
+
+    with_sampler(use)
+
+
+def test_who_warms_up_says_how_far_it_is_and_answers_afterwards() -> None:
+    async def use(sampler: ProcessSampler, child: Child) -> None:
+        told: list[tuple[int, int]] = []
+        await sampler.load(weights(1))
+        await sampler.warm_up(expect(15, 0), lambda *far: told.append(far), SECONDS)
+        assert told == [(done, 15) for done in range(15)]
+        await sampler.load(weights(2))
+        assert list((await sampler.generate(asked(0))).versions) == [2]
+
+    with_sampler(use)

@@ -314,7 +314,7 @@ class Fleet:
 
 async def _warm(expected: ExpectedRequests, tell: Callable[[int, int], None], seconds: float, sampler: Member) -> None:
     await sampler.opened(seconds)
-    await sampler.warm_up(expected, tell)
+    await sampler.warm_up(expected, tell, seconds)
 
 
 def _why(error: Exception) -> str:

@@ -57,7 +57,11 @@ class Member(Protocol):
         """As of protocols.Sampler."""
         ...
 
-    async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None: ...
+    async def warm_up(
+        self, expected: ExpectedRequests, tell: Callable[[int, int], None], silent_seconds: float
+    ) -> None:
+        """silent_seconds: after which one that gives no sign of life is lost."""
+        ...
 
     async def ping(self, seconds: float) -> None:
         """Returns when it answers, and raises SamplerLost when it does not for so long."""

@@ -30,13 +30,14 @@ SETTLING_PASSES = 3
 """Turns of the event loop without a new request before requests are sent, in one frame: what is admitted together then
 depends on the data and not on timing, as in an engine of this process."""
 OPEN_SECONDS = 900.0
-"""To load a model."""
+"""To load a model, or to warm up."""
 LOOK_SECONDS = 1.0
 """Between two looks whether it still says something."""
 START_SECONDS = 120.0
 """For a process to begin: it says nothing before."""
 LEAST_SILENT_SECONDS = 10.0
-"""While a model is opened. Libraries that are loaded hold Python's lock, on a crowded machine for seconds."""
+"""While a model is opened or warmed up. Libraries that are loaded hold Python's lock, on a crowded machine for
+seconds."""
 LOAD_SECONDS = 600.0
 """To take over one publication, where nobody says otherwise."""
 END_SECONDS = 10.0
@@ -64,7 +65,7 @@ class Caller(Protocol):
 
 
 class SignsOfLife:
-    """Of a process that opens its model, from the moment when it was asked to."""
+    """Of a process that opens its model or warms up, from the moment when it was asked to."""
 
     def __init__(self) -> None:
         self._last, self._has_begun = time.monotonic(), False
@@ -72,15 +73,19 @@ class SignsOfLife:
     def heard(self) -> None:
         self._last, self._has_begun = time.monotonic(), True
 
-    async def wait_for(self, opening: asyncio.Future[Frame], silent_seconds: float) -> str:
+    def asked(self) -> None:
+        """It owed nothing before, and need not have said anything."""
+        self._last = time.monotonic()
+
+    async def wait_for(self, answer: asyncio.Future[Frame], silent_seconds: float, what: str) -> str:
         """What it did not do in time; empty: it has answered."""
         end = time.monotonic() + OPEN_SECONDS
-        while not opening.done():
+        while not answer.done():
             silent = max(silent_seconds, LEAST_SILENT_SECONDS if self._has_begun else START_SECONDS)
             if time.monotonic() > min(end, self._last + silent):
                 late = time.monotonic() > end
-                return f"open its model within {OPEN_SECONDS:g} s" if late else f"say a word for {silent:g} s"
-            await asyncio.wait([opening], timeout=LOOK_SECONDS)
+                return f"{what} within {OPEN_SECONDS:g} s" if late else f"say a word for {silent:g} s"
+            await asyncio.wait([answer], timeout=LOOK_SECONDS)
         return ""
 
 
@@ -132,9 +137,7 @@ class ProcessSampler:
             self._signs = SignsOfLife()
             self._listener = asyncio.create_task(self._listen(reader), name="answers of a sampler process")
         self._require_whole()
-        if missed := await self._signs.wait_for(self._opening, silent_seconds):
-            self._give_up(f"it did not {missed}, and was ended")
-        await self._opening
+        await self._done(self._opening, silent_seconds, "open its model")
 
     async def _connected(self) -> socket.socket:
         if isinstance(self._connection, socket.socket):
@@ -199,10 +202,13 @@ class ProcessSampler:
         counted, self._stats = self._stats, {}
         return {**counted, "drawing_seconds": self._in_flight.seconds()}
 
-    async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
-        """What LocalEngine.warm_up does, over there."""
-        await self.opened()
-        await self._ask("warm_up", OPEN_SECONDS, "warm up", dataclasses.asdict(expected), tell)
+    async def warm_up(self, expected: ExpectedRequests, tell: Tell, silent_seconds: float = OPEN_SECONDS) -> None:
+        """What LocalEngine.warm_up does, over there. One that shows no sign of life for so long is ended."""
+        await self.opened(silent_seconds)
+        call, answer = self._new_call(tell)
+        self._signs.asked()
+        self._send(Frame("warm_up", call, dataclasses.asdict(expected)))
+        await self._done(answer, silent_seconds, "warm up")
 
     async def ping(self, seconds: float) -> None:
         """Returns when it answers. One that owes an answer for so long is ended, and raises SamplerLost."""
@@ -247,11 +253,15 @@ class ProcessSampler:
             self._version, self._is_fed = publication.version, True
             self._stats = loaded.fields["stats"]
 
-    async def _ask(
-        self, verb: str, seconds: float, what: str, told: Mapping[str, Any] = {}, tell: Tell | None = None
-    ) -> Frame:
+    async def _done(self, answer: asyncio.Future[Frame], silent_seconds: float, what: str) -> None:
+        """Waits for: something long, of which the other process gives signs of life."""
+        if missed := await self._signs.wait_for(answer, silent_seconds, what):
+            self._give_up(f"it did not {missed}, and was ended")
+        await answer
+
+    async def _ask(self, verb: str, seconds: float, what: str, told: Mapping[str, Any] = {}) -> Frame:
         """The answer. A process that owes one for longer is of no use any more, and is ended."""
-        call, answer = self._new_call(tell)
+        call, answer = self._new_call()
         self._send(Frame(verb, call, dict(told)))
         done, _ = await asyncio.wait([answer], timeout=seconds)
         if not done:

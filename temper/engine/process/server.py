@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from temper.engine.process.saving import Saver
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from temper.engine.local.warming import ExpectedRequests
 
 BEAT_SECONDS = 1.0
-"""Between two signs of life while a model is opened."""
+"""Between two signs of life while a model is opened or warmed up."""
 FLUSH_SECONDS = 10.0
 """For the last words of a process that ends."""
 
@@ -73,7 +74,7 @@ async def serve(connection: socket.socket, weights: SharedWeights, opener: Open)
         traceback.print_exc()
         await _last_words(writer, error_frame(order.call, error))
         return
-    server = Server(sampler, weights, writer)
+    server = Server(sampler, weights, writer, connection)
     server.send(Frame("opened", order.call))
     try:
         while (frame := await read_frame(reader)) is not None and frame.verb != "close":
@@ -86,13 +87,15 @@ async def serve(connection: socket.socket, weights: SharedWeights, opener: Open)
 
 
 @contextmanager
-def _beating(connection: socket.socket) -> Iterator[None]:
-    """Signs of life from a thread, while this one opens a model and nobody else writes."""
-    is_over = threading.Event()
+def _beating(connection: socket.socket) -> Iterator[Callable[[Frame], None]]:
+    """Signs of life from a thread, while this one opens a model or warms it up: its own words, which it says through
+    what is yielded, and others between them. Nobody else writes meanwhile."""
+    words: SimpleQueue[Frame | None] = SimpleQueue()
 
     def beat() -> None:
-        while not is_over.is_set():
-            unsent = to_bytes(Frame("beat"))
+        frame: Frame | None = Frame("beat")
+        while frame is not None:
+            unsent = to_bytes(frame)
             while unsent:  # a whole frame or none: the next one must be understood
                 try:
                     unsent = unsent[connection.send(unsent) :]
@@ -100,17 +103,27 @@ def _beating(connection: socket.socket) -> Iterator[None]:
                     select.select([], [connection], [], BEAT_SECONDS)
                 except OSError:
                     return  # nobody is there; the event loop sees it, too
-            is_over.wait(BEAT_SECONDS)
+            try:
+                frame = words.get(timeout=BEAT_SECONDS)
+            except Empty:
+                frame = Frame("beat")
 
     thread = threading.Thread(target=beat, name="signs of life", daemon=True)
     thread.start()
     try:
-        yield
+        yield words.put
     finally:
-        is_over.set()
+        words.put(None)
         thread.join(FLUSH_SECONDS)
         if thread.is_alive():  # half a frame is out, and nothing may be said behind it
-            raise BackendError(f"nobody has taken what this sampler says for {FLUSH_SECONDS:g} s")
+            raise EngineLost(f"nobody has taken what this sampler says for {FLUSH_SECONDS:g} s")
+
+
+async def _flush(writer: asyncio.StreamWriter) -> None:
+    """Returns when everything has left this process, so that somebody else may write."""
+    writer.transport.set_write_buffer_limits(0)
+    async with asyncio.timeout(FLUSH_SECONDS):
+        await writer.drain()
 
 
 async def _last_words(writer: asyncio.StreamWriter, frame: Frame) -> None:
@@ -124,8 +137,15 @@ async def _last_words(writer: asyncio.StreamWriter, frame: Frame) -> None:
 class Server:
     """One sampler and one connection."""
 
-    def __init__(self, sampler: ServedSampler, weights: SharedWeights, writer: asyncio.StreamWriter) -> None:
-        self._sampler, self._weights, self._writer = sampler, weights, writer
+    def __init__(
+        self,
+        sampler: ServedSampler,
+        weights: SharedWeights,
+        writer: asyncio.StreamWriter,
+        connection: socket.socket,
+    ) -> None:
+        """connection: that of the writer."""
+        self._sampler, self._weights, self._writer, self._connection = sampler, weights, writer, connection
         self._is_fed = False
         self.loss: EngineLost | None = None
         """Why nothing can be drawn any more."""
@@ -228,15 +248,16 @@ class Server:
         self.send(Frame("loaded", frame.call, told))
 
     async def _warm_up(self, frame: Frame) -> None:
-        from temper.engine.local.warming import ExpectedRequests
+        """Nothing is drawn meanwhile, so nobody else has anything to say."""
+        await _flush(self._writer)
+        with _beating(self._connection) as say:
+            from temper.engine.local.warming import ExpectedRequests
 
-        told = frame.fields
-        expected = ExpectedRequests(**{**told, "params": params_of(told["params"])})
+            def tell(done: int, total: int) -> None:
+                say(Frame("progress", frame.call, {"done": done, "total": total}))
 
-        def tell(done: int, total: int) -> None:
-            self.send(Frame("progress", frame.call, {"done": done, "total": total}))
-
-        await self._sampler.warm_up(expected, tell)
+            told = frame.fields
+            await self._sampler.warm_up(ExpectedRequests(**{**told, "params": params_of(told["params"])}), tell)
         self.send(Frame("warmed_up", frame.call))
 
 

@@ -68,7 +68,9 @@ class SglangMember:
     def stats(self) -> Mapping[str, float]:
         return self._engine.stats()
 
-    async def warm_up(self, expected: ExpectedRequests, tell: Callable[[int, int], None]) -> None:
+    async def warm_up(
+        self, expected: ExpectedRequests, tell: Callable[[int, int], None], silent_seconds: float
+    ) -> None:
         """A server has warmed up before it answers."""
 
     async def ping(self, seconds: float) -> None:

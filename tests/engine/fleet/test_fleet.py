@@ -107,7 +107,7 @@ class FakeSampler:
         await self.ping(seconds)
         self.version = -1
 
-    async def warm_up(self, expected: Any, tell: Callable[[int, int], None]) -> None:
+    async def warm_up(self, expected: Any, tell: Callable[[int, int], None], silent_seconds: float) -> None:
         self._require_alive()
         tell(1, 2)
         await self.may_warm.wait()
