@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 ASLEEP = "vLLM sleeps: call wake() first"
 CPU_BLOCK = 32
+LOOK_SECONDS = 60.0
+"""At most, between two looks whether vLLM still makes steps: it is seen that much later that it does not."""
 STOP_SECONDS = 3.0
 """Time for vLLM to end by itself; then its processes are killed."""
 Answer = TypeVar("Answer")
@@ -275,10 +277,10 @@ class VllmEngine:
     async def _delivered(self, queue: Any) -> Any:
         """Waits for the end of a request, as long as the engine goes on making steps."""
         waiting = asyncio.ensure_future(queue.get())
-        started = time.monotonic()
+        started, look_seconds = time.monotonic(), min(LOOK_SECONDS, self._settings.answer_seconds / 4)
         try:
             while not waiting.done():
-                await asyncio.wait((waiting,), timeout=60.0)
+                await asyncio.wait((waiting,), timeout=look_seconds)
                 silent = time.monotonic() - max(started, self._monitor.last_step)
                 if not waiting.done() and silent > self._settings.answer_seconds:
                     raise EngineLost(f"vLLM has made no step for {silent:.0f} seconds while requests wait")

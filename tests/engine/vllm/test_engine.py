@@ -22,7 +22,7 @@ from temper.engine.vllm.engine import VllmEngine
 from temper.engine.vllm.sampling import NEUTRAL, read_back, require_supported, to_completion
 from temper.engine.vllm.sending import WeightSender
 from temper.engine.vllm.start import VllmSettings
-from temper.errors import BackendError, ContextFull, TaskError, UserError
+from temper.errors import BackendError, ContextFull, EngineLost, TaskError, UserError
 from temper.parity.diagnosis import is_on_grid
 from temper.types import Completion, Finish, Publication, Request, SamplingParams
 
@@ -653,6 +653,18 @@ def test_after_sleeping_without_its_weights_it_wants_them_back_before_it_draws(
         verbs = [call for call in fake.calls if "weight" in call and "version" not in call]
         assert verbs == ["start_weight_update", "update_weights", "finish_weight_update"]
         assert [call for call in fake.calls if call.startswith("sleep")] == ["sleep 2", "sleep 1"]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_makes_no_step_is_lost_soon_after_the_seconds_that_it_has(tmp_path: Path) -> None:
+    tiny_model(0).save_pretrained(tmp_path)
+
+    async def scenario() -> None:
+        engine = VllmEngine(settings(tmp_path, answer_seconds=1.0))
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineLost, match="made no step"):
+                await engine._delivered(asyncio.Queue())
 
     asyncio.run(scenario())
 
