@@ -15,7 +15,7 @@ from temper.config import RunConfig
 from temper.config.memory import KEYS
 from temper.errors import BackendError, OutOfMemory
 from temper.objectives import Objective
-from temper.planning.choice import cache_tokens
+from temper.planning.choice import LEAST_RUNNING, cache_tokens
 from temper.planning.gpus import GIB
 from temper.planning.host import free_host_bytes
 from temper.planning.memory import plan_memory
@@ -97,13 +97,19 @@ def _smaller_cache_anywhere(work: Workload) -> str:
 
 def _smaller_passes(work: Workload) -> str:
     """Of an engine: a pass has a token of every running sequence at least."""
-    size = work.tokens_per_step // 2
+    size = work.pass_tokens // 2
     return f"Set engine.tokens_per_step = {size}" if size > work.max_running else ""
+
+
+def _fewer_running(work: Workload) -> str:
+    """Logits of a first token and of a recorded step are those of all running sequences."""
+    size = work.max_running // 2
+    return f"Set engine.max_running = {size}" if size >= LEAST_RUNNING else ""
 
 
 LESS: dict[str, Sequence[Less]] = {
     "loading": (_smaller_cache, _frozen_away, _states_away),
-    "rollout": (_smaller_cache_anywhere, _smaller_passes),
+    "rollout": (_smaller_cache_anywhere, _smaller_passes, _fewer_running),
     "forward_backward": (_smaller_microbatch, _recomputed, _states_away, _frozen_away, _smaller_cache),
     "critic": (_smaller_microbatch, _recomputed, _states_away, _frozen_away, _smaller_cache),
     "optimizer": (_states_away, _frozen_away, _smaller_cache),

@@ -278,7 +278,7 @@ def workload_of(config: RunConfig, objective: Objective, data: StageData, model_
         updates=config.trainer.updates_per_batch,
         epochs=config.trainer.epochs,
         max_running=config.engine.max_running,
-        tokens_per_step=max(config.engine.tokens_per_step, config.engine.max_running + 1),
+        tokens_per_step=config.engine.tokens_per_step,
         has_graphs=config.engine.graphs,
     )
     gpus = torch.cuda.device_count()

@@ -22,6 +22,8 @@ KV_SHARES = (1.0, 0.5, 0.25, 0.125)
 """Of what every running sequence would need at its longest. With less, sequences wait for each other."""
 SMALL_KV_SHARES = (1 / 16, 1 / 32, 1 / 64, 1 / 128)
 """Tried where nothing else fits: of answers that may become very long few do."""
+LEAST_RUNNING = 16
+"""Sequences that an engine draws together where it is told to draw fewer: below, steps are as long for less."""
 
 
 def fits(work: Workload, free_bytes: float, host_bytes: float = math.inf) -> bool:

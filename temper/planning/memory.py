@@ -159,7 +159,7 @@ def _engine(work: Workload) -> dict[str, float]:
         own = shape.layers * work.itemsize if work.adapter is not None else _weight_bytes(shape, work.itemsize)
     blocks = -(-work.choice.kv_tokens // BLOCK_TOKENS) + work.max_running + 2
     cache = blocks * BLOCK_TOKENS * kv_bytes_per_token(shape, work.itemsize)
-    tokens = min(CHUNK_TOKENS, work.tokens_per_step)
+    tokens = min(CHUNK_TOKENS, work.pass_tokens)
     # One pool for all recordings, made before step 1: the largest decode step, and the largest pass over prompts.
     graphs = bucket(work.max_running) * shape.vocabulary * 4 + tokens * _pass_width(work) * work.itemsize
     own, cache = own / work.engine_gpus, cache / work.engine_gpus
@@ -169,7 +169,7 @@ def _engine(work: Workload) -> dict[str, float]:
 
 def _engine_pass(work: Workload) -> float:
     """A chunk of prompts, and the logits of a first token for everyone."""
-    chunk = work.tokens_per_step * _pass_width(work) * work.itemsize
+    chunk = work.pass_tokens * _pass_width(work) * work.itemsize
     return work.engines_here * float(chunk + work.max_running * work.shape.vocabulary * 4 + _made_weight(work))
 
 

@@ -15,6 +15,7 @@ from temper.config.memory import KEYS
 from temper.models.decoder import FAMILIES, WALKED_FAMILIES
 from temper.planning.choice import (
     KV_SHARES,
+    LEAST_RUNNING,
     MICROBATCHES,
     SMALL_KV_SHARES,
     SMALL_MICROBATCHES,
@@ -112,6 +113,8 @@ def _changes(work: Workload) -> list[Change]:
         changes.append((_frozen_away, lambda changed: {"model.offload": "true"}))
     if work.samples and work.engine != "elsewhere":  # a sampler's own GPU may be the one that is full
         changes += [_smaller_cache(share) for share in KV_SHARES[1:] + SMALL_KV_SHARES]
+        for size in _halves(work.max_running):
+            changes += [_fewer_running(size), _fewer_with_cache(size)]
     return changes
 
 
@@ -132,6 +135,33 @@ def _smaller_cache(share: float) -> Change:
         return _chosen(work, kv_tokens=size) if size < work.choice.kv_tokens else None
 
     return shrink, lambda changed: {KEYS["kv_tokens"]: str(changed.choice.kv_tokens)}
+
+
+def _fewer_running(size: int) -> Change:
+    """Logits of a first token and of a recorded step are those of all running sequences."""
+    return (
+        lambda work: replace(work, max_running=size) if size < work.max_running else None,
+        lambda changed: {"engine.max_running": str(size)},
+    )
+
+
+def _fewer_with_cache(size: int) -> Change:
+    """And as much of a cache for each as there was: "auto" would choose that, and other recipes have to say it."""
+
+    def shrink(work: Workload) -> Workload | None:
+        if size >= work.max_running:
+            return None
+        cache = cache_tokens(work, size / work.max_running)
+        return replace(_chosen(work, kv_tokens=min(cache, work.choice.kv_tokens)), max_running=size)
+
+    return shrink, lambda changed: {
+        "engine.max_running": str(size),
+        KEYS["kv_tokens"]: str(changed.choice.kv_tokens),
+    }
+
+
+def _halves(count: int) -> list[int]:
+    return [size for shift in range(1, count.bit_length()) if (size := count >> shift) >= LEAST_RUNNING]
 
 
 def _checkpointed(work: Workload) -> Workload | None:

@@ -139,8 +139,8 @@ def _prefill(work: Workload, gpu: Gpu) -> tuple[float, str]:
     one = model_size(work).flops(PassWork(positions=positions, num_scored=1, has_backward=False))
     prompts = _groups(work) / work.drawing_gpus
     computed = prompts * one / (_rate(work, gpu) * ROLLOUT_REACH) / work.engine_gpus
-    passes = math.ceil(prompts * len(positions) / work.tokens_per_step)
-    sums = passes * layer_sums_seconds(work, work.tokens_per_step, gpu)
+    passes = math.ceil(prompts * len(positions) / work.pass_tokens)
+    sums = passes * layer_sums_seconds(work, work.pass_tokens, gpu)
     return computed + sums, "matrix rate" if computed >= sums else SUMS
 
 

@@ -104,7 +104,7 @@ class Workload:
     """Passes over a batch."""
     max_running: int
     tokens_per_step: int = 4096
-    """Of the engine."""
+    """Of the engine, as the recipe has it."""
     has_graphs: bool = True
 
     @property
@@ -143,6 +143,11 @@ class Workload:
     def microbatches(self) -> int:
         """Of an update, on each GPU."""
         return -(-self.trainer_rows * self.row_tokens // self.microbatch_tokens)
+
+    @property
+    def pass_tokens(self) -> int:
+        """Of the engine's largest pass, in which every running sequence has a token at least (build/policy.py)."""
+        return max(self.tokens_per_step, self.max_running + 1)
 
     @property
     def engines_here(self) -> int:

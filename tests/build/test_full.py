@@ -121,8 +121,11 @@ def advice(phase: str, work: Workload) -> list[str]:
 def test_a_full_engine_is_told_of_its_cache_and_passes_alone(make_workload: MakeWorkload) -> None:
     work = make_workload("1.5b")
     half = work.choice.kv_tokens // 2
-    assert advice("rollout", work) == [f"Set engine.kv_tokens = {half}", "Set engine.tokens_per_step = 2048"]
-    least = replace(work, choice=replace(work.choice, kv_tokens=work.row_tokens + 1), tokens_per_step=256)
+    said = [f"Set engine.kv_tokens = {half}", "Set engine.tokens_per_step = 2048", "Set engine.max_running = 128"]
+    assert advice("rollout", work) == said
+    least = replace(work, choice=replace(work.choice, kv_tokens=work.row_tokens + 1), tokens_per_step=16)
+    assert advice("rollout", least) == ["Set engine.max_running = 128"], "a pass has a token of each of them"
+    least = replace(least, max_running=16)
     assert advice("rollout", least) == []
     apart = replace(work, engine="apart")
     assert advice("rollout", apart) == advice("rollout", work)
@@ -177,7 +180,7 @@ def test_every_key_that_is_named_can_be_set(
     lines = ('objective.regularizers=[{name="kl", coefficient=0.1, estimator="k3"}]', "rollout.groups_per_step=900")
     changed = with_choice(with_keys(config, *lines), CPU_CHOICE)
     keys = []
-    for _ in range(20):
+    for _ in range(30):  # every one of them is halved
         parts = opened(changed)
         with pytest.raises(BackendError) as found, explain_out_of_memory(changed, *parts):
             raise OutOfMemory(phase, "CUDA out of memory")

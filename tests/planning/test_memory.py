@@ -66,6 +66,11 @@ def test_recordings_are_as_large_as_the_size_that_is_recorded(make_workload: Mak
     assert rows == [0, 128, 128, 128, 256]
 
 
+def test_a_pass_of_the_engine_has_a_token_of_every_running_sequence(make_workload: Make) -> None:
+    few, enough = (plan_memory(make_workload("1.5b", tokens_per_step=size)).phases["rollout"] for size in (16, 257))
+    assert few["prompts and logits"] == enough["prompts and logits"]
+
+
 def test_every_sampler_on_the_gpu_has_weights_and_a_cache(make_workload: Make) -> None:
     one = make_workload("1.5b", engine="copied")
     parts, more = (plan_memory(replace(one, num_samplers=number)).phases["rollout"] for number in (1, 3))

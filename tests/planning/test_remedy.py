@@ -124,6 +124,25 @@ def test_inputs_of_long_rows_leave_for_the_host_before_states_are_narrower(make_
     assert remedy.changes == {"trainer.tokens_per_microbatch": "32768", "optim.states": '"8bit"'}
 
 
+def test_fewer_running_sequences_are_the_last_that_is_named(make_workload: Make) -> None:
+    """A hundred thousand of them have logits of 57 GiB."""
+    work = replace(make_workload("7b", microbatch=1024, states="8bit", recomputes=True), max_running=100_000)
+    work = replace(work, choice=replace(work.choice, kv_tokens=20_000))
+    free = 120 * GIB
+    remedy = find_remedy(replace(work, may_have_adapter=False), free)
+    assert remedy is not None
+    assert remedy.changes == {"engine.max_running": "25000"}, "the most that fit"
+    fewer = replace(work, max_running=25_000)
+    assert plan_memory(fewer).needed_bytes <= free < plan_memory(replace(work, max_running=50_000)).needed_bytes
+    full = replace(work, choice=replace(work.choice, kv_tokens=1_600_000))
+    both = find_remedy(full, free)
+    assert both is not None
+    assert both.changes == {"engine.max_running": "12500", "engine.kv_tokens": "200000"}, "as much for each"
+    smaller = find_remedy(make_workload("7b", new=2048, microbatch=1024, states="8bit", recomputes=True), 90 * GIB)
+    assert smaller is not None
+    assert "engine.max_running" not in smaller.changes, "a smaller cache is enough"
+
+
 def test_of_one_key_the_least_that_does_is_written(make_workload: Make) -> None:
     """Not the last of those that were tried before."""
     work = make_workload("1.5b", microbatch=65536, may_have_adapter=False)
