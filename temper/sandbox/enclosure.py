@@ -20,12 +20,21 @@ from temper.sandbox import forwarder
 from temper.sandbox.boundary import SYSTEM_LIBRARIES, find_boundary, show_folders
 from temper.sandbox.filter import AF_INET, AF_INET6, AF_UNIX, filter_program
 
-SYSTEM = (*SYSTEM_LIBRARIES, "/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/share", "/etc/alternatives", "/etc/ssl")
-FILES = ("/etc/hosts", "/etc/ld.so.cache", "/etc/localtime", "/etc/nsswitch.conf")
+SYSTEM = (
+    *(*SYSTEM_LIBRARIES, "/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/share", "/etc/alternatives"),
+    "/etc/ssl/certs",  # beside the certificates lie private keys
+)
+FILES = ("/etc/hosts", "/etc/ld.so.cache", "/etc/localtime", "/etc/nsswitch.conf", "/etc/ssl/openssl.cnf")
+PREFIXES = ("/usr", "/usr/local", "~/.local")
+"""Where programs of many kinds are installed, beside keys and settings: of these, only what is in the folders below."""
+INSTALLED = ("bin", "lib", "lib32", "lib64")
+WIDE = ("/etc", "/run", "/var", *PREFIXES)
+"""Folders that are not shown as a whole because a file in them is named."""
 SOCKET = "/run/model"
 SECCOMP = "{seccomp}"
 """Stands for the descriptor of the filter until somebody opens it."""
 TMP_BYTES = 256 << 20
+"""Of each folder that can be written."""
 
 
 def agent_filter() -> bytes:
@@ -47,7 +56,9 @@ def enclose(
         *("--cap-drop", "ALL", "--new-session", "--die-with-parent", "--seccomp", SECCOMP),
         *show_folders(SYSTEM),
         *(part for file in FILES for part in ("--ro-bind-try", file, file)),
-        *("--proc", "/proc", "--dev", "/dev"),
+        # Read-only: what root started owns the settings of the machine in /proc/sys, with no capability at all.
+        *("--proc", "/proc", "--remount-ro", "/proc"),
+        *("--dev", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *show_files(words, python, closed, hide),
         *("--ro-bind", socket, SOCKET, "--remount-ro", "/", "--chdir", os.getcwd()),
         *("--setenv", "HOME", "/tmp", "--setenv", "TMPDIR", "/tmp"),
@@ -93,16 +104,23 @@ def _needed(files: Sequence[str], closed: Sequence[str]) -> list[str]:
     for path in files:
         for place in (os.path.abspath(path), os.path.realpath(path)):
             folder = os.path.dirname(place)
-            if os.path.basename(folder) == "bin":  # of an installation: its packages are beside it
-                folder = os.path.dirname(folder)
-            folders.append(place if _is_too_wide(folder, closed) else folder)
+            is_installed = os.path.basename(folder) == "bin"  # its packages are beside it
+            prefix = os.path.dirname(folder) if is_installed else folder
+            if is_installed and os.path.realpath(prefix) in _real(PREFIXES):
+                folders += [part for name in INSTALLED if os.path.isdir(part := os.path.join(prefix, name))]
+            else:
+                folders.append(place if _is_too_wide(prefix, closed) else prefix)
     return sorted({place for folder in folders for place in (folder, os.path.realpath(folder))}, key=len)
 
 
 def _is_too_wide(folder: str, closed: Sequence[str]) -> bool:
-    """Whether it holds what is nobody's business: the home folder, or what is closed as a whole."""
+    """Whether it holds what is nobody's business: the home folder, what is closed as a whole, or what is of many."""
     real = os.path.realpath(folder)
-    return Path(os.path.realpath(os.path.expanduser("~"))).is_relative_to(real) or real in closed
+    return Path(*_real(["~"])).is_relative_to(real) or real in closed or real in _real(WIDE)
+
+
+def _real(folders: Sequence[str]) -> list[str]:
+    return [os.path.realpath(os.path.expanduser(folder)) for folder in folders]
 
 
 def _places(path: str, shown: Sequence[str]) -> list[str]:
@@ -125,7 +143,7 @@ def _outermost(folders: Sequence[str], covers: Sequence[str]) -> list[str]:
     chosen: list[str] = []
     for folder in map(Path, folders):
         inner = [Path(cover) for cover in covers if folder.is_relative_to(cover)]
-        around = [outer for outer in (*chosen, "/usr", "/bin", "/lib") if folder.is_relative_to(outer)]
+        around = [outer for outer in (*chosen, *SYSTEM) if folder.is_relative_to(outer)]
         if not any(all(not cover.is_relative_to(outer) for cover in inner) for outer in around):
             chosen.append(str(folder))
     return chosen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -21,7 +22,7 @@ from temper.envs.agents.agent import AgentEnv
 from temper.envs.agents.launch import MODEL_SOCKET, AgentEnd, Nursery
 from temper.errors import UserError
 from temper.sandbox import require_sandbox
-from temper.sandbox.enclosure import enclose
+from temper.sandbox.enclosure import enclose, show_files
 
 TASK = {"id": "t", "prompt": "hello", "messages": [], "seed": 0}
 PORT = 18997
@@ -61,10 +62,12 @@ def run_agent(
     name: str = "agent.py",
     closed: Sequence[str] = (),
     hide: Any = (),
+    command: str = "",
 ) -> AgentEnd:
     """The agent's end; TimeoutError when it takes longer, and is ended."""
     (folder / name).write_text(text)
-    settings = AgentEnv(command=f"{sys.executable} {folder / name}", sandbox=True, hide=hide).settings
+    command = command or f"{sys.executable} {folder / name}"
+    settings = AgentEnv(command=command, sandbox=True, hide=hide).settings
 
     async def play() -> AgentEnd:
         place = str(folder / "socket")
@@ -166,6 +169,90 @@ def test_temporary_files_in_the_working_folder_are_not_seen(monkeypatch: pytest.
     assert (end.problem, end.result) == (None, "scratch []")
 
 
+def test_of_tls_only_certificates_are_seen(tmp_path: Path) -> None:
+    end = run_agent(tmp_path, "import os\nprint(sorted(os.listdir('/etc/ssl')), sorted(os.listdir('/etc')))")
+    shown = {"alternatives", "hosts", "ld.so.cache", "localtime", "nsswitch.conf", "ssl"}
+    tls, other = end.result.split("] [")
+    assert set(re.findall(r"'([^']+)'", tls)) <= {"certs", "openssl.cnf"}
+    assert set(re.findall(r"'([^']+)'", other)) <= shown
+
+
+WRITE = """
+import os
+def tell(path, flags):
+    try:
+        os.close(os.open(path, flags | os.O_WRONLY | os.O_NONBLOCK))
+        print(path)
+    except OSError:
+        pass
+for folder, folders, files in os.walk("/"):
+    if folder in ("/proc", "/usr", "/root", os.getcwd()):
+        folders[:] = [name for name in folders if folder == "/proc" and not name.isdigit()]
+    for name in files:
+        if not os.path.islink(os.path.join(folder, name)):
+            tell(os.path.join(folder, name), 0)
+    tell(os.path.join(folder, "mine"), os.O_CREAT)
+tell("/proc/self/comm", 0)
+"""
+
+
+def test_an_agent_writes_only_where_it_has_its_own_room(tmp_path: Path) -> None:
+    """Settings of the machine in /proc/sys belong to root, and so to what root starts, whatever its capabilities."""
+    end = run_agent(tmp_path, WRITE)
+    assert end.problem is None
+    places = {line for line in end.result.splitlines() if not line.startswith("/tmp/")}
+    devices = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "pts/ptmx")}
+    assert places - devices == {"/dev/shm/mine"}
+
+
+FILL = """
+for folder in ("/tmp", "/dev/shm"):
+    with open(folder + "/large", "wb", buffering=0) as file:
+        for count in range(400):
+            try:
+                file.write(bytes(1 << 20))
+            except OSError as error:
+                print(folder, count, error.errno)
+                break
+"""
+
+
+def test_what_an_agent_may_write_has_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("temper.sandbox.enclosure.TMP_BYTES", 8 << 20)
+    end = run_agent(tmp_path, FILL)
+    assert end.result.splitlines() == [f"{folder} 8 {errno.ENOSPC}" for folder in ("/tmp", "/dev/shm")]
+
+
+def test_of_a_prefix_of_many_programs_only_programs_and_libraries_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    local, outer = tmp_path / "home" / ".local", tmp_path / "home" / "own"
+    for name in ("bin", "lib", "share/keyrings", "etc"):
+        (local / name).mkdir(parents=True)
+        (local / name / "file").write_text(name)
+    outer.mkdir()
+    program = local / "bin" / "agent"
+    program.write_text(f"#!{sys.executable}\n{LOOK}\nseen('{local}', '{local}/lib/file')")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{local / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.chdir(outer)
+    end = run_agent(tmp_path, "", command="agent")
+    assert (end.problem, end.result) == (None, f"{local} ['bin', 'lib']\n{local}/lib/file lib")
+
+
+def test_a_file_of_a_wide_folder_is_shown_alone() -> None:
+    def shown(*words: str, python: str = sys.executable) -> list[str]:
+        arguments = show_files(words, python)
+        return [arguments[place + 1] for place, word in enumerate(arguments) if word == "--ro-bind"]
+
+    assert "/etc/passwd" in shown("python", "/etc/passwd")
+    assert "/etc" not in shown("python", "/etc/passwd")
+    local = shown("python", python="/usr/local/bin/python3")
+    assert "/usr/local/bin" in local, "it is no folder of the system's, and programs there did not start"
+    assert not {"/usr", "/usr/local", "/usr/local/etc"} & set(local)
+
+
 def test_folders_of_runs_are_empty_but_for_what_the_command_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,7 +345,7 @@ def test_a_fork_bomb_is_the_end_of_its_episode_alone(tmp_path: Path) -> None:
     assert run_agent(tmp_path, f"{ASK}\nprint(ask())").result == "HELLO", "the next is not harmed"
 
 
-@pytest.mark.parametrize("folder", ["/", str(Path.home()), str(Path.home().parent), "/tmp"])
+@pytest.mark.parametrize("folder", ["/", "/etc", str(Path.home()), str(Path.home().parent), "/tmp"])
 def test_a_folder_that_would_show_everything_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match="the agent's own folder"):
