@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,6 +19,9 @@ from temper.build.objective import doubts_about
 from temper.build.stage import Stage
 from temper.build.warm import warm_up
 from temper.evals import contamination, readiness
+from temper.models.decoder import has_seen_routers
+from temper.models.experts.routing import EXPERT_FAMILIES
+from temper.models.families import experts_of
 from temper.models.float8.layers import float8_layers, held_bits, published_bits
 from temper.parity.budgets import Budget, DepthAndWidth, budget_of
 from temper.parity.check import (
@@ -37,6 +41,7 @@ from temper.rollout.group import Extras
 from temper.runs.alarms.rules import configure
 from temper.runs.flops import mfu, peak_flops
 from temper.runs.time_split import TRAINING, time_metrics
+from temper.stages.kinds import kind_of
 from temper.stages.reading.choosing import doubt_choosers
 from temper.trainer.ranks.parts import is_cut
 from temper.trainer.ranks.sums import rank_and_world
@@ -134,6 +139,8 @@ class Checks:
         for doubt in (*doubts_about(stage.config, stage.objective), doubt_choosers(stage.config, data.stream.sources)):
             if doubt:
                 listeners.warn(doubt)
+        if (unwatched := _unwatched_experts(stage)) is not None:
+            listeners.note(unwatched)
         if warning := await asyncio.to_thread(contamination.check, data.known, data.heldout):
             listeners.warn(warning)
         if data.heldout and data.verifier is not data.rubric:
@@ -173,6 +180,18 @@ class Checks:
             max_gap=result.metrics.get("mismatch/logp_abs_max", gap) if config.engine.numerics == "exact" else gap,
         )
         require_agreement(agreement, budget=_budget(self._stage), when=f"step {step}")
+
+
+def _unwatched_experts(stage: Stage) -> str | None:
+    """What to know of a model whose routers are trained and told of by nobody; None: there is nothing to know."""
+    config: Any = stage.model.config
+    text = config.get_text_config()
+    if has_seen_routers(text) or not experts_of(text.to_dict())[0] or not kind_of(stage.config).trains:
+        return None
+    return (
+        f"experts of a {text.model_type} are not watched: no route/load_max, no route/entropy, no map of experts, and "
+        f"no alarm when they collapse. Families whose experts are: {', '.join(EXPERT_FAMILIES)}"
+    )
 
 
 async def _require_ready(stage: Stage) -> None:
