@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from temper.errors import UserError
-from temper.models.families import is_tried, require_supported, steady_context
+from temper.models.families import experts_of, is_tried, require_supported, steady_context
 from temper.models.load import load_model, prepare, read_shape, shape_of
 from temper.models.scorer import load_scorer
 
@@ -41,6 +41,26 @@ def test_families_that_would_give_wrong_text_are_refused_by_name(family: str) ->
 
     with pytest.raises(UserError, match=f"is a {family}, a family that Temper does not compute rightly: "):
         require_supported(CONFIG_MAPPING[family](), "models/some")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "found"),
+    [
+        ("llama", {}, (0, 0)),
+        ("mixtral", {}, (8, 2)),
+        ("qwen2_moe", {}, (60, 4)),
+        ("deepseek_v3", {}, (256, 8)),
+        ("aria_text", {}, (8, 2)),
+        ("ernie4_5_moe", {}, (64, 6)),
+        ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 3, "head_dim": 128}, (8, 3)),
+        ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": [1, 4], "head_dim": 128}, (8, 2.5)),
+        ("longcat_flash", {}, (512, 8)),  # 12 of 768, of which 256 do nothing
+    ],
+)
+def test_experts_are_found_under_every_name(family: str, settings: dict[str, Any], found: tuple[int, float]) -> None:
+    from transformers import CONFIG_MAPPING
+
+    assert experts_of(CONFIG_MAPPING[family](**settings).to_dict()) == found
 
 
 def test_layers_that_keep_other_state_are_refused_in_any_family() -> None:
