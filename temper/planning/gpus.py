@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from temper.errors import UserError, did_you_mean
 from temper.planning.host import free_host_bytes
-from temper.runs.flops import peak_flops
+from temper.runs.flops import is_called, peak_flops
 
 GIB = 2**30
 MOST_GPUS = 4096
@@ -66,6 +66,8 @@ GPUS = {
             peer_link=900e9, network=50e9),
         Gpu(name="h200", device_name="H200", memory_bytes=139.8 * GIB, bandwidth=4.8e12, link=50e9,
             peer_link=450e9, network=50e9),
+        Gpu(name="gh200", device_name="GH200", memory_bytes=94.5 * GIB, bandwidth=4.0e12, link=450e9,
+            peer_link=50e9, network=50e9, per_machine=1),
         Gpu(name="h100-80", device_name="H100", memory_bytes=79.1 * GIB, bandwidth=3.35e12, link=50e9,
             peer_link=450e9, network=50e9),
         Gpu(name="a100-80", device_name="A100", memory_bytes=79.1 * GIB, bandwidth=2.0e12,
@@ -99,8 +101,7 @@ def this_gpu() -> Gpu | None:
     # What torch keeps for later is free for whoever asks torch.
     kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     device_name = torch.cuda.get_device_name()
-    like = next((gpu for gpu in GPUS.values() if gpu.device_name in device_name), None)
-    known = like or Gpu(name="", device_name="", memory_bytes=total, bandwidth=1e12)
+    known = _find_alike(device_name, total) or Gpu(name="", device_name="", memory_bytes=total, bandwidth=1e12)
     host = free_host_bytes()
     if host is not None:  # the same of what torch keeps of pinned memory
         pinned = torch.cuda.host_memory_stats()
@@ -109,3 +110,9 @@ def this_gpu() -> Gpu | None:
         known, name="this machine's", device_name=device_name, memory_bytes=total, free_bytes=free + kept,
         host_free_bytes=host,
     )  # fmt: skip
+
+
+def _find_alike(device_name: str, memory_bytes: float) -> Gpu | None:
+    """By the words of its name, for "L4" is in "L40", and of those that share them by memory; None: nobody knows it."""
+    alike = [gpu for gpu in GPUS.values() if is_called(device_name, gpu.device_name)]
+    return min(alike, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)

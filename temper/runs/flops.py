@@ -92,12 +92,15 @@ def active_parameters(sizes: Mapping[str, int], *, num_experts: int = 0, experts
     return sum(size * (share if ".experts." in f".{name}." else 1.0) for name, size in sizes.items())
 
 
+def is_called(device_name: str, name: str) -> bool:
+    """Whether the name that torch gives a GPU has all words of this one, and none that makes it a lesser GPU."""
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    return words >= set(name.split()) and not words & LESSER
+
+
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Peak FLOP/s of a GPU by the name torch gives it and the dtype of the weights; None when it is not known."""
-    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
-    if words & LESSER:
-        return None
-    known = [name for name in PEAK_FLOPS if words >= set(name.split())]
+    known = [name for name in PEAK_FLOPS if is_called(device_name, name)]
     return PEAK_FLOPS[max(known, key=len)].get(dtype.removeprefix("torch.")) if known else None
 
 

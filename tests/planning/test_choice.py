@@ -9,7 +9,7 @@ import pytest
 
 from temper.errors import UserError
 from temper.planning.choice import candidates, choose, fits, least_choice
-from temper.planning.gpus import GPUS, Gpu, find_gpu
+from temper.planning.gpus import GPUS, Gpu, find_gpu, this_gpu
 from temper.planning.memory import plan_memory
 from temper.planning.workload import Workload
 
@@ -66,6 +66,37 @@ def test_parts_are_never_given_the_states_that_are_refused_with_them(make_worklo
     assert least_choice(cut, {}).states == "bfloat16"
     tight = replace(cut, choice=replace(least_choice(cut, {}), states="8bit"))
     assert choose(cut, plan_memory(tight).needed_bytes, {}) is None, "only narrower states would fit"
+
+
+@pytest.mark.parametrize(
+    ("device_name", "memory", "like"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.5, "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80"),
+        ("NVIDIA L4", 22.0, "l4"),
+        ("NVIDIA L40S", 44.4, "l40s"),
+        ("NVIDIA L40", 44.4, None),
+        ("NVIDIA A10G", 22.0, None),
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA GH200 480GB", 94.5, "gh200"),
+        ("NVIDIA GeForce RTX 4090", 23.5, "4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, None),
+    ],
+)
+def test_the_gpu_of_this_machine_is_known_by_the_words_of_its_name_and_its_memory(
+    device_name: str, memory: float, like: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = int(memory * 2**30)
+    for name, value in {
+        "is_available": True, "mem_get_info": (total, total), "memory_reserved": 0, "memory_allocated": 0,
+        "get_device_name": device_name, "host_memory_stats": {},
+    }.items():  # fmt: skip
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda value=value: value)
+    found = this_gpu()
+    assert found is not None
+    assert (found.device_name, found.memory_bytes) == (device_name, total)
+    rates = (found.bandwidth, found.peer_link)
+    assert rates == ((1e12, 25e9) if like is None else (GPUS[like].bandwidth, GPUS[like].peer_link))
 
 
 def test_gpus_are_known_by_name_and_others_refused() -> None:
