@@ -187,7 +187,9 @@ def _launch_tiles(
 
 
 def _launch_shape(wide: int, key: Tensor) -> dict[str, int]:
-    """Warps and pipeline stages. A function of head size and dtype alone, as bits may depend on them."""
+    """Warps and pipeline stages: by head size and dtype alone, as bits may depend on warps. Decode takes fewer stages
+    where it has many programs, which a row's neighbours decide: stages say when keys are loaded, never how they are
+    added up (tests/models/kernels/test_tiled_attention.py)."""
     tile_bytes = 2 * TILE_KEYS * wide * key.element_size()
     return {"num_warps": 4 if wide <= 128 else 8, "num_stages": 3 if tile_bytes <= 2**15 else 2}
 

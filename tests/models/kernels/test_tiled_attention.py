@@ -238,6 +238,26 @@ def test_decode_of_a_row_does_not_depend_on_other_rows_or_table_width(device: to
     assert torch.equal(decode_last(one, splits=2, spare_columns=30)[0], together[0])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="an interpreter has no pipeline")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("size", "window"), [(64, None), (64, 50), (128, None)])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_bits_of_decode_do_not_depend_on_the_stages_that_many_programs_take(
+    splits: int, size: int, window: int | None, dtype: torch.dtype, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """How many there are is up to the other rows of a step."""
+    rows = make_rows((1300, 517, 64, 1), device, heads=(6, 2), size=size, dtype=dtype)
+    found, stages = [], set()
+    for many in (1, 2**30):
+        monkeypatch.setattr(tiled_attention, "MANY_PROGRAMS", many)
+        stages.add(tiled_attention._decode_shape(8 * splits, size, rows.key)["num_stages"])
+        found.append(decode_last(rows, splits=splits, window=window))
+    assert torch.equal(*found)
+    is_narrow = 2 * tiled_attention.TILE_KEYS * size * dtype.itemsize <= 2**15
+    assert len(stages) == (2 if is_narrow else 1), "else nothing was compared"
+
+
 def test_queries_and_keys_may_be_strided_views(device: torch.device) -> None:
     rows = make_rows((20, 5), device)
     query, key, value = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (rows.query, rows.key, rows.value))
