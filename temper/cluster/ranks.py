@@ -21,8 +21,8 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore, rendezvou
 
 from temper.cluster.child import Child
 from temper.engine.process.client import Process
-from temper.errors import BackendError, UserError
-from temper.trainer.ranks.beats import OVER, Beats, Watchdog
+from temper.errors import BackendError, TemperError, UserError
+from temper.trainer.ranks.beats import Beats, Watchdog, end_others
 from temper.trainer.ranks.channel import KEY_VARIABLE, Channel, Failure, RankFailure
 
 HOST = "127.0.0.1"
@@ -90,7 +90,7 @@ class Ranks:
             self.watchdog.close()
         if at_once and self.place.rank == 0:
             with suppress(DistError):
-                self.store.set(OVER, "")
+                end_others(self.store, range(1, self.place.world) if not self.children else ())
         self.beats.close()
         end = time.monotonic() + (0.0 if at_once else LEAVING_SECONDS)
         for child in self.children:
@@ -177,24 +177,31 @@ def _formed(
 ) -> Ranks:
     """Waits for: every rank to be there, then for all to connect, each within its deadline."""
 
-    def find_lost() -> Failure | None:
+    def find_lost() -> list[Failure]:
         ended = ((rank, child.wait(0.0)) for rank, child in enumerate(children, start=1))
-        return next((Failure(rank, how, True) for rank, how in ended if how is not None), None)
+        return [Failure(rank, how, True) for rank, how in ended if how is not None]
 
     words = PrefixStore("words", store)
     channel = Channel(words, place.rank, place.world, seconds=seconds, find_lost=find_lost, key=key.encode())
     ranks = Ranks(place, channel, words, Beats(words, place.rank), children)
-    ranks.beats.start()
-    if place.rank == 0:
-        words.set(PATIENCE, str(seconds))
     try:
-        _wait_for_all(PrefixStore("here", store), place, channel)
+        ranks.beats.start()
+        if place.rank == 0:
+            words.set(PATIENCE, str(seconds))
+        _wait_for_all(place, channel)
+        if is_watched:
+            ranks.watchdog = Watchdog(words, place.rank, float(words.get(PATIENCE)))
+            ranks.watchdog.start()
+        _connect(PrefixStore("group", store), place, seconds)
     except BaseException:
-        ranks.beats.close()
+        with suppress(TemperError):
+            ranks.close(at_once=True)
         raise
-    if is_watched:
-        ranks.watchdog = Watchdog(words, float(words.get(PATIENCE)))
-        ranks.watchdog.start()
+    return ranks
+
+
+def _connect(store: Store, place: Place, seconds: float) -> None:
+    """Waits for: the other ranks, for so long. From then on they exchange tensors."""
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(place.local % torch.cuda.device_count())
@@ -203,23 +210,21 @@ def _formed(
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
-        store=PrefixStore("group", store),
+        store=store,
         rank=place.rank,
         world_size=place.world,
         timeout=timedelta(seconds=seconds),
     )
-    return ranks
 
 
-def _wait_for_all(store: Store, place: Place, channel: Channel) -> None:
-    store.set(str(place.rank), socket.gethostname())
-    everybody = [str(rank) for rank in range(place.world)]
+def _wait_for_all(place: Place, channel: Channel) -> None:
+    channel.sign_in()
     end = time.monotonic() + STARTING_SECONDS
-    while not store.check(everybody):
+    while missing := channel.missing():
         if (failure := channel.find_failure()) is not None:
             raise RankFailure(failure, "start", place.world)
         if time.monotonic() > end:
-            missing = [name for name in everybody if not store.check([name])]
-            told = f"trainer ranks {', '.join(missing)} did not come within {STARTING_SECONDS:g} s"
-            raise RankFailure(Failure(int(missing[0]), told, True), "start", place.world)
+            told = f"trainer ranks {', '.join(map(str, missing))} did not come within {STARTING_SECONDS:g} s"
+            raise RankFailure(Failure(missing[0], told, True), "start", place.world)
         time.sleep(0.05)
+    channel.require_one_key()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from temper.cluster import ranks
 from temper.cluster.ranks import ALONE, HOST, Place, as_children, find_place, start_ranks
 from temper.errors import BackendError, UserError
-from temper.trainer.ranks.channel import RankFailure
+from temper.trainer.ranks.channel import Channel, RankFailure
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "5"}
@@ -62,6 +66,68 @@ def test_ranks_of_one_machine_meet_where_no_other_machine_gets_in() -> None:
         pytest.skip("this machine has the loopback alone")
     with pytest.raises(OSError, match="refused"):
         socket.create_connection((own, store.port), timeout=5)
+
+
+def living(name: str) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if name in thread.name]
+
+
+def soon(found: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while not found() and time.monotonic() < end:
+        time.sleep(0.02)
+    return found()
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no route to host")
+
+
+def test_of_a_group_that_could_not_connect_no_process_and_no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run begins anew in the same process."""
+    monkeypatch.setattr(ranks, "_wait_for_all", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    children, start = list[Any](), as_children("tests.cluster.sleeping_main")
+
+    def noted(*told: Any) -> Any:
+        children.append(start(*told))
+        return children[-1]
+
+    with pytest.raises(RuntimeError, match="no route"):
+        start_ranks(noted, 2, 20)
+    assert children[0].wait(0.0) is not None
+    assert soon(lambda: not living("of a trainer rank"))
+
+
+def test_a_watched_rank_that_could_not_connect_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_wait_for_all", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    store = HashStore()
+    PrefixStore("words", store).set(ranks.PATIENCE, "20")
+    with pytest.raises(RuntimeError, match="no route"):
+        ranks._formed(Place(1, 2, 1), store, 20, "", is_watched=True)
+    assert soon(lambda: not living("of a trainer rank"))
+
+
+def test_ranks_with_other_keys_are_told_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a launcher everybody brings a key along."""
+    store, told = HashStore(), list[Exception]()
+
+    def join(rank: int) -> None:
+        channel = Channel(store, rank, 2, seconds=20, key=f"secret {rank}".encode())
+        try:
+            ranks._wait_for_all(Place(rank, 2, rank), channel)
+        except BackendError as error:
+            told.append(error)
+
+    threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(told) == 2
+    for error in told:
+        assert "does not have their key. Where a launcher starts them, TEMPER_RANK_KEY must be the same" in str(error)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -21,7 +21,7 @@ from temper.build import pick_device
 from temper.build.trainer import open_here
 from temper.children import die_with_parent
 from temper.cluster.handshake import KEY_VARIABLE
-from temper.cluster.ranks import Place, Ranks, as_children, find_place, join_ranks, start_ranks
+from temper.cluster.ranks import LEAVING_SECONDS, Place, Ranks, as_children, find_place, join_ranks, start_ranks
 from temper.cluster.ray import RayPlace, require_ray
 from temper.commands.launchers import require_one_process
 from temper.config import RunConfig
@@ -29,7 +29,7 @@ from temper.config.cluster import ClusterConfig
 from temper.engine.fleet.kept import KeptFleet
 from temper.engine.process.client import Process
 from temper.errors import TemperError, UserError
-from temper.trainer.ranks.channel import RankFailure
+from temper.trainer.ranks.channel import RankFailure, is_cut_off
 from temper.trainer.ranks.ranked import END, Together, follow
 
 MODULE = "temper.commands.training.ranks"
@@ -62,10 +62,10 @@ class Others:
     """Where further processes are started; None: on this machine."""
 
     def cause_of_a_stop(self) -> RankFailure | None:
-        """A launcher that loses one rank stops the others: what the run then says is who was lost."""
+        """A launcher that loses one rank stops the others: what the run then says is who was lost, or failed."""
         if self.together is None or not find_place(os.environ).is_launched:
             return None
-        return self.together.find_silent()
+        return self.together.find_gone()
 
 
 @contextmanager
@@ -139,10 +139,19 @@ def _ranks(place: Place, cluster: ClusterConfig, world: int, ray: RayPlace | Non
     finally:
         if ranks is not None:
             if is_over:
-                ranks.channel.tell(END)
+                _dismiss(ranks)
             with suppress(TemperError):
                 ranks.close(at_once=not is_over)
         torch.set_num_threads(threads)
+
+
+def _dismiss(ranks: Ranks) -> None:
+    """All is saved, so what goes wrong here is no failure of the run. Those that a launcher started may meet in a store
+    of this process, which stays until they have heard."""
+    with suppress(TemperError):
+        ranks.channel.tell(END)
+        if not ranks.children:
+            ranks.channel.confirm(LEAVING_SECONDS)
 
 
 def _start_on_ray(ray: RayPlace, rank: int, name: str, environment: Mapping[str, str]) -> Process:
@@ -178,7 +187,17 @@ def _follow(place: Place, *, is_watched: bool) -> None:
     if "OMP_NUM_THREADS" not in os.environ:  # whoever started us has shared the cores out
         torch.set_num_threads(max(1, torch.get_num_threads() // place.world))
     ranks = join_ranks(place, FOLLOWER_SECONDS, is_watched=is_watched)
-    follow(ranks.channel, lambda order: open_here(order)[0])
+    if is_watched:
+        with suppress(ValueError):
+            # A launcher tells all ranks to end. One that did before the first looked would seem to be lost; from now on
+            # a thread ends it when the first has.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        follow(ranks.channel, lambda order: open_here(order)[0])
+    except Exception as error:
+        # Rank 0 was stopped, and took along what this rank waited for: that is no failure of its own.
+        if ranks.watchdog is None or not (ranks.watchdog.is_over and is_cut_off(error)):
+            raise
     ranks.close()
 
 

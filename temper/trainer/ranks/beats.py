@@ -22,6 +22,8 @@ LOOK_SECONDS = 3.0
 GRACE_SECONDS = 5.0
 """For a rank that was told to end to have ended by itself, when the store of rank 0 goes."""
 OVER = "over"
+HEARD_SECONDS = 3.0
+"""For the others to see that rank 0 has left the run, before the store goes with it."""
 GONE_CODE = 3
 """As of a run that broke."""
 
@@ -63,13 +65,25 @@ def find_silent(store: Store, ranks: Sequence[int]) -> list[int]:
     return [rank for rank, *beats in zip(ranks, before, after, strict=True) if beats[0] == beats[1]]
 
 
+def end_others(store: Store, ranks: Sequence[int]) -> None:
+    """Rank 0 leaves the run. Waits for: every living rank to have seen it, for HEARD_SECONDS; one that sees no more
+    than that the store is gone takes that for a failure."""
+    store.set(OVER, "")
+    heard, end = [_heard(rank) for rank in ranks], time.monotonic() + HEARD_SECONDS
+    while not store.check(heard) and time.monotonic() < end:
+        time.sleep(EVERY_SECONDS / 10)
+
+
 class Watchdog:
     """On a rank that rank 0 did not start as its child: ends this process when rank 0 has left the run, or cannot be
     heard for so long. Whatever the main thread waits for then, a word or a collective, would never come."""
 
-    def __init__(self, store: Store, seconds: float, leave: Callable[[int], None] = os._exit) -> None:
-        self._store, self._seconds, self._leave = store, seconds, leave
+    def __init__(self, store: Store, rank: int, seconds: float, leave: Callable[[int], None] = os._exit) -> None:
+        """rank: of this process."""
+        self._store, self._rank, self._seconds, self._leave = store, rank, seconds, leave
         self._closed, self._heard = threading.Event(), time.monotonic()
+        self.is_over = False
+        """Whether rank 0 has said that it leaves the run."""
 
     def start(self) -> None:
         # Two threads: one that asks a store behind a cut cable gets no answer, and no error either.
@@ -84,6 +98,8 @@ class Watchdog:
         while not self._closed.wait(EVERY_SECONDS):
             try:
                 if store.check([OVER]):
+                    self.is_over = True
+                    store.set(_heard(self._rank), "")
                     return self._end("rank 0 has left the run", 0)
                 beat = store.get(_key(0)) if store.check([_key(0)]) else b""
             except DistError as error:
@@ -106,6 +122,10 @@ def _own(store: Store) -> Store:
     """A connection of one thread alone."""
     own: Store = store.clone()  # type: ignore[attr-defined]
     return own
+
+
+def _heard(rank: int) -> str:
+    return f"heard/{rank}"
 
 
 def _key(rank: int) -> str:

@@ -7,12 +7,12 @@ ranks are started (cluster/ranks.py).
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from temper.errors import TemperError
+from temper.errors import BackendError, TemperError
 from temper.trainer.local import LocalTrainer, Updates
 from temper.trainer.memory import find_full
 from temper.trainer.ranks.channel import Channel, RankFailure
@@ -46,9 +46,9 @@ class Together:
             self._channel.confirm()
             return result
 
-    def find_silent(self) -> RankFailure | None:
-        """A rank that is gone without a word. It takes some seconds to be sure."""
-        failure = self._channel.find_silent()
+    def find_gone(self) -> RankFailure | None:
+        """A rank that failed, or is gone without a word. It takes some seconds to be sure."""
+        failure = self._channel.find_gone()
         return None if failure is None else RankFailure(failure, "the run", self._channel.world)
 
 
@@ -141,6 +141,7 @@ def follow(channel: Channel, open_trainer: Callable[[Any], LocalTrainer]) -> Any
                 getattr(trainer, verb)(*payload)
         except BaseException as error:
             full = find_full(error, ELSEWHERE)
-            channel.failed(traceback.format_exc(), full_in="" if full is None else full.phase)
+            with suppress(BackendError):  # rank 0 is gone, and what went wrong here is said here
+                channel.failed(error, full_in="" if full is None else full.phase)
             raise
         channel.done()

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import DistNetworkError, HashStore  # type: ignore[attr-defined]
 
 from temper.trainer.ranks import beats
-from temper.trainer.ranks.beats import OVER, Beats, Watchdog, find_silent
+from temper.trainer.ranks.beats import OVER, Beats, Watchdog, end_others, find_silent
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_those_who_stopped_beating_and_those_who_never_did_are_silent() -> None:
 
 def test_a_rank_whose_rank_0_beats_stays_and_one_that_hears_nothing_more_ends() -> None:
     store, left = HashStore(), list[int]()
-    leader, watchdog = Beats(store, 0), Watchdog(store, 0.5, left.append)
+    leader, watchdog = Beats(store, 0), Watchdog(store, 1, 0.5, left.append)
     leader.start()
     watchdog.start()
     time.sleep(1.0)
@@ -75,7 +75,7 @@ def test_a_rank_whose_rank_0_beats_stays_and_one_that_hears_nothing_more_ends() 
 @pytest.mark.parametrize("store", [Gone(), Cut()])
 def test_a_store_that_is_gone_or_cut_off_ends_the_rank(store: Any) -> None:
     left: list[int] = []
-    Watchdog(store, 0.3, left.append).start()
+    Watchdog(store, 1, 0.3, left.append).start()
     assert soon(lambda: left)
     assert left[0] == beats.GONE_CODE
 
@@ -84,16 +84,31 @@ def test_a_rank_ends_in_order_when_rank_0_has_left_the_run() -> None:
     """Ctrl-C under a launcher: this rank may be in a collective, and hears no word."""
     store, left = HashStore(), list[int]()
     Beats(store, 0).start()
-    Watchdog(store, 60.0, left.append).start()
+    Watchdog(store, 1, 60.0, left.append).start()
     store.set(OVER, "")
     assert soon(lambda: left)
     assert left == [0]
 
 
+def test_rank_0_stays_until_the_living_have_seen_that_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may keep the store, and one that finds it gone reports a failure."""
+    store, left = HashStore(), list[int]()
+    watchdogs = [Watchdog(store, rank, 60.0, left.append) for rank in (1, 2)]
+    for watchdog in watchdogs:
+        watchdog.start()
+    end_others(store, [1, 2])
+    assert all(watchdog.is_over for watchdog in watchdogs)
+    assert store.check(["heard/1", "heard/2"])
+    monkeypatch.setattr(beats, "HEARD_SECONDS", 0.2)
+    began = time.monotonic()
+    end_others(store, [1, 2, 3])
+    assert time.monotonic() - began < 10, "rank 3 is gone"
+
+
 def test_a_rank_that_ends_by_itself_is_not_ended() -> None:
     """Its watchdog may see the store of rank 0 go while it leaves."""
     left: list[int] = []
-    watchdog = Watchdog(Gone(), 60.0, left.append)  # type: ignore[arg-type]
+    watchdog = Watchdog(Gone(), 1, 60.0, left.append)  # type: ignore[arg-type]
     watchdog.start()
     time.sleep(0.05)
     watchdog.close()

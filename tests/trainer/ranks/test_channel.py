@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, HashStore  # type: ignore[attr-defined]
 
 from temper.errors import BackendError
 from temper.trainer.ranks import beats
@@ -23,7 +24,10 @@ def looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beats, "LOOK_SECONDS", 0.5)
 
 
-def make_channels(world: int, *, seconds: float = 20.0, find_lost: Callable[[], Failure | None] = lambda: None) -> Any:
+CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+
+def make_channels(world: int, *, seconds: float = 20.0, find_lost: Callable[[], Sequence[Failure]] = lambda: ()) -> Any:
     store = HashStore()
     first = Channel(store, 0, world, seconds=seconds, find_lost=find_lost)
     return first, [Channel(store, rank, world, seconds=seconds) for rank in range(1, world)]
@@ -88,8 +92,8 @@ def test_an_answer_is_waited_for() -> None:
 def test_of_several_failures_the_first_is_told() -> None:
     first, others = make_channels(4)
     first.tell("step")
-    others[2].failed("ZeroDivisionError: the cause")
-    others[0].failed("RuntimeError: Connection closed by peer")
+    others[2].failed(ZeroDivisionError("the cause"))
+    others[0].failed(ValueError("what came of it"))
     with pytest.raises(
         RankFailure, match=r"(?s)trainer rank 3 of 4 failed in step: ZeroDivisionError.*--resume"
     ) as raised:
@@ -157,7 +161,7 @@ class Runs:
 
 
 def test_a_process_that_ended_is_seen_before_the_deadline() -> None:
-    first, _ = make_channels(2, find_lost=lambda: Failure(1, "it was killed by SIGKILL", True))
+    first, _ = make_channels(2, find_lost=lambda: [Failure(1, "it was killed by SIGKILL", True)])
     first.tell("step")
     start = time.monotonic()
     with pytest.raises(RankFailure, match="killed by SIGKILL"):
@@ -169,9 +173,8 @@ def test_an_error_of_ours_gives_way_to_its_cause(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(channels, "GRACE_SECONDS", 0.1)
     first, (other,) = make_channels(2)
     first.tell("step")
-    closed = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
-    other.failed("ValueError: the cause")
-    assert "the cause" in str(first.blame(closed))
+    other.failed(ValueError("the cause"))
+    assert "the cause" in str(first.blame(CLOSED))
 
 
 def test_an_error_of_ours_alone_stays_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +186,104 @@ def test_an_error_of_ours_alone_stays_ours(monkeypatch: pytest.MonkeyPatch) -> N
     silent = first.blame(RuntimeError("[gloo] Timed out waiting 5000ms for recv operation to complete"))
     assert isinstance(silent, RankFailure)
     assert silent.is_lost
+
+
+def test_who_was_cut_off_first_is_not_the_cause() -> None:
+    first, others = make_channels(3)
+    first.tell("step")
+    others[0].failed(CLOSED)
+    threading.Timer(0.3, others[1].failed, (ZeroDivisionError("the cause"),)).start()
+    with pytest.raises(RankFailure, match=r"(?s)trainer rank 2 of 3 failed in step.*the cause"):
+        first.confirm()
+
+
+def test_of_processes_that_ended_the_one_that_said_nothing_is_the_cause() -> None:
+    """Who is cut off by a rank that was killed says so, and ends, too."""
+    ended = [Failure(1, "it ended with code 3", True), Failure(2, "it was killed by SIGKILL", True)]
+    first, others = make_channels(3, find_lost=lambda: ended)
+    first.tell("step")
+    others[0].failed(CLOSED)
+    with pytest.raises(RankFailure, match=r"trainer rank 2 of 3 was lost in step: it was killed by SIGKILL") as found:
+        first.confirm()
+    assert found.value.is_lost, "all begin anew"
+
+
+@pytest.mark.parametrize("beats_on", [True, False], ids=["all are there", "one is silent"])
+def test_where_nobody_says_why_the_silent_one_is_named_and_else_who_was_cut_off(
+    beats_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "GRACE_SECONDS", 0.1)
+    store = HashStore()
+    first, cut_off = (Channel(store, rank, 3, seconds=20) for rank in (0, 1))
+    beating = Beats(store, 2)
+    if beats_on:
+        beating.start()
+    first.tell("step")
+    cut_off.failed(CLOSED)
+    told = (
+        "trainer rank 1 of 3 failed in step: .*closed by peer" if beats_on else "rank 2 of 3 was lost in step: nothing"
+    )
+    with pytest.raises(RankFailure, match=told):
+        first.confirm()
+    assert re.search(told, str(first.blame(CLOSED)))
+    gone = first.find_gone()
+    assert gone is not None
+    assert gone.rank == (1 if beats_on else 2)
+    beating.close()
+
+
+def test_a_failure_that_was_told_comes_before_silence() -> None:
+    """A launcher stops rank 0 after another has failed and left."""
+    first, (other,) = make_channels(2)
+    other.failed(ValueError("the cause"))
+    gone = first.find_gone()
+    assert gone is not None
+    assert "the cause" in gone.report
+    assert not gone.is_lost
+
+
+def test_nobody_is_gone_where_all_beat() -> None:
+    store = HashStore()
+    beating = Beats(store, 1)
+    beating.start()
+    assert Channel(store, 0, 2, seconds=20).find_gone() is None
+    beating.close()
+
+
+class Gone:
+    """A store whose server has ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*_: Any) -> Any:
+            raise DistNetworkError("failed to recv, got 0 bytes")
+
+        return ask
+
+
+@pytest.mark.parametrize(
+    "speak",
+    [
+        lambda own: own.tell("step"), lambda own: own.confirm(), lambda own: own.hear(), lambda own: own.done(),
+        lambda own: own.failed(ValueError()), lambda own: own.find_failure(), lambda own: own.find_gone(),
+        lambda own: own.blame(CLOSED),
+    ],
+    ids=["tell", "confirm", "hear", "done", "failed", "find_failure", "find_gone", "blame"],
+)  # fmt: skip
+def test_a_store_that_is_gone_is_told_in_words(speak: Callable[[Channel], Any]) -> None:
+    for rank, keeper in ((0, "its launcher"), (1, "rank 0 or its launcher")):
+        own = Channel(Gone(), rank, 2, seconds=20)  # type: ignore[arg-type]
+        with pytest.raises(BackendError, match=f"the store in which trainer ranks meet is gone, and {keeper} with it"):
+            speak(own)
+
+
+def test_a_key_may_be_of_any_length() -> None:
+    store = HashStore()
+    keys = [b"a secret " * 40, b"a secret " * 40 + b"!"]
+    first, other = (Channel(store, rank, 2, seconds=5, key=keys[0]) for rank in (0, 1))
+    first.tell("step", 1)
+    assert other.hear() == ("step", 1)
+    with pytest.raises(BackendError, match="does not have their key"):
+        Channel(store, 1, 2, seconds=5, key=keys[1]).hear()
 
 
 def test_who_follows_waits_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
