@@ -28,7 +28,8 @@ from temper.trainer.ranks.tensor import gather_slices, hold_own_slices, place_in
 
 Result = TypeVar("Result")
 GATHERED_BYTES = 256 << 20
-"""Of whole tensors that are on their way to samplers at once."""
+"""Of whole tensors that are on their way to one sampler. Several that read at the same time hold as many each, on the
+device of rank 0; a larger tensor goes alone."""
 
 
 def cut(
