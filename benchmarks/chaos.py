@@ -4,8 +4,8 @@
     python benchmarks/chaos.py --faults 6 --seed 3
 A tiny recipe with two trainers, two samplers, a reward and environments in worker processes, synchronous and exact,
 with a checkpoint after every step. Its processes are killed and stopped again and again. It must end with every step
-recorded once, every answer judged, no process left behind, and the weights of the same run left alone, to the bit. Exit
-code 1 when something of this does not hold.
+recorded once, what was recorded before a fault still there after it, every answer judged, no process left behind, and
+the weights of the same run left alone, to the bit. Exit code 1 when something of this does not hold.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Hit:
     outcome: str = ""
     seconds: float = 0.0
     lost: int = 0
-    """Steps that had been recorded and were not any more."""
+    """Steps and groups that had been recorded before it and are not any more, once the run has gone further."""
     left: int = 0
     """Processes that outlived their driver."""
 
@@ -180,6 +180,16 @@ class Driven:
                 return len(reader.query("SELECT 1 FROM steps"))
         except UserError:  # hit while it made its tables
             return 0
+
+    def rows(self) -> set[tuple[int, int, str]]:
+        """What is recorded: steps, and groups of prompts by step. Which they are, not how many: after a fault there are
+        soon as many again."""
+        if self.steps() == 0:
+            return set()
+        with RunReader(self.folder) as reader:
+            steps = reader.query("SELECT stage, step, '' AS name FROM steps")
+            groups = reader.query("SELECT stage, step, group_id AS name FROM groups")
+        return {(row["stage"], row["step"], row["name"]) for row in (*steps, *groups)}
 
     def failed(self) -> int:
         """Answers that could not be judged."""
@@ -257,7 +267,7 @@ def hit(run: Driven, role: str, number: signal.Signals, phase: str, draw: random
     pid = None if run.is_over else run.find(role)
     if pid is None:
         return None
-    seen = Hit(role, number.name, phase, run.steps())
+    seen, recorded = Hit(role, number.name, phase, run.steps()), run.rows()
     start = time.monotonic()
     os.kill(pid, number)
     if role == "driver" and number is signal.SIGSTOP:
@@ -274,7 +284,7 @@ def hit(run: Driven, role: str, number: signal.Signals, phase: str, draw: random
     seen.outcome = ("resumed" if is_resumed else "went on") if went_on else "HANGS"
     if run.is_over and run.process.returncode != 0:
         seen.outcome = f"ENDED with {run.process.returncode}"
-    seen.lost = max(0, before - run.steps())
+    seen.lost = len(recorded - run.rows())
     return seen
 
 
@@ -314,21 +324,25 @@ def main() -> int:
         assert alone.process.wait(timeout=1800) == 0, alone.log.read_text()[-3000:]
         same = code == 0 and digest(work / "hit" / "run") == digest(work / "alone" / "run")
         expected, found, failed = alone.steps(), run.steps(), run.failed()
+        missing = len(alone.rows() - run.rows())
         left = 0 if run.is_alone() else len(run.left())
         show(console, hits)
         console.print(
             f"{len(hits)} faults; weights {'the same to the bit' if same else 'others'}; {found} of {expected} steps "
-            f"recorded; {failed} answers without a judge; exit code {code}; {left} processes left"
+            f"recorded, {missing} steps and groups missing; {failed} answers without a judge; exit code {code}; {left} "
+            f"processes left"
         )
         bad = [seen for seen in hits if seen.outcome not in ("went on", "resumed") or seen.left or seen.lost]
-        is_good = same and expected == found and not (bad or failed or left)
+        is_good = same and expected == found and not (bad or failed or left or missing)
         if not is_good:
             print(run.log.read_text()[-3000:])
         return int(not is_good)
 
 
 def show(console: Console, hits: list[Hit]) -> None:
-    table = Table("role", "fault", "phase", "times", "outcome", "seconds: median", "longest", "steps lost", "left")
+    table = Table(
+        "role", "fault", "phase", "times", "outcome", "seconds: median", "longest", "rows lost", "processes left"
+    )
     kinds = {(seen.role, seen.fault, seen.phase, seen.outcome) for seen in hits}
     for kind in sorted(kinds):
         these = [s for s in hits if (s.role, s.fault, s.phase, s.outcome) == kind]
