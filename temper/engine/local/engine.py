@@ -120,6 +120,7 @@ class LocalEngine:
             deliver,
             watch=None if watch is None else _guarded(watch, future),
             stop_texts=StopTexts(request.params.stop, self._decode) if request.params.stop and self._decode else None,
+            routes=self._scheduler.routes.none,
         )
         self._scheduler.add(sequence)
         self._num_requests += 1

@@ -91,14 +91,13 @@ class RouteKeeper:
         self._none: Recorded | None = None
         """Those of no token, once they were read."""
 
-    def begin(self, sequence: Sequence) -> None:
-        """A request that ends before it runs tells that it has no routes yet, not that nobody records them: text that
-        is joined to it keeps its own."""
-        if self.read is None:
-            return
-        if self._none is None:
+    @property
+    def none(self) -> Recorded | None:
+        """What a request begins with. One that ends before it runs tells that it has no routes yet, not that nobody
+        records them: text that is joined to it keeps its own."""
+        if self._none is None and self.read is not None:
             self._none = self.read(np.empty(0, dtype=np.int64), 0, 0)
-        sequence.routes = self._none
+        return self._none
 
     def keep(self, row: int) -> None:
         """Those of what was computed since the last look. A token that is computed again, after preemption or under new
@@ -106,7 +105,7 @@ class RouteKeeper:
         if self.read is None:
             return
         rows, sequence = self._rows, self._rows.sequence(row)
-        assert sequence.routes is not None, "begin() was called"
+        assert sequence.routes is not None, "a sequence begins with those of no token"
         known = len(sequence.routes)
         fresh = self.read(rows.blocks[row], known, max(known, int(rows.num_computed[row])))
         sequence.routes = np.concatenate((sequence.routes, fresh))
@@ -145,7 +144,6 @@ class Scheduler:
         """Queues a request. If an equal prompt is still waiting for its prefill, this one follows it."""
         assert sequence.request.id not in self.live, "the id of a request that has not ended"
         self.live[sequence.request.id] = sequence
-        self.routes.begin(sequence)
         if self._leaders.join(sequence):
             self.counters.shared_prefills += 1
         else:
