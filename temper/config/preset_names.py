@@ -87,9 +87,13 @@ PRESET_NAMES = (
     "opd_top_k",
 )
 
+OTHER_NAMES = {"icepop": "mis"}
+"""What papers call a preset, where it is not near its name."""
+
 
 def why_unknown(name: str) -> str:
     """What to say of a name that no preset has, with the nearest one; empty: there is such a preset."""
     if name in PRESET_NAMES:
         return ""
-    return f'objective "{name}" is unknown.{did_you_mean(name, PRESET_NAMES)} Run "temper presets" to list all.'
+    meant = f' Did you mean "{OTHER_NAMES[name]}"?' if name in OTHER_NAMES else did_you_mean(name, PRESET_NAMES)
+    return f'objective "{name}" is unknown.{meant} Run "temper presets" to list all.'
