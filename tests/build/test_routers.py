@@ -100,11 +100,16 @@ def test_a_model_that_lies_here_is_looked_at_and_one_on_the_hub_when_it_has_come
     dense, glm = written("qwen3", tmp_path / "dense"), written("glm4_moe", tmp_path / "glm")
     with pytest.raises(UserError, match=r"stage 2 \(rl\): model\.replay_routes: .* is a qwen3\."):
         check_stages(stages_of(SFT, RL, path=str(dense), **REPLAY))
-    with pytest.raises(UserError, match=r"balance and z are losses over a softmax .* glm4_moe scores them one by one"):
-        check_stages(stages_of(path=str(glm), **BALANCE))
+    with pytest.raises(
+        UserError, match=r"model\.routers\.z: it is a loss over a softmax .* a glm4_moe scores them one by one"
+    ):
+        check_stages(stages_of(path=str(glm), routers={"z": 0.001}))
     with pytest.raises(UserError, match=r"objective rspo: how glm4_moe chooses its experts is not known"):
         check_stages(stages_of({**RL, "objective": {"preset": "rspo"}}, path=str(glm)))
+    with pytest.raises(UserError, match=r'objective "trpo" takes steps of its own. Leave bias out'):
+        check_stages(stages_of({**RL, "objective": {"preset": "trpo"}}, path=str(glm), routers={"bias": 0.001}))
     check_stages(stages_of(path=str(glm), routers={"bias": 0.001}, **REPLAY))
+    check_stages(stages_of(path=str(glm), **BALANCE))
     far = stages_of(SFT, RL, path="Qwen/Qwen3-30B-A3B", **REPLAY)
     check_stages(far)
     with pytest.raises(UserError, match=r"stage 2 \(rl\): model\.replay_routes"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Dots1Config,
     Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
@@ -20,6 +21,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SolarOpenConfig,
 )
 
 from temper.batching.pack import pack
@@ -50,6 +52,17 @@ CONFIGS = {
     "olmoe": OlmoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=3),
     "glm4_moe": Glm4MoeConfig(
         **SHAPE, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, n_group=3, topk_group=2
+    ),
+    "dots1": Dots1Config(
+        **SHAPE,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+    ),
+    "solar_open": SolarOpenConfig(
+        **SHAPE, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1, head_dim=16
     ),
 }
 ROOMY = {"block_size": 16, "num_blocks": 200, "max_running": 16, "tokens_per_step": 4096}

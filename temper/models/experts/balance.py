@@ -39,11 +39,11 @@ def set_balance(model: Any, settings: BalanceSettings) -> None:
 
 
 def require_balance(config: Any, settings: BalanceSettings) -> None:
-    """UserError for a model, by its description, whose routers have no softmax for these losses."""
-    if EXPERT_FAMILIES[config.model_type].has_bias and settings != BalanceSettings():
+    """UserError for a model, by its description, whose routers have no softmax for the z-loss."""
+    if EXPERT_FAMILIES[config.model_type].has_bias and settings.z:
         raise UserError(
-            f"model.routers: balance and z are losses over a softmax of all experts, and a "
-            f"{config.model_type} scores them one by one. Use routers = {{bias = 0.001}}"
+            f"model.routers.z: it is a loss over a softmax of all experts, and a {config.model_type} scores them one "
+            f"by one. Leave z out, or use routers = {{balance = 0.001}} or {{bias = 0.001}}"
         )
 
 
@@ -161,7 +161,9 @@ class RouterWatch:
     def _measure(self, layer: int, logits_AE: Tensor, chosen_AK: Tensor) -> Tensor | None:
         """Writes down what there is to know; returns the gradient of the losses by the logits, None without losses."""
         wide = torch.promote_types(logits_AE.dtype, torch.float32)
-        if self._has_bias:  # a softmax of logarithms: each score over the sum of all
+        steepness_AE = None
+        if self._has_bias:  # a softmax of logarithms: each score over the sum of all (DeepSeek-V3, arXiv 2412.19437)
+            steepness_AE = torch.sigmoid(-logits_AE.to(wide))
             logits_AE = functional.logsigmoid(logits_AE.to(wide))
         logprobs_AE = torch.log_softmax(logits_AE, -1, dtype=wide)
         probabilities_AE = logprobs_AE.exp()
@@ -181,7 +183,7 @@ class RouterWatch:
             total_A1 = torch.logsumexp(logits_AE.to(wide), -1, keepdim=True)
             self.losses["router_z"][layer] = self._settings.z * self._share * total_A1.square().sum()
             slope_AE += 2 * self._settings.z * self._share * total_A1 * probabilities_AE
-        return slope_AE
+        return slope_AE if steepness_AE is None else slope_AE * steepness_AE
 
     def _crowding(self, taken_AE: Tensor) -> Tensor:
         """E / K times the share of its row's tokens that chose each expert, at every token: 1 when they are even."""

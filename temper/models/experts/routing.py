@@ -28,11 +28,13 @@ class ExpertFamily:
 
 
 EXPERT_FAMILIES = {
+    "dots1": ExpertFamily(has_bias=True, rounds_weights=False),
     "glm4_moe": ExpertFamily(has_bias=True, rounds_weights=False),
     "mixtral": ExpertFamily(always_normalizes=True, rounds_weights=False),
     "olmoe": ExpertFamily(),
     "qwen2_moe": ExpertFamily(),
     "qwen3_moe": ExpertFamily(),
+    "solar_open": ExpertFamily(has_bias=True, rounds_weights=False),
 }
 """By model_type."""
 

@@ -127,9 +127,11 @@ def test_repeated_updates_even_out_who_is_chosen() -> None:
 
 
 def test_families_are_refused_by_name_where_they_have_no_bias_or_no_softmax() -> None:
-    with pytest.raises(UserError, match=r"routers of a qwen3_moe have no bias.* those of glm4_moe have"):
+    with pytest.raises(
+        UserError, match=r"routers of a qwen3_moe have no bias.* those of dots1, glm4_moe, solar_open have"
+    ):
         set_bias_rate(make_qwen("fast"), 0.001)
-    with pytest.raises(UserError, match=r"a glm4_moe scores them one by one. Use routers = \{bias = 0.001\}"):
-        set_balance(make_glm(), BalanceSettings(balance=0.1))
+    with pytest.raises(UserError, match=r"routers.z: .* a glm4_moe scores them one by one. Leave z out"):
+        set_balance(make_glm(), BalanceSettings(balance=0.1, z=0.1))
     with pytest.raises(UserError, match=r"and this model is a llama"):
         set_bias_rate(AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)), 0.001)
