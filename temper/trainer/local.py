@@ -27,7 +27,7 @@ from temper.trainer.critic import Critic, explained
 from temper.trainer.loss_scale import LossScale
 from temper.trainer.memory import PeakMemory
 from temper.trainer.optim import MasterAdamW, OptimizerSettings, learning_rate_at
-from temper.trainer.passes.epochs import fill_once, measure_epochs
+from temper.trainer.passes.epochs import fill_once, measure_epochs, measure_updates
 from temper.trainer.passes.forward import Checkpointing, StepFacts
 from temper.trainer.passes.scoring import ScoringPasses, Share, Who
 from temper.trainer.passes.states import set_ordered
@@ -312,7 +312,7 @@ class LocalTrainer:
         metrics = replace(metrics, totals={name: total / num_updates for name, total in metrics.totals.items()})
         finished = with_derived(explained(metrics.finish())) | {"policy/learning_rate": rate}
         loss = finished.pop("loss/total", 0.0)
-        finished |= applied.metrics() | measure_epochs(batch.updates, applied.sums)
+        finished |= applied.metrics() | measure_epochs(batch.updates, applied.sums) | measure_updates(applied.sums)
         samples = [sample for update in batch.updates for sample in update]
         finished["data/trained_trajectories"] = float(len({(sample.group_id, sample.index) for sample in samples}))
         finished["data/tokens"] = float(sum(sample.num_actions for sample in samples))

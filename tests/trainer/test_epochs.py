@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from temper.objectives import PRESETS, resolve
+from temper.objectives import PRESETS, MetricSums, resolve
 from temper.trainer.critic import Critic
 from temper.trainer.local import AuxiliaryModels, LocalTrainer
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.passes.epochs import epochs_of
+from temper.trainer.passes.epochs import epochs_of, measure_updates
 from temper.trainer.passes.scoring import ScoringPasses
 from temper.types import Batch, Microbatch, Sample
 from tests.trainer.test_critic import bits, with_targets
@@ -203,3 +203,15 @@ def test_the_critic_is_trained_in_every_epoch_against_its_values_of_the_start(
     for update in batch.updates:
         alone.step(plain._share(update), clip=0.2, num_batch_tokens=sum(row.num_actions for row in update), step=1)
     assert is_same(bits(critic), bits(alone))
+
+
+def test_what_the_updates_of_a_batch_moved_is_what_the_last_found_more_than_the_first() -> None:
+    def found(moved: float, count: float) -> MetricSums:
+        name = "route/moved_frac"
+        sums, counts = torch.tensor(moved).double(), torch.tensor(count).double()
+        return MetricSums(sums={name: sums}, counts={name: counts})
+
+    updates = [found(2.0, 100.0), found(50.0, 100.0), found(6.0, 50.0)]
+    assert measure_updates(updates) == pytest.approx({"route/moved_by_updates": 0.12 - 0.02})
+    assert measure_updates(updates[:1]) == {}
+    assert measure_updates([MetricSums(), MetricSums()]) == {}

@@ -84,6 +84,15 @@ def _with_known(microbatch: Microbatch, rows: Sequence[Mapping[str, Tensor]]) ->
     return replace(microbatch, **columns)
 
 
+def measure_updates(sums: Sequence[MetricSums]) -> dict[str, float]:
+    """How many experts more than before the first update of a batch its last one found moved; {} when there was one, or
+    no records of routes. `sums`: of each update. Rounding is in both, so that what is left is what the updates did."""
+    if len(sums) < 2:
+        return {}
+    first, last = (own.finish().get("route/moved_frac") for own in (sums[0], sums[-1]))
+    return {} if first is None or last is None else {"route/moved_by_updates": last - first}
+
+
 def measure_epochs(updates: Sequence[Sequence[Sample]], sums: Sequence[MetricSums]) -> dict[str, float]:
     """How far each pass over the batch was from its start; {} when there was one. `sums`: of each update that trained
     the policy, which is all of them or none."""
