@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import (
     Gemma3TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MixtralConfig,
     Olmo2Config,
@@ -35,6 +36,14 @@ CONFIGS = {
     "mixtral": lambda: MixtralConfig(**SMALL, num_local_experts=8),
     "qwen2_moe": lambda: Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=16),
     "qwen3_moe": lambda: Qwen3MoeConfig(**SMALL, **EXPERTS, norm_topk_prob=True),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **SMALL,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        first_k_dense_replace=0,
+        num_mtp_layers=0,
+    ),
     "llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=False),
     "tied_llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**SMALL),

@@ -63,10 +63,27 @@ def test_a_run_that_only_measures_its_routes_learns_as_one_without_and_tells_how
     for plain, measured in zip(ways[False], ways["measure"], strict=True):
         assert "route/moved_frac" not in plain
         assert measured.pop("route/moved_frac") > 0
+        assert measured["route/moved_by_updates"] > 0, "the second update finds what the first has moved"
+        assert "route/moved_by_updates" not in plain
         assert measured["policy/grad_norm"] == plain["policy/grad_norm"]
         assert measured["reward/mean"] == plain["reward/mean"]
         assert measured["policy/kl_old_k3"] == plain["policy/kl_old_k3"]
     assert ways[True][-1]["policy/kl_old_k3"] != ways[False][-1]["policy/kl_old_k3"], "replay would show"
+
+
+def test_a_reference_replays_routes_where_it_is_asked_to_and_only_there(
+    tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    ways = {}
+    for setting in (True, "reference"):
+        recipe = with_experts(tiny_recipe, replay_routes=setting)
+        recipe["stage"][1]["objective"] = {"preset": "deepseek_v32"}  # has a KL to its reference
+        recipe["stage"][1]["optim"] = {"learning_rate": 0.05}
+        ways[setting] = [metrics["policy/kl_ref_k3"] for metrics in run(recipe, tmp_path / str(setting))]
+    own, replayed = ways[True], ways["reference"]
+    assert own[0] == pytest.approx(0.0, abs=1e-6), "the reference is the policy, and so are its routes"
+    assert replayed[0] == pytest.approx(0.0, abs=1e-6)
+    assert abs(own[1] - replayed[1]) > 1e-6, "of a policy that has moved the reference would choose other experts"
 
 
 def test_a_run_in_exact_mode_needs_no_replay(tiny_recipe: dict[str, Any], tmp_path: Path) -> None:

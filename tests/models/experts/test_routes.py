@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, Llama
 from temper.batching.pack import pack
 from temper.batching.rows import rows_of
 from temper.engine.local.engine import EngineSettings, LocalEngine
-from temper.engine.pieces import join
+from temper.engine.pieces import PiecedAnswer, join
 from temper.engine.process.wire import completion_frame, completion_of, from_bytes, to_bytes
 from temper.errors import UserError
 from temper.models import ops
@@ -23,6 +23,7 @@ from temper.models.decoder import lay_end_to_end, set_numerics
 from temper.models.experts.routes import Replay, RouteShape, route_shape, set_replaying
 from temper.models.experts.routing import weights_of
 from temper.models.load import prepare
+from temper.models.lora.switch import AdapterOff
 from temper.models.save import saved_tensors
 from temper.trainer.passes.forward import checkpointing, enable_checkpointing, score_drawn
 from temper.trainer.passes.packed_attention import ExactPackedAttention
@@ -236,6 +237,21 @@ def test_routers_learn_from_replayed_routes_and_layers_that_are_computed_again_r
         torch.testing.assert_close(gradient, replayed[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_a_policy_whose_adapter_is_switched_off_replays_if_its_reference_does() -> None:
+    model = make_model("fast")
+    microbatch = packed(sample(model, ROOMY, PROMPTS))
+    assert microbatch.routes is not None
+    others = replace(microbatch, routes=microbatch.routes.roll(1, 0))
+    own, replayed = gap(model, replace(microbatch, routes=None, is_routed=None)), gap(model, others)
+    assert replayed > own + 0.01
+    reference = AdapterOff(model)
+    for of_reference, expected in ((False, own), (True, replayed)):
+        set_replaying(reference, of_reference)
+        with reference.switched() as policy:
+            assert gap(policy, others) == expected
+        assert gap(model, others) == replayed, "the policy itself goes on as before"
+
+
 def test_weights_of_replayed_experts_come_from_the_logits_of_now() -> None:
     """Numbers worked out by hand: logits (2, 1, 0.5, -1), native experts 0 and 1, replayed 0 and 2."""
     logits = torch.tensor([[2.0, 1.0, 0.5, -1.0]])
@@ -290,6 +306,18 @@ def test_over_turns_a_token_keeps_the_route_by_which_the_next_was_drawn() -> Non
     assert without.routes is None
 
 
+def test_a_turn_that_drew_nothing_takes_no_routes_from_the_others() -> None:
+    first = completed((1, 2), [3, 4], [[10], [11], [12], []])
+    cut = Completion(prompt_ids=(1, 2, 3, 4, 5), token_ids=(), logprobs=(), versions=(), finish=Finish.ABORT)
+    (row,) = rows_of(episode([first, cut]))
+    assert [list(route) for route in row.routes or ()] == [[10], [11], [12], [], []]
+    later = completed((1, 2, 3, 4, 5), [6], [[90], [91], [92], [13], [14], []])
+    (row,) = rows_of(episode([first, cut, later]))
+    assert [list(route) for route in row.routes or ()] == [[10], [11], [12], [13], [14], []]
+    (row,) = rows_of(episode([replace(cut, prompt_ids=(1, 2)), first]))
+    assert [list(route) for route in row.routes or ()] == [[10], [11], [12], []]
+
+
 def completed(prompt: tuple[int, ...], drawn: list[int], routes: list[list[int]]) -> Completion:
     return Completion(
         prompt_ids=prompt, token_ids=drawn, logprobs=[-1.0] * len(drawn), versions=[0] * len(drawn),
@@ -305,6 +333,25 @@ def test_pieces_of_a_completion_keep_their_routes() -> None:
     behind = completed((1, 2, 3, 4, 8, 9), [5], [[90], [91], [92], [13], [14], [15], []])
     injected = join(first, (8, 9), behind)
     assert [list(route) for route in injected.routes or ()] == [[10], [11], [12], [13], [14], [15], []]
+    waiting = completed((1, 2), [], [[], []])  # cut before it ran
+    given = completed((1, 2, 8, 9), [5], [[10], [11], [14], [15], []])
+    assert [list(route) for route in join(waiting, (8, 9), given).routes or ()] == [[10], [11], [14], [15], []]
+    assert [list(route) for route in join(waiting, (), completed((1, 2), [5], [[10], [11], []])).routes or ()] == [
+        [10], [11], []
+    ]  # fmt: skip
+
+
+def test_an_answer_that_is_cut_at_a_stop_text_has_the_routes_of_what_is_left() -> None:
+    request = Request(id="a", prompt_ids=(1, 2), params=SamplingParams(max_new_tokens=10, stop=("END",)))
+    pieces = PiecedAnswer(request, lambda ids: "".join({7: "E", 8: "N", 9: "D"}.get(token, "x") for token in ids))
+    pieces.add(replace(completed((1, 2), [3, 7], [[10], [11], [12], []]), finish=Finish.INTERRUPT))
+    behind = completed((1, 2, 3, 7), [8, 9, 4, 4], [[90], [91], [92], [13], [14], [15], [16], []])
+    whole = pieces.add(behind)
+    assert list(whole.token_ids) == [3, 7, 8, 9]
+    assert [list(route) for route in whole.routes or ()] == [[10], [11], [12], [13], [14], []], "the last has none"
+    (row,) = rows_of(episode([whole]))
+    assert row.routes is not None
+    assert len(row.routes) == len(row.token_ids)
 
 
 def test_rows_with_and_without_routes_are_packed_together() -> None:

@@ -72,6 +72,9 @@ def train(model: Any, other: Any, rows: list[Sample], preset: str, budget: int, 
     moments = {
         (owner, name): tensors[name] for owner, tensors in states.items() for name in tensors if is_first_moment(name)
     }
+    for name, bias in model.named_buffers():  # of routers: updates move them by the tokens of all ranks
+        if name.endswith("e_score_correction_bias"):
+            moments["policy", name] = bias.clone()
     share = len(trainer._share(rows).microbatches)
     metrics = [dict(result.metrics) for result in results]
     return {"share": share, "metrics": metrics, "moments": moments, "recomputed": recomputed[0]}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from temper.errors import UserError
-from temper.models.experts.balance import BalanceSettings, set_balance
+from temper.models.experts.balance import BalanceSettings, set_balance, set_bias_rate
 from temper.models.experts.routes import set_replaying
 from temper.trainer.ranks.experts import experts_of_rank
 from temper.types import Sample
@@ -37,6 +37,12 @@ CASES = [
     ("dapo", "apart epochs parts qwen3_moe crowded"),
     ("grpo", "average apart parts qwen3_moe"),
     ("grpo", "swapped apart parts qwen3_moe"),
+    ("grpo", "biased"),
+    ("grpo", "parts biased routed"),
+    ("dapo", "epochs parts biased crowded"),
+    ("grpo", "apart parts biased"),
+    ("dapo", "apart epochs parts biased routed"),
+    ("grpo", "swapped apart parts biased"),
 ]
 
 
@@ -49,6 +55,12 @@ def make_experts(family: str) -> Any:
 def make_balanced() -> Any:
     model = make_experts("qwen3_moe")
     set_balance(model, BalanceSettings(balance=0.1, z=0.05))
+    return model
+
+
+def make_biased() -> Any:
+    model = make_experts("glm4_moe")
+    set_bias_rate(model, 0.05)
     return model
 
 
@@ -79,7 +91,8 @@ def test_ranks_that_share_out_experts_equal_one_and_faults_are_seen(
     world: int,
 ) -> None:
     rows = with_columns(make_rows())
-    models = {family: make_experts(family) for family in FAMILIES} | {"balanced": make_balanced()}
+    models = {family: make_experts(family) for family in FAMILIES}
+    models |= {"balanced": make_balanced(), "biased": make_biased()}
     inputs = models, make_model(seed=1), {"rows": rows, "routed": with_routes(rows, 8), "crowded": with_routes(rows, 2)}
     cases = [(name, UNEVEN if world == 4 else WHOLE, how) for name, how in CASES]
     (tmp_path / "inputs.pkl").write_bytes(pickle.dumps((*inputs, cases)))
@@ -91,6 +104,9 @@ def test_ranks_that_share_out_experts_equal_one_and_faults_are_seen(
     for case in cases:
         gaps = [largest_difference(alone[case], report[case]) for report in together]
         assert any("experts" in name for _, name in alone[case]["moments"])
+        biases = [moment for (_, name), moment in alone[case]["moments"].items() if name.endswith("correction_bias")]
+        assert len(biases) == (2 if "biased" in case[2] else 0)
+        assert all(bias.abs().max() >= 0.1 - 1e-9 for bias in biases), "twice and more the same way"
         if "average" in case[2] or "swapped" in case[2]:
             assert min(gaps) > 1e-3, case
         else:
