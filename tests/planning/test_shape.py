@@ -65,9 +65,8 @@ MORE: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2},
     "afmoe": {**CHOSEN, "head_dim": 16, "num_dense_layers": 1, "num_shared_experts": 2},
     "ernie4_5_moe": ERNIE,
-    "ernie4_5_moe, one between": {
-        **ERNIE, "moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2
-    },
+    "ernie4_5_moe, the last dense": {**ERNIE, "moe_layer_start_index": 0, "moe_layer_end_index": 1},
+    "ernie4_5_moe, every second": {**ERNIE, "moe_layer_start_index": 0, "moe_layer_interval": 2},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 16},
     "hunyuan_v1_moe, a number for every layer": {"num_experts": 4, "moe_topk": [1, 2, 3], "head_dim": 16},
     "laguna": {**CHOSEN, "head_dim": 16, "shared_expert_intermediate_size": 40},
