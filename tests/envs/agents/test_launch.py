@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 
 from temper.envs.agents.agent import AgentEnv, result_of, task_for_agent
 from temper.envs.agents.launch import AgentEnd, Nursery, ProcessEnd
+from temper.envs.agents.nursery import LOOK_SECONDS
 from temper.errors import TaskError, UserError
 from temper.types import Message, Task
 
+HERE = Path(__file__).parent
 TASK = {"id": "t", "prompt": "hello", "messages": [], "seed": 0}
 
 
@@ -113,6 +116,77 @@ def test_an_agent_that_forks_is_an_error_and_nothing_of_it_is_left(tmp_path: Pat
     assert not is_running(int(note.read_text())), "a grandchild in a session of its own outlived its agent"
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_an_agent_that_kills_its_supervisor_is_an_error_and_nothing_of_it_is_left(
+    tmp_path: Path, is_last: bool
+) -> None:
+    """What loses its supervisor falls to the nursery, which kills it and nothing of the episodes beside."""
+    note, other = tmp_path / "pid", tmp_path / "other"
+    killer = AgentEnv(command=f"{script(tmp_path, DAEMON + 'os.kill(os.getppid(), 9)')} {note}").settings
+    beside = f"import os, time\nopen('{other}', 'w').close()\nwhile os.path.exists('{other}'): time.sleep(0.01)"
+
+    async def play() -> None:
+        nursery = Nursery(killer)
+        try:
+            if is_last:
+                with pytest.raises(TaskError, match="supervisor died"):
+                    await asyncio.wait_for(nursery.run(TASK, {}), 20)
+                return
+            nursery._settings = AgentEnv(command=script(tmp_path, beside, "beside.py")).settings
+            living = asyncio.ensure_future(nursery.run(TASK, {}))
+            await until(other.exists)
+            nursery._settings = killer
+            with pytest.raises(TaskError, match="supervisor died"):
+                await asyncio.wait_for(nursery.run(TASK, {}), 20)
+            await until(lambda: not is_running(int(note.read_text())))
+            other.unlink()
+            assert (await asyncio.wait_for(living, 20)).problem is None, "an episode beside it was ended, too"
+        finally:
+            await nursery.close()
+
+    asyncio.run(play())
+    assert not is_running(int(note.read_text())), "a grandchild outlived the nursery"
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def test_what_a_module_starts_when_it_is_imported_stays_through_all_episodes(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    text = "import os, subprocess\nnowhere = subprocess.DEVNULL\n"
+    text += "started = subprocess.Popen(['sleep', '60'], stdin=nowhere, stdout=nowhere)\n"
+    text += f"with open('{note}', 'w') as file: file.write(str(started.pid))\n"
+    script(tmp_path, f"{text}def solve(task):\n    return os.path.exists('/proc/' + open('{note}').read())\n")
+    settings = AgentEnv(function=f"{tmp_path / 'agent.py'}:solve").settings
+
+    async def play() -> list[str]:
+        nursery = Nursery(settings)
+        try:
+            first = await nursery.run(TASK, {})
+            await asyncio.sleep(2 * LOOK_SECONDS)
+            return [first.result, (await nursery.run(TASK, {})).result]
+        finally:
+            await nursery.close()
+
+    try:
+        assert asyncio.run(play()) == ["true", "true"]
+    finally:
+        os.kill(int(note.read_text()), 9)
+
+
+def test_an_agent_of_too_many_processes_is_ended_with_all_of_them(tmp_path: Path) -> None:
+    text = "import os, sys, time\nwhile True:\n    child = os.fork()\n    if child == 0: time.sleep(600)\n"
+    text += "    with open(sys.argv[1], 'a') as file: file.write(f'{child}\\n')\n    time.sleep(0.001)\n"
+    note = tmp_path / "pids"
+    assert "more than 256 processes" in str(run_agent(command=f"{script(tmp_path, text)} {note}").problem)
+    started = [*map(int, note.read_text().split())]
+    assert len(started) >= 256
+    assert not [process for process in started if is_running(process)]
+
+
 def test_agents_end_when_temper_is_killed(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     command = f"{script(tmp_path, DAEMON + 'time.sleep(600)')} {note}"
@@ -172,7 +246,7 @@ def test_an_import_that_is_given_up_leaves_no_process(tmp_path: Path) -> None:
         ({"command": "python x.py \\"}, r"options.command = .* No escaped character"),
         ({"command": " "}, "options.command = ' ' names no program"),
         ({"command": "python no_such_agent.py"}, "no_such_agent.py, which options.command names, is not there"),
-        ({"command": f"{sys.executable} -u tests/conftst.py x"}, 'not there. Did you mean "tests/conftest.py"'),
+        ({"command": f"{sys.executable} -u {HERE}/test_lunch.py x"}, "Did you mean .*/test_launch.py"),
         ({"function": "solve"}, "package.module:name"),
         ({"function": "no/such.py:solve"}, "no/such.py is not there"),
         ({"command": "python x.py", "max_running": 0}, "max_running=0"),
