@@ -78,13 +78,15 @@ class SignsOfLife:
         self._last = time.monotonic()
 
     async def wait_for(self, answer: asyncio.Future[Frame], silent_seconds: float, what: str) -> str:
-        """What it did not do in time; empty: it has answered."""
+        """Why it is given up; empty: it has answered."""
         end = time.monotonic() + OPEN_SECONDS
         while not answer.done():
             silent = max(silent_seconds, LEAST_SILENT_SECONDS if self._has_begun else START_SECONDS)
             if time.monotonic() > min(end, self._last + silent):
-                late = time.monotonic() > end
-                return f"{what} within {OPEN_SECONDS:g} s" if late else f"say a word for {silent:g} s"
+                missed = (
+                    f"{what} within {OPEN_SECONDS:g} s" if time.monotonic() > end else f"say a word for {silent:g} s"
+                )
+                return f"it did not {missed}, and was ended"
             await asyncio.wait([answer], timeout=LOOK_SECONDS)
         return ""
 
@@ -137,7 +139,9 @@ class ProcessSampler:
             self._signs = SignsOfLife()
             self._listener = asyncio.create_task(self._listen(reader), name="answers of a sampler process")
         self._require_whole()
-        await self._done(self._opening, silent_seconds, "open its model")
+        if missed := await self._signs.wait_for(self._opening, silent_seconds, "open its model"):
+            self._give_up(missed)
+        await self._opening
 
     async def _connected(self) -> socket.socket:
         if isinstance(self._connection, socket.socket):
@@ -208,7 +212,9 @@ class ProcessSampler:
         call, answer = self._new_call(tell)
         self._signs.asked()
         self._send(Frame("warm_up", call, dataclasses.asdict(expected)))
-        await self._done(answer, silent_seconds, "warm up")
+        if missed := await self._signs.wait_for(answer, silent_seconds, "warm up"):
+            self._give_up(missed)
+        await answer
 
     async def ping(self, seconds: float) -> None:
         """Returns when it answers. One that owes an answer for so long is ended, and raises SamplerLost."""
@@ -246,18 +252,10 @@ class ProcessSampler:
             told = await self._weights.hand_over(publication, lambda piece: self._send_piece(piece, seconds))
             loaded = await self._ask("load", seconds, f"take over publication {publication.version}", told)
             if loaded.fields["version"] != publication.version:
-                raise BackendError(
-                    f"{self._process.name} acknowledged version {loaded.fields['version']} instead of "
-                    f"{publication.version}"
-                )
+                held = loaded.fields["version"]
+                raise BackendError(f"{self.name} acknowledged version {held} instead of {publication.version}")
             self._version, self._is_fed = publication.version, True
             self._stats = loaded.fields["stats"]
-
-    async def _done(self, answer: asyncio.Future[Frame], silent_seconds: float, what: str) -> None:
-        """Waits for: something long, of which the other process gives signs of life."""
-        if missed := await self._signs.wait_for(answer, silent_seconds, what):
-            self._give_up(f"it did not {missed}, and was ended")
-        await answer
 
     async def _ask(self, verb: str, seconds: float, what: str, told: Mapping[str, Any] = {}) -> Frame:
         """The answer. A process that owes one for longer is of no use any more, and is ended."""
