@@ -20,10 +20,11 @@ import pytest
 from temper.cluster.remote import Callback
 from temper.commands.training import ranks as led
 from temper.commands.training import train as training
-from temper.config import resolve
+from temper.config import resolve, to_toml
 from temper.engine.process.client import ProcessSampler
 from temper.engine.process.sent_weights import SentWeights
 from temper.runs.reader import RunReader
+from temper.trainer.ranks.beats import GONE_CODE
 from tests.commands.training.test_ranks import digest, make_table, run, weights_of
 
 ROOT = Path(__file__).parents[2]
@@ -175,3 +176,54 @@ def test_strangers_are_turned_away_and_the_one_with_the_token_is_let_in() -> Non
         assert expected.recv(7) == b"welcome"
         assert stranger.recv(1) == b""
         assert caller.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+
+
+def rank_command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", "temper", "train", str(folder.parent / "recipe.toml"), "--run", str(folder)]
+
+
+@pytest.mark.heavy
+def test_a_trainer_rank_behind_a_cut_network_is_named_and_ends_by_itself(
+    tiny_recipe: dict[str, Any], tmp_path: Path, network: Network
+) -> None:
+    """Its rank 0 keeps the store on this side of the cable, as under srun on two machines."""
+    folder, seconds = tmp_path / "run", 12.0
+    table = make_table(tiny_recipe, steps=(2000, 3), rank_seconds=seconds)
+    (tmp_path / "recipe.toml").write_text(to_toml(resolve(table, (), where="test")))
+    shared = {
+        "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": OURS, "MASTER_PORT": "29655", "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200", "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    behind = ["ip", "netns", "exec", network.name]
+    tasks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": cable},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, cable, command in (
+            (0, network.name, rank_command(folder)),
+            (1, "far", behind + rank_command(folder)),
+        )
+    ]
+    try:
+        end = time.monotonic() + SECONDS
+        while not (folder / "checkpoints/0-sft/step-3").is_dir() and time.monotonic() < end:
+            assert all(task.poll() is None for task in tasks), [task.communicate(timeout=30) for task in tasks]
+            time.sleep(0.05)
+        network.cut()
+        cut = time.monotonic()
+        told, _ = tasks[0].communicate(timeout=SECONDS)
+        assert tasks[0].returncode == 3, told
+        assert "trainer rank 1 of 2 was lost" in told
+        # The word under way has its seconds, then beats are compared and a connection or two is given up.
+        assert time.monotonic() - cut < 3 * seconds + 30
+        told, _ = tasks[1].communicate(timeout=3 * seconds + 30)
+        assert tasks[1].returncode == GONE_CODE, told
+        assert "this trainer rank ends: nothing was heard of rank 0 for 12 s" in told
+    finally:
+        for task in tasks:
+            task.kill()
