@@ -23,9 +23,9 @@ from temper.config.memory import CPU_CHOICE, KEYS, MemoryChoice, given_choice, s
 from temper.errors import UserError
 from temper.objectives import DirectLoss, Objective, PolicyObjective
 from temper.planning.gpus import GIB, Gpu, this_gpu
-from temper.planning.layout import Layout, best_layout, enough_gpus, explain_choice, layouts, plan_layout
+from temper.planning.layout import Layout, best_layout, enough_gpus, explain_choice, layouts, plan_layout, remedy_of
 from temper.planning.memory import MemoryPlan, plan_memory
-from temper.planning.remedy import Remedy, find_remedy
+from temper.planning.remedy import Remedy
 from temper.planning.seconds import TimePlan
 from temper.planning.shape import DecoderShape, read_decoder_shape
 from temper.planning.workload import AdapterShape, AnswerLengths, Workload, by_gpu, spread
@@ -117,7 +117,7 @@ def plan_stage(
         memories={kind: plan_memory(side) for kind, side in by_gpu(best.work).items()},
         time=best.time,
         reason=explain_choice(best, tried) if len(tried) > 1 and best.fits else "",
-        remedy=None if best.fits else find_remedy(best.work, gpu.usable_bytes, gpu.host_room),
+        remedy=None if best.fits else remedy_of(best, tried, gpu),
         enough_gpus=enough_gpus(work, gpu, gpus, given) if can_grow else None,
     )
 

@@ -14,6 +14,7 @@ from temper.models.decoder import WALKED_FAMILIES
 from temper.planning.choice import choose, fits, fuller_caches, least_choice
 from temper.planning.gpus import MOST_GPUS, Gpu
 from temper.planning.memory import plan_memory
+from temper.planning.remedy import Remedy, find_remedy
 from temper.planning.seconds import TimePlan, plan_seconds
 from temper.planning.workload import AnswerLengths, Workload, by_gpu, with_lengths
 
@@ -130,6 +131,15 @@ def best_layout(plans: Sequence[LayoutPlan]) -> LayoutPlan:
     if fitting:
         return min(fitting, key=lambda plan: plan.time.total)
     return min(plans, key=lambda plan: plan.needed_bytes)
+
+
+def remedy_of(best: LayoutPlan, tried: Sequence[LayoutPlan], gpu: Gpu) -> Remedy | None:
+    """The change for the layout that needs least, else for copies, where there is a choice: what parts refuse, such as
+    a base in 4 bits, may fit there. None: nothing does."""
+    copies = [plan for plan in tried if not plan.layout.parts]
+    others = [best_layout(copies)] if best.layout.parts and copies else []
+    remedies = (find_remedy(plan.work, gpu.usable_bytes, gpu.host_room) for plan in (best, *others))
+    return next((remedy for remedy in remedies if remedy is not None), None)
 
 
 def enough_gpus(work: Workload, gpu: Gpu, more_than: int, given: Mapping[str, Any]) -> int | None:

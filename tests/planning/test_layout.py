@@ -15,12 +15,13 @@ from temper.planning.layout import (
     explain_choice,
     layouts,
     plan_layout,
+    remedy_of,
     with_layout,
 )
 from temper.planning.memory import plan_memory
 from temper.planning.remedy import find_remedy
 from temper.planning.seconds import plan_seconds
-from temper.planning.workload import AnswerLengths, Workload, by_gpu
+from temper.planning.workload import AdapterShape, AnswerLengths, Workload, by_gpu
 
 Make = Callable[..., Workload]
 H200 = GPUS["h200"]
@@ -120,6 +121,21 @@ def test_what_fits_nowhere_names_the_change_that_helps(make_workload: Make) -> N
         tried = [plan_layout(plain, layout, small, given) for layout in layouts(plain, gpus)]
         assert any(plan.fits for plan in tried) == is_enough
     assert enough_gpus(plain, replace(H200, memory_bytes=2**30), 2, {}) is None
+
+
+def test_what_parts_refuse_is_named_where_only_copies_of_it_fit(make_workload: Make) -> None:
+    """A base in 4 bits is held whole, and parts of the model in full need least."""
+    work, gpu = make_workload("7b", draws_here=True), GPUS["t4"]
+    tried = plans(work, 2, "t4")
+    best = best_layout(tried)
+    assert best.layout.parts
+    assert find_remedy(best.work, gpu.usable_bytes) is None
+    remedy = remedy_of(best, tried, gpu)
+    assert remedy is not None
+    assert remedy.changes["model.lora"] == '{rank = 32, base = "4bit"}'
+    adapted = replace(work, adapter=AdapterShape(rank=32), has_four_bit_base=True, may_be_cut=False)
+    assert best_layout(plans(adapted, 2, "t4")).fits
+    assert remedy_of(best, [plan for plan in tried if plan.layout.parts], gpu) is None, "parts were asked for"
 
 
 def test_seconds_are_those_of_the_mean_and_memory_that_of_the_longest(make_workload: Make) -> None:
