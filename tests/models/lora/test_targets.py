@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper.errors import UserError
@@ -54,6 +55,14 @@ def test_no_router_is_adapted(family: str) -> None:
 def test_a_router_that_is_named_is_no_target(family: str, router: str) -> None:
     with pytest.raises(UserError, match=f'targets has "{router}", and the linear layers of'):
         weights_to_adapt(made(family), ("q_proj", router) if family != "longcat_flash" else (router,))
+
+
+def test_a_gate_that_scores_no_experts_is_adapted() -> None:
+    """A family that is not known yet may call a part of attention so."""
+    model = made("olmoe")
+    with torch.device("meta"):
+        model.model.layers[0].self_attn.gate = nn.Linear(model.config.hidden_size, 16)
+    assert weights_to_adapt(model, ("gate",)) == {"model.layers.0.self_attn.gate.weight"}
 
 
 def test_a_feed_forward_part_that_is_called_a_gate_is_adapted() -> None:
