@@ -30,6 +30,8 @@ from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_SECONDS = 0.2
+SWEEP_SECONDS = 0.01
+"""Between two looks at what is being killed, which may fork meanwhile."""
 GRACE_SECONDS = 1.0
 """For processes that an agent left running to end by themselves."""
 KILL_SECONDS = 10.0
@@ -55,18 +57,54 @@ def main(path: str, target: str) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(1024)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how supervisors ended
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    adopt_orphans()  # of supervisors: an agent without a wall can kill its own
+    spared = set(descendants())  # what an agent's module started when it was imported
     say("ready\n")
     os.dup2(2, 1)  # nobody reads further words, and a full pipe would stop whoever says them
-    while sys.stdin.fileno() not in select.select([listener.fileno(), sys.stdin.fileno()], [], [])[0]:
-        connection, _ = listener.accept()
-        if os.fork() == 0:
-            listener.close()
-            try:
-                supervise(connection, function)
-            finally:
-                os._exit(0)
-        connection.close()
+    descriptors, has_strays = [listener.fileno(), sys.stdin.fileno()], False
+    while sys.stdin.fileno() not in (ready := look(descriptors, SWEEP_SECONDS if has_strays else LOOK_SECONDS)):
+        if ready:
+            connection, _ = listener.accept()
+            spared.add(start_supervisor(listener, connection, function))
+            connection.close()
+        has_strays = sweep(spared)
+    deadline = time.monotonic() + KILL_SECONDS
+    while sweep(spared) and time.monotonic() < deadline:
+        time.sleep(SWEEP_SECONDS)
+
+
+def look(descriptors: list[int], seconds: float) -> list[int]:
+    """Those that can be read, as soon as there is one, or after these seconds."""
+    return select.select(descriptors, [], [], seconds)[0]
+
+
+def adopt_orphans() -> None:
+    """Whatever below this process loses its parent becomes its child, however often it forked and called setsid."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def start_supervisor(listener: socket.socket, connection: socket.socket, function: Callable[[Any], Any] | None) -> int:
+    """The number of its process."""
+    supervisor = os.fork()
+    if supervisor == 0:
+        listener.close()
+        try:
+            supervise(connection, function)
+        finally:
+            os._exit(0)
+    return supervisor
+
+
+def sweep(spared: set[int]) -> bool:
+    """Kills what agents left to this process when they killed their supervisors; whether there was something. spared:
+    processes that stay; those that have ended are taken out."""
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitpid(-1, os.WNOHANG)[0]:
+            spared.discard(ended)
+    strays = [child for child in children(os.getpid()) if child not in spared]
+    kill([process for stray in strays for process in (stray, *descendants(stray))])
+    return bool(strays)
 
 
 def find_function(target: str) -> Callable[[Any], Any]:
@@ -91,11 +129,9 @@ def find_function(target: str) -> Callable[[Any], Any]:
 
 def supervise(connection: socket.socket, function: Callable[[Any], Any] | None) -> None:
     """Runs one agent to its end and answers how it ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with connection.makefile("rb") as reader:
         order = json.loads(reader.readline())
-    # Whatever loses its parent becomes a child of this process, however often it forked and called setsid.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     outputs, errors = os.pipe(), os.pipe()
     agent = os.fork()
     if agent == 0:
@@ -197,10 +233,7 @@ class AgentWatch:
         found = len(descendants())
         deadline = time.monotonic() + KILL_SECONDS
         while (others := descendants()) and time.monotonic() < deadline:
-            for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none forks while the others are killed
-                for process in others:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process, number)
+            kill(others)
             self._bury()
             time.sleep(0.002)
         for descriptor in self._streams:  # all writers are dead, so this ends
@@ -226,15 +259,30 @@ class AgentWatch:
                     self.code = os.waitstatus_to_exitcode(found[1])
 
 
-def descendants() -> list[int]:
-    """All processes below this one, those that have ended and are not yet buried left out."""
-    found, waiting = [], [os.getpid()]
+def kill(processes: list[int]) -> None:
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none forks while the others are killed
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
+                os.kill(process, number)
+
+
+def descendants(ancestor: int = 0) -> list[int]:
+    """All processes below one, or below this one, those that have ended and are not yet buried left out."""
+    found: list[int] = []
+    waiting = children(ancestor or os.getpid())
     while waiting:
-        with contextlib.suppress(OSError):
-            for thread in Path(f"/proc/{waiting.pop()}/task").iterdir():
-                waiting += map(int, (thread / "children").read_text().split())
-                found += [int(child) for child in (thread / "children").read_text().split()]
+        found.append(process := waiting.pop())
+        waiting += children(process)
     return [process for process in dict.fromkeys(found) if not _is_dead(process)]
+
+
+def children(process: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended; the children of the others count
+                found += map(int, (thread / "children").read_text().split())
+    return found
 
 
 def _is_dead(process: int) -> bool:
