@@ -164,6 +164,7 @@ def build_stage(
         pressure=pressure.latest,
         folder=around.caches,
         origin=model_folder,
+        warn=listeners.warn,
     )
     source = kind.make_source(parts)
     _resume(source, data, resumed, checkpoint)

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 
 from temper.calls import describe_waiting
 from temper.errors import BackendError
-from temper.rollout.drops import explain_drops
+from temper.rollout.drops import explain_drops, tell_drops
 from temper.rollout.orders import ORDERS, Order, OrderName, Slot
 from temper.types import Group
 
 NOT_TRAINED = "dropped:the run ended"
 """What became of a group that was ready when its run ended."""
+FIRST_TOLD = 3
+"""Steps' worth of drops for one step before anybody is told: fewer are usual where equal rewards are replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +43,19 @@ class Buffer:
     """Draws that are under way or wait to be trained. All methods run in one event loop."""
 
     def __init__(
-        self, *, groups_per_step: int, max_staleness: int, max_rounds: int, version: int = 0, order: OrderName = "draw"
-    ) -> None:
+        self, *, groups_per_step: int, max_staleness: int, max_rounds: int, version: int = 0, order: OrderName = "draw",
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
+        """tell: hears of a step for which many groups are dropped, before it is given up."""
         self._groups_per_step = groups_per_step
         self.max_staleness = max_staleness
         self._version = version
         # Not 0 after a restart: the formula would admit a burst of version * groups_per_step groups.
         self._num_accepted = version * groups_per_step
         self.order = order
+        self._max_dropped = groups_per_step * max_rounds
         self._order: Order = ORDERS[order](
-            groups_per_step=groups_per_step, max_staleness=max_staleness, max_dropped=groups_per_step * max_rounds
+            groups_per_step=groups_per_step, max_staleness=max_staleness, max_dropped=self._max_dropped
         )
         self._running: dict[int, Slot] = {}
         self._num_settled = 0
@@ -58,6 +63,9 @@ class Buffer:
         """Groups that wait to be trained."""
         self._num_dropped = 0
         """Groups that will not be trained and are not consumed yet; of all draws."""
+        self._tell = tell
+        self._told_at = FIRST_TOLD * groups_per_step
+        """So many drops are told next."""
         self.lead = (max_staleness + 1) * groups_per_step
         """Groups that may be under way for the next step, finished ones included."""
         self.most_running: int | None = None
@@ -123,6 +131,7 @@ class Buffer:
             self.num_finished += dropped is None
             self._num_dropped += dropped is not None
             self._order.settle(slot)
+            self._tell_drops()
             self._changed.notify_all()
 
     async def withdraw(self, draw: int) -> None:
@@ -177,6 +186,14 @@ class Buffer:
         async with self._changed:
             self._version = version
             self._changed.notify_all()
+
+    def _tell_drops(self) -> None:
+        """After as many drops as were never told: a run that drops some in every step is not told in every step."""
+        # Past the bound nothing is left to be said in time: the run only waits for the draws before them.
+        if self._told_at <= self._num_dropped <= self._max_dropped:
+            self._told_at *= 2
+            _, dropped = _sorted_out(self._order.settled())
+            self._tell(tell_drops(dropped, most=self._max_dropped))
 
     def _check_age(self, groups: tuple[Group, ...]) -> None:
         """The second enforcement, at consumption: what admission promised must hold for every token."""

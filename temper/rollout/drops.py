@@ -1,6 +1,7 @@
 """Why groups were dropped, in words that name the part to mend.
 
-Owns: the account of groups that filled no step, and the advice by cause. Refuses: deciding what is dropped (group.py).
+Owns: the account of groups that filled no step, while a run looks for others and when it gives up, and the advice by
+cause. Refuses: deciding what is dropped (group.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ MOST_NAMED = 3
 def explain_drops(dropped: Sequence[tuple[Group, str]]) -> str:
     """What happened to dropped groups, the most frequent cause first, and what to do about each."""
     reasons = Counter(reason for _, reason in dropped)
-    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(MOST_NAMED))
     members = [member for group, reason in dropped if reason != DEGENERATE for member in _everyone(group)]
     environment = Counter(_environment_failure(member) for member in members if _is_environments(member))
     rewards = Counter(failure for member in members if not _is_environments(member) for failure in _failures(member))
@@ -29,7 +29,21 @@ def explain_drops(dropped: Sequence[tuple[Group, str]]) -> str:
         (rewards.total(), f"Answers could not be scored: {_most_common(rewards)}. Mend that reward"),
     ]
     said = [text for count, text in sorted(causes, key=lambda cause: -cause[0]) if count]
-    return ". ".join((listed, *said)) if listed else "Nothing was dropped"
+    return ". ".join((_list(reasons), *said)) if reasons else "Nothing was dropped"
+
+
+def tell_drops(dropped: Sequence[tuple[Group, str]], *, most: int) -> str:
+    """The same in one line, for a run that goes on. most: with more it gives up."""
+    reasons = Counter(reason for _, reason in dropped)
+    equal = [group for group, reason in dropped if reason == DEGENERATE]
+    said = [f"{len(dropped)} groups were dropped so far for the next step, and others drawn: {_list(reasons)}"]
+    if 2 * len(equal) > len(dropped):
+        said.append(PassRates.of(equal).advise())
+    return ". ".join((*said, f"The run ends when more than {most} are (rollout.max_rounds)"))
+
+
+def _list(reasons: Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(MOST_NAMED))
 
 
 def _everyone(group: Group) -> tuple[Trajectory, ...]:

@@ -34,6 +34,8 @@ class Parts:
     """Where caches that outlive a process are kept; None: nowhere."""
     origin: Path
     """The model that the stage starts from."""
+    warn: Callable[[str], None] = lambda doubt: None
+    """Where doubts about the stage go while it trains."""
 
     def references(self, name: str = "references.bin") -> References:
         """What the reference said of rows, kept between processes where there is a folder."""

@@ -59,6 +59,7 @@ def rollout_source(parts: Parts, credit: Credit, *, compares: bool = True, is_ju
         max_rounds=rollout.max_rounds,
         version=parts.trainer.version,
         order=rollout.order,
+        tell=parts.warn,
     )
     settings = RolloutSettings(
         group_size=rollout.group_size,

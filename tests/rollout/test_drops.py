@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from temper.errors import BackendError
 from temper.protocols import Reward
 from temper.rewards.composite import CompositeReward
 from temper.rollout.buffer import Buffer
-from temper.rollout.drops import explain_drops
+from temper.rollout.drops import explain_drops, tell_drops
 from temper.rollout.group import reason_to_drop
 from temper.types import Completion, Finish, Group, Message, Score, Status, Task, Trajectory, Turn
 
@@ -89,6 +90,67 @@ def test_data_without_any_signal_ends_after_bounded_work(staleness: int, is_slow
     with pytest.raises(BackendError, match=r"groups were rolled and dropped.*all wrong.*Pass rates by prompt: 0% of"):
         asyncio.run(run())
     assert per_step * rounds < started <= 2 * per_step * rounds + 2 * (staleness + 1) * per_step
+
+
+def told_of(drops: list[list[bool]]) -> list[str]:
+    """What is said while steps of two groups are filled. drops: whether each group of a step is dropped, in order."""
+    said: list[str] = []
+
+    async def run() -> None:
+        buffer = Buffer(groups_per_step=2, max_staleness=0, max_rounds=20, tell=said.append)
+        draw = 0
+        for version, step in enumerate(drops):
+            turn = replace(TURN, completion=replace(TURN.completion, versions=[version]))
+            for is_dropped in step:
+                await buffer.start(draw)
+                scored = (member(Score.of(float(not is_dropped and place))) for place in range(2))
+                members = tuple(replace(one, turns=(turn,)) for one in scored)
+                whole = Group(id=f"g{draw}", draw=draw, task=TASK, trajectories=members)
+                await buffer.finish(whole, reason_to_drop(whole, min_members=2, drop_degenerate=True))
+                draw += 1
+            await buffer.take(1.0)
+            await buffer.release(version + 1)
+
+    asyncio.run(run())
+    return said
+
+
+def test_a_step_that_finds_nothing_to_train_on_says_so_before_it_gives_up() -> None:
+    said = told_of([[True] * 30 + [False] * 2])
+    assert [line.partition(" ")[0] for line in said] == ["6", "12", "24"], "three steps' worth, then twice as many"
+    assert said[0].startswith(
+        "6 groups were dropped so far for the next step, and others drawn: 6 degenerate. Most prompts"
+    )
+    assert "easier tasks in [[train]]" in said[0]
+    assert said[0].endswith(". The run ends when more than 40 are (rollout.max_rounds)")
+    assert all("\n" not in line for line in said)
+
+
+def test_drops_past_the_bound_are_not_told_to_be_below_it() -> None:
+    """Behind a slow draw as many again are dropped."""
+    said: list[str] = []
+
+    async def run() -> None:
+        buffer = Buffer(groups_per_step=1, max_staleness=9, max_rounds=5, tell=said.append)
+        await buffer.start(0)
+        for draw in range(1, 9):
+            await buffer.start(draw)
+            await buffer.finish(*dropped(member(Score.of(0.0)), member(Score.of(0.0)), draw=draw))
+
+    asyncio.run(run())
+    assert [line.partition(" ")[0] for line in said] == ["3"]
+
+
+def test_a_run_that_drops_a_few_groups_in_every_step_is_not_told_in_every_step() -> None:
+    assert told_of([[True, False] * 2] * 40) == []
+    assert told_of([[True] * 5 + [False] * 2] * 40) == []
+    assert len(told_of([[True] * 7 + [False] * 2] * 40)) == 1
+
+
+def test_drops_that_are_not_for_difficulty_are_told_with_their_reason_and_no_advice_on_it() -> None:
+    said = tell_drops([broken_reward()] * 3 + [dropped(member(Score.of(1.0)), member(Score.of(1.0)))], most=40)
+    assert "3 too few scored members: exact: ZeroDivisionError: division by zero, 1 degenerate" in said
+    assert "prompts" not in said
 
 
 def test_a_verifier_that_fails_is_named_with_its_error_and_difficulty_is_not_blamed() -> None:

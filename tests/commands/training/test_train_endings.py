@@ -62,14 +62,16 @@ def test_data_in_which_no_group_differs_ends_with_pass_rates_by_prompt_and_the_k
     recipe: Path, tmp_path: Path, never: str, staleness: int
 ) -> None:
     rollout = (
-        f"rollout={{groups_per_step=2, group_size=2, drop_degenerate=true, max_rounds=2, max_staleness={staleness}}}"
+        f"rollout={{groups_per_step=2, group_size=2, drop_degenerate=true, max_rounds=4, max_staleness={staleness}}}"
     )
     with pytest.raises(BackendError, match=r"all wrong, 0 all right\. Pass rates by prompt: 0% of 2 .*\[\[train\]\]"):
         train(recipe, overrides=[rollout, never], run=tmp_path / "run")
     with RunReader(tmp_path / "run") as reader:
         assert "Pass rates by prompt" in reader.state.text
         num_groups = len(reader.trajectories(0, 1)) // 2
-    assert 2 * 2 < num_groups <= 2 * 2 * 2 + 2 * (staleness + 1) * 2
+        (warned,) = [event.text for event in reader.events() if "dropped so far" in event.text]
+    assert 4 * 2 < num_groups <= 2 * 4 * 2 + 2 * (staleness + 1) * 2
+    assert "Most prompts are too hard" in warned, "while it went on, and not in its last words alone"
 
 
 def test_a_stage_that_trains_equal_groups_stops_when_none_ever_differed(
