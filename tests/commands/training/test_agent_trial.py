@@ -213,8 +213,10 @@ def test_a_dry_run_shows_it_counts_its_doubts_and_is_not_in_order_where_it_is_re
     assert re.search(r"\n  agent +\S+agent\.py:solve played ", found)
     assert "environment" not in found, "nothing else was started"
     assert count_doubts(found) == 0
-    loud = dry_run(write("ask(); print('warning: 1\\nwarning: 2', file=sys.stderr); int('x')"))
-    assert count_doubts(loud) == 1, "lines of the agent's are none of Temper's"
+    loud = dry_run(write("ask(); print('warning: 1\\nwarning: 2', file=sys.stderr)"))
+    assert "It said: warning: 1 / warning: 2" in loud
+    assert count_doubts(loud) == 0, "lines of the agent's are none of Temper's"
+    assert count_doubts(dry_run(write("int(ask())"))) == 1
     ran = CliRunner().invoke(app, ["train", str(write("ask()")), "--set", "env.options.function=json:nothing",
                                    "--dry-run"])  # fmt: skip
     assert isinstance(ran.exception, UserError), ran.output
