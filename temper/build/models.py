@@ -18,8 +18,7 @@ from temper.config import RunConfig
 from temper.config.memory import settled_choice
 from temper.errors import UserError
 from temper.folders.integrity import verify, write_manifest
-from temper.models.experts.routing import has_experts
-from temper.models.load import find_checkpoint, load_model, read_config
+from temper.models.load import find_checkpoint, load_model
 from temper.models.lora.materialize import whole
 from temper.models.lora.switch import AdapterOff
 from temper.models.lora.wrapping import (
@@ -40,9 +39,10 @@ from temper.trainer.critic import Critic
 from temper.trainer.local import AuxiliaryModels
 from temper.trainer.offload import offload
 from temper.trainer.optim import OptimizerSettings
-from temper.trainer.ranks.context import require_heads
+from temper.trainer.ranks.layout import TrainerLayout, require_layout
 from temper.trainer.ranks.parts import cut, is_cut
 from temper.trainer.ranks.reading import load_cut
+from temper.trainer.ranks.sums import rank_and_world
 from temper.trainer.weights import ModelFiles
 
 Load = Callable[[Path], torch.nn.Module]
@@ -96,8 +96,21 @@ class Models:
     files: ModelFiles
 
 
+def layout_of(config: RunConfig, trainers: int) -> TrainerLayout:
+    """trainers: as many as there are."""
+    cluster = config.cluster
+    return TrainerLayout(
+        trainers=trainers,
+        parts=cluster.parts,
+        experts=cluster.experts,
+        context=cluster.context,
+        tensor=cluster.tensor,
+    )
+
+
 def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models:
     """The policy of `folder`, with an adapter if the recipe asks for one, and what the objective compares it with."""
+    require_layout(folder, layout_of(config, rank_and_world()[1]))
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.dtype, device)
     is_scorer = "scores" in objective.needs
@@ -133,12 +146,6 @@ def load_models(config: RunConfig, objective: Objective, folder: Path) -> Models
         _check_isolation(model)
         return model
 
-    if config.cluster.context > 1:
-        if has_experts(policy):
-            raise UserError(f"cluster.context: {folder} is a model with experts. Use cluster.context = 1")
-        require_heads(read_config(folder).get_text_config(), config.cluster.context)
-    if config.cluster.experts and not has_experts(policy):
-        raise UserError(f"cluster.experts: {folder} is a model without experts. Use cluster.experts = false")
     if parts:  # of a whole policy the gate proves it
         _check_isolation(policy)
     critic = None

@@ -27,6 +27,7 @@ from temper.build import (
     plan_on_cpu,
     plan_stage,
 )
+from temper.build.models import layout_of
 from temper.cluster.ranks import find_place
 from temper.commands.training.agent_trial import try_agent
 from temper.commands.training.ranks import check_ranks
@@ -48,6 +49,7 @@ from temper.stages.reading.choosing import doubt_choosers
 from temper.stages.reading.data import StageData, open_data
 from temper.stages.trial import try_rows
 from temper.tasks.choice.registry import read_choosers
+from temper.trainer.ranks.layout import require_layout
 
 REFERENCE = "stage:"
 WARNING = "warning:"
@@ -57,12 +59,17 @@ def dry_run(recipe: Path, *, overrides: Sequence[str] = ()) -> str:
     """Checks configuration, data, template, reward and batch arithmetic of every stage; returns a table to print."""
     stages = load_recipe(recipe, overrides)
     check_stages(stages)
-    check_ranks(stages, max(find_place(os.environ).world, stages[0].cluster.trainers))
+    check_ranks(stages, _count_trainers(stages[0]))
     with tempfile.TemporaryDirectory() as folder:
         first = first_model(stages[0], Path(folder))
         check_first_model(stages, first)
         later = Later(stages, first)
         return "\n\n".join(_describe_or_say_where(later.open(config), len(stages)) for config in stages)
+
+
+def _count_trainers(config: RunConfig) -> int:
+    """Of a launcher, if one started this process, or of the recipe."""
+    return max(find_place(os.environ).world, config.cluster.trainers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +175,7 @@ def _describe_or_say_where(stage: OpenedStage, num_stages: int) -> str:
 def _describe(stage: OpenedStage) -> str:
     config, kind = stage.config, kind_of(stage.config)
     objective = check_stage(config)
+    require_layout(stage.model, layout_of(config, _count_trainers(config)))
     data = open_data(stage.readable, objective, kind.reading, stage.model)
     if "rows" not in stage.awaited:
         check_data(config, kind, objective, data)

@@ -52,11 +52,7 @@ def cut(
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     world, parameter = dist.get_world_size(), next(model.parameters())
-    if not can_walk(model):
-        raise UserError(
-            f"cluster.parts is made for the families {', '.join(WALKED_FAMILIES)}, and this is a "
-            f"{model.get_decoder().config.model_type}. Use cluster.parts = false: each trainer then holds a copy"
-        )
+    require_walked(model)
     mesh = init_device_mesh((device or parameter.device).type, (world,))
     # Gradients of a microbatch are added up over ranks in float32, and then rounded to what the weights are.
     narrow = parameter.dtype in (torch.bfloat16, torch.float16)
@@ -78,6 +74,15 @@ def cut(
             # A sum, not a mean: weights of tokens already hold the denominator of the whole batch.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def require_walked(model: Any) -> None:
+    """UserError for a family whose layers are not called one by one."""
+    if not can_walk(model):
+        raise UserError(
+            f"cluster.parts is made for the families {', '.join(WALKED_FAMILIES)}, and this is a "
+            f"{model.get_decoder().config.model_type}. Use cluster.parts = false: each trainer then holds a copy"
+        )
 
 
 def _call(compute: Callable[[], Result]) -> Result:

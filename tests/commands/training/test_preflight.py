@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from temper.commands.training import preflight
 from temper.commands.training.preflight import dry_run
 from temper.config import load_recipe, resolve, to_toml
 from temper.errors import UserError
+from temper.folders.integrity import MANIFEST
 from temper.planning.gpus import GPUS
 from temper.stages.kinds import kind_of
 from temper.stages.reading.data import open_data
@@ -407,3 +409,56 @@ def test_a_dry_run_prints_the_table_of_memory_of_every_stage(
     monkeypatch.setattr(preflight, "this_gpu", lambda: replace(GPUS["h200"], free_bytes=2**20))
     with pytest.raises(UserError, match=r"stage 1 \(sft\): this needs .* GiB, and 0\.0 are free"):
         dry_run(path)
+
+
+LAYOUTS = {
+    "heads of keys over tensor": (
+        {}, {"trainers": 2, "parts": True, "tensor": 2},
+        "1 heads of keys do not divide over 2 trainers. Use cluster.tensor = 1",
+    ),
+    "columns over trainers": (
+        {"heads": 2, "kv_heads": 2, "mlp_width": 66}, {"trainers": 4, "parts": True, "tensor": 2},
+        "66 rows or columns of a layer do not divide over 4 trainers",
+    ),
+    "heads over context": (
+        {"heads": 3, "width": 48}, {"trainers": 2, "context": 2},
+        "3 heads of attention, 1 of keys, do not divide over 2 trainers",
+    ),
+    "context with experts": ({"experts": 4}, {"trainers": 2, "context": 2}, "is a model with experts"),
+    "experts over trainers": (
+        {"experts": 4}, {"trainers": 3, "parts": True, "experts": True}, "4 experts do not divide over 3 trainers",
+    ),
+    "experts of a dense model": (
+        {}, {"trainers": 2, "parts": True, "experts": True},
+        "is a model without experts. Use cluster.experts = false",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_that_cannot_be_shared_out_so_is_refused_before_anything_starts(
+    layout: str, tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    new, cluster, message = LAYOUTS[layout]
+    tiny_recipe["model"]["new"] |= new
+    tiny_recipe |= {"cluster": cluster, "engine": {"place": "process"}}
+    with pytest.raises(UserError, match=re.escape(message)):
+        dry_run(write_recipe(tiny_recipe, tmp_path))
+
+
+def test_parts_of_a_family_that_is_not_walked_are_refused_before_anything_starts(
+    tiny_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    first = first_model(resolve(tiny_recipe, [], where="tiny")[0], tmp_path)
+    config = Gemma2Config(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(first)
+    (first / MANIFEST).unlink(missing_ok=True)
+    tiny_recipe["model"] = {"path": str(first)}
+    tiny_recipe |= {"cluster": {"trainers": 2, "parts": True}, "engine": {"place": "process"}}
+    with pytest.raises(UserError, match=r"cluster.parts is made for the families llama, .* this is a gemma2"):
+        dry_run(write_recipe(tiny_recipe, tmp_path))
