@@ -25,6 +25,10 @@ def stages_of(*stages: dict[str, Any], **shared: Any) -> list[RunConfig]:
     return resolve(table, [], where="test")
 
 
+def distilled(preset: str) -> dict[str, Any]:
+    return {"model": {"new": {}, "teacher": "somewhere"}, "objective": {"preset": preset}}
+
+
 HELDOUT = {"generator": "spell_backward", "size": 4, "seed": 1}
 UNEVEN = {"rollout": {"groups_per_step": 5}, "trainer": {"updates_per_batch": 2}}
 
@@ -127,6 +131,14 @@ def test_what_cannot_be_done_with_experts_that_stay_is_refused_by_name(shared: d
         ({}, {"model": {"new": {"experts": 4}, "routers": {"balance": 0.1}}}, "routers are read from whole rows"),
         ({}, {"sampling": {"top_k": 5}}, "Leave out sampling.top_k, top_p and min_p"),
         ({}, {"sampling": {"top_p": 0.9}}, "Leave out sampling.top_k, top_p and min_p"),
+        ({}, {"sampling": {"min_p": 0.05}}, "Leave out sampling.top_k, top_p and min_p"),
+        ({"kind": "distill"}, distilled("gkd"), "whole distributions are compared with states of all tokens"),
+        (
+            {"kind": "distill"},
+            distilled("opd_top_k"),
+            "a teacher's most likely tokens are read from states of all tokens",
+        ),
+        ({}, {"objective": {"preset": "simko"}}, "the policy's most likely tokens are read from states of all tokens"),
         ({"kind": "sft"}, {"objective": {"preset": "sft", "loss": {"noise": 5.0}}}, "noise on embeddings"),
         ({"kind": "sft"}, {"objective": {"preset": "sft", "loss": {"smoothing": 0.1}}}, "label smoothing reads states"),
     ],
