@@ -358,7 +358,6 @@ def test_samplers_of_vllm_are_refused_where_ray_would_start_them(
         yield object()
 
     monkeypatch.setattr(ranks, "_ray", found)
-    monkeypatch.setattr(ranks, "require_ray", lambda: None)
     table = {**short(tiny_recipe, "process", kind="vllm"), "cluster": {"place": "ray"}}
     with pytest.raises(UserError, match=r'cluster.place = "ray" starts samplers with Temper\'s own engine alone'):
         training.train_stages(resolve(table, (), where="test"), run=tmp_path / "run")

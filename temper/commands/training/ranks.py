@@ -22,7 +22,7 @@ from temper.build.trainer import open_here
 from temper.children import die_with_parent
 from temper.cluster.handshake import KEY_VARIABLE
 from temper.cluster.ranks import LEAVING_SECONDS, Place, Ranks, as_children, find_place, join_ranks, start_ranks
-from temper.cluster.ray import RayPlace, require_ray
+from temper.cluster.ray import RayPlace
 from temper.commands.launchers import require_one_process
 from temper.config import RunConfig
 from temper.config.cluster import ClusterConfig
@@ -98,8 +98,6 @@ def check_ranks(stages: Sequence[RunConfig], world: int) -> None:
             f"cluster.samplers has addresses, and samplers there let in who has their key: set {KEY_VARIABLE} to what "
             f"it was when `temper sampler` was started, or to what that printed"
         )
-    if cluster.is_on_ray:
-        require_ray()
 
 
 @contextmanager
