@@ -167,7 +167,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("route/moved_frac", "share", "experts of trained tokens", SHARE,
                "Experts that the sampler took and the trainer's routers would not choose. With model.replay_routes"),
         Metric("route/moved_by_updates", "share", "experts of trained tokens", "last update less first",
-               "Of route/moved_frac what the updates of a batch did: negative is noise. With several updates per batch"),
+               "Of route/moved_frac what updates of a batch did: negative is noise. With several updates per batch"),
         Metric("route/recorded_frac", "share", TOKENS, SHARE,
                "Tokens whose routes the sampler told; the others take their routers' choice. With model.replay_routes"),
         Metric("route/load_max", "factor", TOKENS, "mean over layers",
