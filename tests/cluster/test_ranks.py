@@ -68,8 +68,9 @@ def test_ranks_of_one_machine_meet_where_no_other_machine_gets_in() -> None:
         socket.create_connection((own, store.port), timeout=5)
 
 
-def living(name: str) -> list[str]:
-    return [thread.name for thread in threading.enumerate() if name in thread.name]
+def living() -> set[threading.Thread]:
+    """Threads of trainer ranks; other tests may have left some."""
+    return {thread for thread in threading.enumerate() if "of a trainer rank" in thread.name}
 
 
 def soon(found: Callable[[], bool]) -> bool:
@@ -87,7 +88,7 @@ def test_of_a_group_that_could_not_connect_no_process_and_no_thread_is_left(monk
     """A run begins anew in the same process."""
     monkeypatch.setattr(ranks, "_wait_for_all", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
-    children, start = list[Any](), as_children("tests.cluster.sleeping_main")
+    before, children, start = living(), list[Any](), as_children("tests.cluster.sleeping_main")
 
     def noted(*told: Any) -> Any:
         children.append(start(*told))
@@ -96,17 +97,17 @@ def test_of_a_group_that_could_not_connect_no_process_and_no_thread_is_left(monk
     with pytest.raises(RuntimeError, match="no route"):
         start_ranks(noted, 2, 20)
     assert children[0].wait(0.0) is not None
-    assert soon(lambda: not living("of a trainer rank"))
+    assert soon(lambda: living() <= before)
 
 
 def test_a_watched_rank_that_could_not_connect_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_wait_for_all", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
-    store = HashStore()
+    before, store = living(), HashStore()
     PrefixStore("words", store).set(ranks.PATIENCE, "20")
     with pytest.raises(RuntimeError, match="no route"):
         ranks._formed(Place(1, 2, 1), store, 20, "", is_watched=True)
-    assert soon(lambda: not living("of a trainer rank"))
+    assert soon(lambda: living() <= before)
 
 
 def test_ranks_with_other_keys_are_told_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
